@@ -6,6 +6,7 @@ imports torch at module top.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -176,11 +177,17 @@ def check(
 
 def registered() -> dict[str, Check]:
     """Every check by name, in causal order: ours, and those that the project has registered so far."""
+    _import_ours()
+    return dict(sorted(_registered.items(), key=lambda kv: (*_place(kv[1]), kv[0])))
+
+
+@functools.cache
+def _import_ours() -> None:
+    """Once a process: to read the folders takes longer than some checks."""
     for family in pkgutil.iter_modules(importlib.import_module(_CHECKS).__path__, f"{_CHECKS}."):
         for found in pkgutil.iter_modules(importlib.import_module(family.name).__path__, f"{family.name}."):
             if found.ispkg:
                 importlib.import_module(f"{found.name}.check")
-    return dict(sorted(_registered.items(), key=lambda kv: (*_place(kv[1]), kv[0])))
 
 
 def of(subject: Judged) -> dict[str, Check]:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
-MOST = 4096
-"""Lines that are kept, at most."""
+MOST = 8192
+"""Calls that are kept, at most."""
 
 _KNOWN: dict[tuple[int, int], tuple[CodeType, FunctionType]] = {}
-"""By the identity of the caller's code, and its line: to hash code takes longer than the call."""
+"""By the identity of the caller's code, and its instruction: to hash code, or to find the line, takes longer than the
+call."""
 
 _OURS: dict[str, bool] = {}
 
@@ -41,7 +42,7 @@ def as_caller(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         elif code.co_name == "handle_torch_function":
             frame = None if frame.f_back is None else frame.f_back.f_back  # past the function of torch that calls it
         else:
-            known = _KNOWN.get((id(code), frame.f_lineno))
+            known = _KNOWN.get((id(code), frame.f_lasti))
             made = known[1] if known is not None and known[0] is code else _made(frame)
             return made(func, args, kwargs)
     return func(*args, **kwargs)
@@ -66,5 +67,5 @@ def _made(frame: FrameType) -> FunctionType:
         co_name=frame.f_code.co_name,
     )
     made = FunctionType(code, frame.f_globals)
-    _KNOWN[id(frame.f_code), frame.f_lineno] = (frame.f_code, made)
+    _KNOWN[id(frame.f_code), frame.f_lasti] = (frame.f_code, made)
     return made

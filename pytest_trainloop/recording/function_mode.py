@@ -95,8 +95,7 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # the first is a constant for a compiler
-        if torch.compiler.is_compiling() or is_traced() or is_aside() or called_by_sharding():
+        if is_traced() or _HERE.aside or called_by_sharding():
             return func(*args, **(kwargs or {}))
         return self.call(getattr(func, "__name__", ""), func, args, kwargs or {})
 

@@ -94,7 +94,7 @@ def around_modules(modules: Iterable[nn.Module], enter: Enter, leave: Leave) -> 
 
 def _aside(hook: Callable[..., Any]) -> Callable[..., Any]:
     def asked(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_traced():  # the first is a constant where a compiler reads this
+        if is_traced():
             return None
         return hook(*args, **kwargs)
 

@@ -7,6 +7,7 @@ can give them to nothing else, and the process grows by half.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -45,6 +46,20 @@ class Store:
         room, kept = self.room(entries, entries.numel())
         room.copy_(entries)
         return kept
+
+    def keep_all(self, entries: list[torch.Tensor]) -> list[Kept]:
+        """Copy the entries of flat tensors of one device and dtype: together, in a fraction of the time."""
+        counts = [e.numel() for e in entries]
+        room, kept = self.room(entries[0], sum(counts))
+        torch.cat(entries, out=room)
+        ends = itertools.accumulate(counts, initial=kept.first)
+        return [Kept(kept.block, first, end) for first, end in itertools.pairwise(ends)]
+
+    def keep_pairs(self, entries: list[torch.Tensor]) -> list[Kept]:
+        """Copy scalar tensors of one device and dtype, two for each place."""
+        room, kept = self.room(entries[0], len(entries))
+        torch.stack(entries, out=room)
+        return [Kept(kept.block, first, first + 2) for first in range(kept.first, kept.end, 2)]
 
     def room(self, like: torch.Tensor, count: int) -> tuple[torch.Tensor, Kept]:
         """Room for ``count`` entries of the tensor's device and dtype, to be written at once."""

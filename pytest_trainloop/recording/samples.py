@@ -13,7 +13,7 @@ from torch import nn
 from pytest_trainloop.recording.events import TensorSample
 from pytest_trainloop.recording.sample_store import Store
 from pytest_trainloop.recording.shards import is_whole, local
-from pytest_trainloop.recording.torch_internals import has_values
+from pytest_trainloop.recording.torch_internals import has_values, past_dispatch_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,12 +31,17 @@ _ORDERED = frozenset(
 _NORMED = frozenset({torch.complex64, torch.complex128})
 
 
+WAITING = 64
+"""Samples on a CPU that are copied to the store together."""
+
+
 class Reader:
     """Collects device scalars and samples; ``resolve`` reads them, with a few transfers in all."""
 
     def __init__(self) -> None:
         self._entries, self._numbers = Store(), Store()
         self._samples: list[tuple[TensorSample, Kept, Kept | None]] = []
+        self._waiting: list[tuple[TensorSample, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._scalars: list[tuple[Callable[[float], None], Kept]] = []
         self._lock = threading.RLock()  # a stop that strikes as a block is left leaves it held
 
@@ -46,14 +51,32 @@ class Reader:
         sample = TensorSample(sparse=tensor.layout is torch.sparse_coo)
         if not readable(tensor):
             return sample
-        values = _dense(tensor.detach())
-        if values.numel() == 0:
-            sample.peak = 0.0
-            return sample
-        entries = spaced(values)
-        with self._lock:
-            self._samples.append((sample, self._entries.keep(entries), self._extremes(values, entries)))
+        past = past_dispatch_modes()
+        try:
+            values = _dense(tensor.detach())
+            if values.numel() == 0:
+                sample.peak = 0.0
+            elif values.is_cpu and values.dtype in _ORDERED:
+                self._waiting.append((sample, spaced(values).clone(), *torch.aminmax(values)))
+                if len(self._waiting) >= WAITING:
+                    self._keep_waiting()
+            else:
+                entries = spaced(values)
+                with self._lock:
+                    self._samples.append((sample, self._entries.keep(entries), self._extremes(values, entries)))
+        finally:
+            del past
         return sample
+
+    def _keep_waiting(self) -> None:
+        """Copy the samples that wait to the store: some dozens together, in half the time."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            for dtype in {entries.dtype for _, entries, _, _ in waiting}:
+                alike = [one for one in waiting if one[1].dtype == dtype]
+                kept = self._entries.keep_all([entries for _, entries, _, _ in alike])
+                extremes = self._numbers.keep_pairs([number for one in alike for number in one[2:]])
+                self._samples += zip((one[0] for one in alike), kept, extremes, strict=True)
 
     def sample_entries(self, tensor: torch.Tensor) -> TensorSample:
         """A sample without its peak: enough to see a change, at a third of the cost."""
@@ -88,6 +111,7 @@ class Reader:
     def resolve(self) -> None:
         """Read everything that is pending."""
         with self._lock:
+            self._keep_waiting()
             entries, numbers = self._entries.take_samples(), self._numbers.take_floats()
             samples, self._samples = self._samples, []
             scalars, self._scalars = self._scalars, []
@@ -105,8 +129,11 @@ def readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor has entries of its own: not lazy, not on the meta device, not inside a functorch transform, not
     a wrapper around other tensors, not one whose memory was given back (FSDP2's gathered weights, between uses)."""
     kind = type(tensor)
-    wraps = hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return not wraps and not nn.parameter.is_lazy(tensor) and has_values(tensor) and not _given_back(tensor)
+    if kind is not torch.Tensor and kind is not nn.Parameter:
+        wraps = hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if wraps or nn.parameter.is_lazy(tensor):
+            return False
+    return has_values(tensor) and not _given_back(tensor)
 
 
 def _given_back(tensor: torch.Tensor) -> bool:
@@ -127,8 +154,11 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def spaced(values: torch.Tensor) -> torch.Tensor:
     """All of up to 128 entries, at most 64 of more, at even spacing: a view where the layout allows."""
-    flat = _flat(values)
-    return flat[:: _spacing(flat.numel())]
+    count = values.numel()
+    spacing = _spacing(count)
+    if values.is_contiguous() and not (values.is_conj() or values.is_neg()):
+        return values.as_strided((-(-count // spacing),), (spacing,))
+    return _flat(values)[::spacing]
 
 
 @functools.lru_cache(maxsize=4096)

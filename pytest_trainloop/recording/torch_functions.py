@@ -226,6 +226,7 @@ def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("p", kwargs.get("dropout_p", 1.0)) and kwargs.get("training", True))
 
 
+@functools.cache
 def _asks_for_shape(name: str) -> bool:
     return name == "__get__" or name.endswith("_like") or name.startswith("new_") or name in SIZES
 

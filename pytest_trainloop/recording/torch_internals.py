@@ -44,6 +44,7 @@ __all__ = [
     "exporters",
     "forget_process_groups",
     "function_class",
+    "functorch_level",
     "has_gradient_hooks",
     "has_step_hooks",
     "has_step_pre_hooks",
@@ -62,6 +63,7 @@ __all__ = [
     "no_dispatch_modes",
     "no_torch_function",
     "on_in_engine",
+    "past_dispatch_modes",
     "saved_values_overwritten",
     "take_off",
     "tree_leaves",
@@ -72,10 +74,17 @@ __all__ = [
 ]
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor's entries can be read here and now: not those of a fake one, one on the meta device, or one
     inside a transform of functorch."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_functorch(tensor))
+    if tensor.is_meta or _is_wrapped(tensor) or _is_batched(tensor):
+        return False
+    kind = type(tensor)
+    return kind is torch.Tensor or kind is nn.Parameter or not isinstance(tensor, FakeTensor)
 
 
 def clip_cells() -> dict[str, types.CellType]:
@@ -147,8 +156,7 @@ def in_backward() -> bool:
 
 def is_functorch(tensor: torch.Tensor) -> bool:
     """Whether a tensor lives inside ``vmap``, ``grad``, ``jvp`` or ``is_grads_batched``: unreadable outside of it."""
-    functorch = torch._C._functorch
-    return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    return bool(_is_wrapped(tensor) or _is_batched(tensor))
 
 
 def loader_workers() -> list[tuple[list[Any], Any]]:
@@ -179,20 +187,28 @@ def is_traced() -> bool:
 
     Hides ``torch._C._is_tracing``, ``torch.fx._symbolic_trace._is_fx_tracing_flag`` and the modes below a dispatcher.
     """
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or _symbolic_trace._is_fx_tracing_flag:
+    if torch.compiler.is_compiling() or _is_tracing() or _symbolic_trace._is_fx_tracing_flag:
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and any(
-        torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES
-    )
+    return _dispatch_modes() > 0 and (_dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None)
 
 
-_TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+_is_tracing, _dispatch_modes, _dispatch_mode = (
+    torch._C._is_tracing,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._get_dispatch_mode,
+)
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+"""Looked up once: this is asked at every call of torch."""
 
 
 def is_transformed() -> bool:
     """Whether torch traces, or a transform of functorch is under way (``vmap``, ``grad``, ``jacrev``): tensors are read
     by nobody then. Hides ``torch._C._functorch.maybe_current_level``, torch's level of nesting."""
-    return is_traced() or torch._C._functorch.maybe_current_level() is not None
+    return is_traced() or functorch_level() is not None
+
+
+functorch_level = torch._C._functorch.maybe_current_level
+"""How deep the transforms of functorch are nested; None outside of them."""
 
 
 def take_off(mode: TorchFunctionMode) -> bool:
@@ -442,6 +458,11 @@ no_torch_function = torch._C.DisableTorchFunction
 
 no_dispatch_modes = _disable_current_modes
 """A context in which operations pass no dispatch mode: ours see only the loop's."""
+
+
+past_dispatch_modes = torch._C._DisableTorchDispatch
+"""Held by a name, operations pass no dispatch mode and no tensor of another class, until the name is deleted: in a
+twentieth of the time that the context ``no_dispatch_modes`` takes."""
 
 
 def saved_values_overwritten(node: Any) -> bool:

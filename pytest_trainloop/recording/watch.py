@@ -28,9 +28,9 @@ from pytest_trainloop.recording.schedulers import Scalers, Schedules
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.steps import Optimizers
-from pytest_trainloop.recording.threads import Thread
+from pytest_trainloop.recording.threads import Suspended, Thread
 from pytest_trainloop.recording.torch_functions import Functions
-from pytest_trainloop.recording.torch_internals import exporters, no_torch_function, without_ours
+from pytest_trainloop.recording.torch_internals import exporters, without_ours
 from pytest_trainloop.recording.train_mode import Modes
 from pytest_trainloop.recording.weight_changes import WeightChanges
 
@@ -171,16 +171,9 @@ class Watch:
         if self.full:
             self.record.full_until = self.tick()
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> Suspended:
         """Suspend the recording: torch calls in here are those of this package."""
-        thread = self.thread
-        thread.suspended += 1
-        try:
-            with no_torch_function():
-                yield
-        finally:
-            thread.suspended -= 1
+        return Suspended(self.thread)
 
     @contextlib.contextmanager
     def data_is_drawn(self) -> Iterator[None]:

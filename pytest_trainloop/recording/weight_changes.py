@@ -12,6 +12,7 @@ import torch
 from pytest_trainloop.recording.events import Move, Step
 from pytest_trainloop.recording.samples import _dense, readable, spaced
 from pytest_trainloop.recording.shards import local
+from pytest_trainloop.recording.torch_internals import past_dispatch_modes
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.protocol import Observed
@@ -47,12 +48,12 @@ class WeightChanges:
         if not watch.full:
             return
         watch.hook_gradients(watch.table.settle())
-        found: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
-        for index, tensor in enumerate(watch.table.tensors):
-            part = local(tensor)
-            if readable(part):
-                found[part.device, part.dtype][index] = spaced(_dense(part.detach()))
-        parts = [_Part(torch.cat(list(p.values())), list(p), [e.numel() for e in p.values()]) for p in found.values()]
+        tensors = [local(tensor) for tensor in watch.table.tensors]
+        past = past_dispatch_modes()
+        try:
+            parts = _sampled(tensors)
+        finally:
+            del past
         step = watch.thread.open[-1] if watch.thread.open else None
         self._looks.append(_Look(watch.tick(), step, parts))
 
@@ -100,6 +101,14 @@ class WeightChanges:
                 moved_by = new - old
                 lengths = torch.linalg.vector_norm(moved_by) * torch.linalg.vector_norm(old)
                 step.along[i] = float(moved_by.flatten() @ old.flatten() / lengths) if lengths else 0.0
+
+
+def _sampled(tensors: list[torch.Tensor]) -> list[_Part]:
+    found: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
+    for index, tensor in enumerate(tensors):
+        if readable(tensor):
+            found[tensor.device, tensor.dtype][index] = spaced(_dense(tensor.detach()))
+    return [_Part(torch.cat(list(p.values())), list(p), [e.numel() for e in p.values()]) for p in found.values()]
 
 
 _Chunk = tuple[torch.dtype, bytes]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_trainloop.recording.function_mode import FunctionMode, called_by_sharding, is_aside
-from pytest_trainloop.recording.torch_internals import is_traced, is_transformed
+from pytest_trainloop.recording.torch_internals import functorch_level, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +59,8 @@ class WatchingMode(FunctionMode):
         """Whether calls are looked at now: not while recording is suspended, nor inside an optimizer's step, nor inside
         a backward pass, where a checkpoint makes calls of the forward pass again."""
         watch = self.watch
-        return not (watch.is_suspended or watch.stepping or watch.backward is not None)
+        thread = watch.thread
+        return not (thread.suspended or thread.stepping or watch.backward is not None)
 
     def __torch_function__(
         self,
@@ -70,10 +69,9 @@ class WatchingMode(FunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # the first is a constant for a compiler
-        if torch.compiler.is_compiling() or is_traced() or is_aside() or called_by_sharding():
+        if is_traced() or is_aside() or called_by_sharding():
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if self._watch is None or is_transformed() or not self.active():
+        if self._watch is None or functorch_level() is not None or not self.active():
             return super().call(name, func, args, kwargs or {})
         return self.call(name, func, args, kwargs or {})
