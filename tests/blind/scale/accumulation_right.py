@@ -7,7 +7,7 @@ from contextlib import ExitStack, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from pytest_trainloop import TrainLoop
 from tests.blind.scale.cases import right
