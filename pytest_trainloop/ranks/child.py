@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -43,6 +44,8 @@ def main(
     others: tuple[Connection, ...],
 ) -> None:
     """Run ``work(rank)``, leave what it gave in ``folder`` and end the process when the parent says so."""
+    # What the parent leaves to collect may be a process group of its own, whose end waits for threads that no fork has.
+    gc.freeze()
     try:
         os.setpgid(0, 0)
         _end_with(parent)
