@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -9,9 +10,11 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from dataclasses import replace
+from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +55,7 @@ def main(
         for other in others:
             other.close()
         _redirect(Path(folder), rank)
-        os.environ.update(_environment(rank, ranks))
-        for name in [name for name in os.environ if name.startswith(FOREIGN) and name not in _environment(rank, ranks)]:
-            del os.environ[name]
+        _set_environment(rank, ranks, folder)
         tell = _Teller(connection)
         result = _run(rank, ranks, folder, tell, work, seconds)
         _write(Path(folder) / f"result{rank}", result)
@@ -105,11 +106,13 @@ def _run(
             warnings.simplefilter("ignore")
             Groups(rank, ranks, folder, 2 * seconds + 60, log).begin()
         log.begin()
-        Files(folder, lambda: log.steps, tell).begin()
+        files = Files(lambda: log.steps, tell)
+        files.begin()
         warnings.showwarning = lambda message, category, filename, line, *_: shown.append(
             f"{category.__name__}: {message} ({place_of(str(filename), line)})"
         )
-        result["value"] = work(rank)
+        with contextlib.closing(files):
+            result["value"] = work(rank)
     except BaseException as error:
         result["raised"], result["error"] = as_data(error)
     return result
@@ -154,6 +157,19 @@ def _redirect(folder: Path, rank: int) -> None:
     stacks = (folder / f"stack{rank}").open("w")  # open as long as the process lives
     faulthandler.enable(stacks)
     faulthandler.register(ASK_FOR_STACK, stacks, all_threads=True, chain=False)
+
+
+def _set_environment(rank: int, ranks: int, folder: str) -> None:
+    """As torchrun does it. What a process puts aside for its own time goes where the parent removes it: Python does so
+    at the end of a process, which those here do not come to.
+
+    The sockets of multiprocessing are directly in the folder: their names must be short.
+    """
+    for name in [name for name in os.environ if name.startswith(FOREIGN)]:
+        del os.environ[name]
+    os.environ.update(_environment(rank, ranks))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    util.get_temp_dir = lambda: folder
 
 
 def _environment(rank: int, ranks: int) -> dict[str, str]:

@@ -44,7 +44,7 @@ class Children:
         """The ranks that have nothing more to say."""
 
     def __enter__(self) -> Children:
-        self._folder = Path(tempfile.mkdtemp(prefix="trainloop-ranks-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="rank-"))
         try:
             for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
                 with contextlib.suppress(Exception):
@@ -166,11 +166,20 @@ class Children:
                     kill(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.join()
+            _wait_for_group(process.pid)
             process.close()
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _wait_for_group(number: int) -> None:
+    """Until the kernel is through with a process group that was killed; it may keep those that nobody asks for."""
+    with contextlib.suppress(OSError):
+        for _ in range(30):
+            os.killpg(number, 0)
+            time.sleep(0.01)
 
 
 def _text(path: Path) -> str:

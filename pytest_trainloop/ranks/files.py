@@ -22,13 +22,13 @@ _OF_PYTHON = (f"{os.sep}__pycache__{os.sep}", f"{os.sep}torchinductor_", f"{os.s
 class Files:
     """Tells of each file once, ``tell("wrote", Written)``."""
 
-    def __init__(self, folder: str, steps: Callable[[], int], tell: Callable[[str, Any], None]) -> None:
-        self._folder, self._steps, self._tell = folder + os.sep, steps, tell
+    def __init__(self, steps: Callable[[], int], tell: Callable[[str, Any], None]) -> None:
+        self._steps, self._tell = steps, tell
         self._pid = os.getpid()
         self._known: set[str] = set()
 
     def begin(self) -> None:
-        """Until the process ends: Python's audit events, and the libraries that open files in C++ or Rust."""
+        """Until ``close``: Python's audit events, and the libraries that open files in C++ or Rust."""
         sys.addaudithook(self._audit)
         around_zip_files(self._note)
         safetensors: Any = sys.modules.get("safetensors.torch")
@@ -40,6 +40,10 @@ class Files:
                 return save(data, path, *more, **named)
 
             safetensors.serialize_file = told
+
+    def close(self) -> None:
+        """Tell of no further files."""
+        self._pid = 0
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event != "open" or len(args) < 3:
@@ -55,7 +59,7 @@ class Files:
         if not isinstance(path, (str, bytes, os.PathLike)) or os.getpid() != self._pid:
             return
         full = str(Path(os.fsdecode(path)).resolve())
-        if full in self._known or full.startswith((*_OF_SYSTEM, self._folder, PACKAGE)):
+        if full in self._known or full.startswith((*_OF_SYSTEM, PACKAGE)):
             return
         if any(part in full for part in _OF_PYTHON):
             return
