@@ -52,8 +52,8 @@ def _never_runs(runs: Parity) -> Finding:
 def _graph_breaks(runs: Parity) -> Iterator[Finding]:
     places: dict[str, str] = {}
     for broken in runs.compiled.breaks:
-        line = str(_user_line(broken))
-        if not any(word in broken.reason.lower() or f"{word}(" in line for word in NECESSARY):
+        line = _user_line(broken)
+        if line and not any(word in broken.reason.lower() or f"{word}(" in line for word in NECESSARY):
             places.setdefault(line, broken.reason)
     for line, reason in list(places.items())[:MOST]:
         more = f", one of {len(places)} such lines" if len(places) > 1 else ""
@@ -69,9 +69,10 @@ def _graph_breaks(runs: Parity) -> Iterator[Finding]:
         )
 
 
-def _user_line(broken: GraphBreak) -> object:
-    own = [at for at in broken.stack if layer(at[0]) == 2] or list(broken.stack)
-    return place_of(*own[-1])
+def _user_line(broken: GraphBreak) -> str:
+    """The nearest line of the project's, or of a library; empty where torch's own code alone is in the graph."""
+    own = [at for at in broken.stack if layer(at[0]) == 2] or [at for at in broken.stack if layer(at[0]) == 1]
+    return str(place_of(*own[-1])) if own else ""
 
 
 def _recompilations(runs: Parity) -> Iterator[Finding]:

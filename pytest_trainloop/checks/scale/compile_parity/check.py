@@ -31,11 +31,11 @@ Fixed
     ...     model = torch.compile(model, backend="aot_eager")
 
 Known limits
-    Five optimizer steps are compared, fewer of large models (2 GiB of kept weights). Compiling takes its time: some
-    seconds for a small model with inductor, within ``--trainloop-timeout``; the option ``backend``, as in
-    ``compile_parity={"backend": "aot_eager"}``, tries another. Optimizers whose ``step`` is compiled
-    call no hooks and are not compared. What compiled code does to speed and memory is not judged. The process forgets
-    what it had compiled before (``torch.compiler.reset``).
+    Five optimizer steps are compared, fewer of large models (1 GiB of kept gradients and weights). Compiling takes its
+    time, some seconds for a small model with inductor, within ``--trainloop-timeout``; the option ``backend``, as in
+    ``compile_parity={"backend": "aot_eager"}``, tries another. An optimizer whose ``step`` is compiled calls no hooks:
+    the weights that it leaves are compared where the next batch is taken. What compiled code does to speed and memory
+    is not judged. The process forgets what it had compiled before (``torch.compiler.reset``).
 
 References
     https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
@@ -71,7 +71,7 @@ def compile_parity(evidence: Evidence, *, backend: str = "own") -> Iterator[Find
     if runs.verdict is not None:
         yield findings.of(runs, runs.verdict)
         return
-    found = [*advice.of(runs), *saved.of(evidence, runs)]
-    yield from found
-    if not found:
-        runs.require_compared()
+    runs.require_compared()
+    yield from advice.of(runs)
+    yield from saved.of(evidence, runs)
+    runs.require_generated_code()

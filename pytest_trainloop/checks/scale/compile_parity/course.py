@@ -6,6 +6,7 @@ eager one did: an optimizer that divides by the size of a gradient magnifies its
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,14 @@ class Moment:
     """One optimizer step."""
 
     place: str
+    held: frozenset[str]
+    """The parameters of its optimizer."""
     gradients: Tensors
     after: Tensors = field(default_factory=dict)
     """Weights and buffers once it was made."""
+    closures: int = 0
+    """How often it called its closure. The gradients of the first time are compared, and what it leaves where that was
+    the only one: a line search magnifies rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,10 @@ class Course:
         self.names: list[str] = []
         """The names of all parameters, as the loop's modules have them."""
         self.moments: list[Moment] = []
+        self.made_by: list[int] = []
+        """For each batch that was asked for, the steps made by then."""
+        self.at_batches = 0
+        """Steps that were compared when the next batch was asked for, since no hook was called for them."""
         self.difference: Difference | None = None
         self.not_alike = ""
         """What keeps the two from being compared, in words."""
@@ -107,11 +117,14 @@ class Course:
     @property
     def through(self) -> bool:
         """Whether enough was seen."""
-        return (len(self.moments) >= self._most and not self._open) or self.difference is not None
+        enough = len(self.moments) >= self._most and not self._open
+        return enough or self.at_batches >= self._most or self.difference is not None or bool(self.not_alike)
 
     @property
     def compared(self) -> int:
-        return min(len(self.moments), len(self._other.moments)) if self._other is not None else len(self.moments)
+        """The number of steps that were compared."""
+        seen = min(len(self.moments), len(self._other.moments)) if self._other is not None else len(self.moments)
+        return seen or self.at_batches
 
     def begin(self, loop: TrainLoop) -> None:
         """Keep the weights that the run begins with, or begin with those of the other run."""
@@ -119,6 +132,8 @@ class Course:
         self._optimizers = [o for o in loop.optimizers if hasattr(o, "param_groups")]
         self.names = [n for prefix, module in loop.modules.items() for n, _ in module.named_parameters(prefix)]
         tensors = self._tensors()
+        for optimizer in self._optimizers:
+            self._note_options(optimizer)
         if self._other is None:
             self.start = _copies(tensors)
             size = sum(t.numel() * t.element_size() for t in self.start.values())
@@ -133,25 +148,57 @@ class Course:
         self._loop, self._optimizers = None, []
         self._open.clear()
 
-    def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """For a step hook: read the gradients, or give the step a closure that reads them once it was called."""
         if self.through or not hasattr(optimizer, "param_groups"):
-            return
+            return None
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
-        held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        named = {name: t for name, t in self._tensors().items() if id(t) in held}
-        for name, tensor in named.items():
-            self.options.setdefault(name, _options(held[id(tensor)], tensor))
-        gradients = {n: t.grad for n, t in named.items() if t.grad is not None and t.grad.layout is torch.strided}
-        nth = len(self.moments)
-        if self._other is None:
-            moment = Moment(str(here()[0]), _copies(gradients))
-        else:
-            moment = Moment(str(here()[0]), {})
-            if nth < len(self._other.moments):
-                self._compare(nth, "gradients", self._other.moments[nth].gradients, gradients)
+        nth, named = len(self.moments), self._note_options(optimizer)
+        moment = Moment(str(here()[0]), frozenset(named), {})
+        if self._other is not None and nth < len(self._other.moments):
+            named_alike = moment.held == self._other.moments[nth].held
+            if not named_alike and not any("param_groups" in name for name in moment.held):
+                self.not_alike = f"step {nth + 1} is that of another optimizer, or of other parameters"
+                return None
         self.moments.append(moment)
         self._open.append(moment)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._read(nth, moment, named)
+            return None
+
+        @functools.wraps(closure)
+        def called(*given: Any, **keywords: Any) -> Any:
+            out = closure(*given, **keywords)
+            moment.closures += 1
+            if moment.closures == 1:
+                self._read(nth, moment, named)
+            return out
+
+        return ((args[0], called, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": called})
+
+    def _read(self, nth: int, moment: Moment, named: Tensors) -> None:
+        gradients = {n: t.grad for n, t in named.items() if t.grad is not None and t.grad.layout is torch.strided}
+        if self._other is None:
+            moment.gradients = _copies(gradients)
+        elif nth < len(self._other.moments):
+            self._compare(nth, "gradients", self._other.moments[nth].gradients, gradients)
+
+    def at_batch(self, number: int, _batch: Any) -> None:
+        """Compare what steps have left that no hook was called for: those that are compiled."""
+        if self._other is None:
+            if number == len(self.made_by):
+                self.made_by.append(len(self.moments))
+            return
+        made = self._other.made_by[number] if number < len(self._other.made_by) else 0
+        if self.moments or self.through or made == 0:
+            return
+        if made == self._other.made_by[number - 1] + 1:
+            self._compare_after(made - 1, self._other.moments[made - 1])
+            self.at_batches += 1
+        if self.difference is None:
+            self._take(self._other.moments[made - 1].after)
 
     def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._open or not hasattr(optimizer, "param_groups"):
@@ -163,8 +210,17 @@ class Course:
         nth = next(i for i, known in enumerate(self.moments) if known is moment)
         if nth < len(self._other.moments) and self.difference is None:
             expected = self._other.moments[nth]
-            self._compare_after(nth, expected)
+            if moment.closures <= 1:
+                self._compare_after(nth, expected)
             self._take(expected.after)
+
+    def _note_options(self, optimizer: Any) -> Tensors:
+        """The tensors that an optimizer holds, by name."""
+        held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        named = {name: t for name, t in self._tensors().items() if id(t) in held}
+        for name, tensor in named.items():
+            self.options.setdefault(name, _options(held[id(tensor)], tensor))
+        return named
 
     def _tensors(self) -> Tensors:
         return {} if self._loop is None else tensors_of(self._loop, self._optimizers)

@@ -130,7 +130,8 @@ class Runs:
             if way.double:
                 stack.enter_context(double_by_default())
             with promoting() if way.double else contextlib.nullcontext():
-                loop = build(self._evidence.make, plan.knobs, plan.seed)
+                kept = None if plan.kept is None else plan.kept.of(plan.seed, plan.knobs, double=way.double)
+                loop = build(self._evidence.make, plan.knobs, plan.seed, kept)
                 if way.double:
                     widen(loop)
                 batches = _batches(loop, way, plan, course, guard)
@@ -146,12 +147,12 @@ class Runs:
                 stack.enter_context(compiled_alone(_module(loop, way.alone), way.backend))
             stack.enter_context(around(loop))
 
-            def before(*step: Any) -> None:
+            def before(*step: Any) -> Any:
                 nonlocal beyond
                 beyond += course.through
                 if guard.out_of_time() or beyond > BEYOND:
                     guard.stop()
-                course.before_step(*step)
+                return course.before_step(*step)
 
             def after(*step: Any) -> None:
                 compiled.extend((len(course.moments) - 1, one) for one in log.new())
@@ -184,10 +185,11 @@ def _batches(loop: TrainLoop, way: Way, plan: Any, course: Course, guard: Guard)
         loop,
         way.batches or plan.count,
         spent=lambda: course.through,
-        stepped=lambda: bool(course.moments),
+        stepped=lambda: course.compared > 0 or bool(course.moments),
         stop=guard.stop,
         out_of_time=guard.out_of_time,
         read_ahead=plan.read_ahead,
+        before=course.at_batch,
         double=way.double,
     )
 

@@ -29,6 +29,13 @@ class Operations(OperationMode):  # type: ignore[no-untyped-call]
         self.lowest: torch.dtype = torch.float64
         self.draws: dict[str, None] = {}
 
+    @classmethod
+    def unknown(cls) -> Operations:
+        """Of a run that could not be looked at: single precision and random numbers are to be expected."""
+        operations = cls()
+        operations.lowest, operations.draws = torch.float32, {"unknown": None}
+        return operations
+
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):

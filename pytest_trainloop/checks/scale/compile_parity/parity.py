@@ -107,11 +107,19 @@ class Parity:
                 "device only)",
                 needs="compile=",
             )
+        if self.bound >= 1.0:
+            raise CannotDecide(
+                f"the loop computes in {self.precision} also where float64 is asked for: its rounding hides what a "
+                "compiler may change"
+            )
         if self.compiled.course.compared == 0:
             raise CannotDecide(
-                f"with {self.knob}=True no step of an optimizer was seen, as where the step is compiled with the rest: "
-                "torch calls no hooks in there"
+                f"with {self.knob}=True no step of an optimizer was seen, and more than one is made for each batch, or "
+                "none: torch calls no hooks where a step is compiled"
             )
+
+    def require_generated_code(self) -> None:
+        """Raise ``CannotDecide`` where the loop's own backend could not be tried."""
         if self._instead:
             raise CannotDecide(
                 f"inductor could not be tried: {self._instead}. With aot_eager, which generates no code, the compiled "
@@ -119,19 +127,24 @@ class Parity:
             )
 
     def _eager(self) -> Made:
-        """In float64, or in the loop's own precision where it raises in float64 without a mode."""
-        way = Way(compiled=False)
-        try:
-            made = self._runs.make(way, Course(), lambda loop: self._operations)
+        """In float64, or in the loop's own precision where it raises in float64 without a mode; without a look at its
+        operations where it raises under one. What these draw, and how precise they are, is not known then."""
+        refusal = ""
+        for double, seen in ((True, True), (True, False), (False, True), (False, False)):
+            if double > self._double:
+                continue
+            operations = Operations() if seen else Operations.unknown()
+            around = (lambda loop: operations) if seen else (lambda loop: contextlib.nullcontext())  # noqa: B023
+            try:
+                made = self._runs.make(Way(compiled=False, double=double, random=self._random), Course(), around)
+            except (UserCodeError, UsageError) as error:
+                refusal = refusal or str(error)
+                continue
             if made.raised is None:
+                self._double, self._operations = double, operations
                 return made
-        except (UserCodeError, UsageError):
-            pass
-        self._double, self._operations = False, Operations()
-        made = self._runs.make(replace(way, double=False), Course(), lambda loop: self._operations)
-        if made.raised is not None:
-            raise CannotDecide(f"without compiling fit raises {made.raised.summary} in a run of this check")
-        return made
+            refusal = refusal or f"fit raised {made.raised.summary}"
+        raise CannotDecide(f"without compiling, in a run of this check, {refusal}")
 
     def _made(self, way: Way, around: Any = lambda loop: contextlib.nullcontext(), bound: float | None = None) -> Made:
         way = replace(way, double=way.double and self._double, random=self._random)
@@ -162,7 +175,7 @@ class Parity:
             )
         return None if apart is None else self._narrowed(apart)
 
-    def _refused(self, raised: Raised) -> Verdict:
+    def _refused(self, raised: Raised) -> Verdict | None:
         """Of a compiled loop that raises: it must do so in its own precision as well, and not where nothing is
         compiled."""
         eager = self._made(Way(compiled=True, eager=True))
@@ -170,11 +183,11 @@ class Parity:
             raise CannotDecide(
                 f"with {self.knob}=True fit raises {eager.raised.summary}, also where torch.compile stands aside"
             )
-        if self._double:
-            own = self._made(replace(self._own, double=False))
-            if own.raised is None:
-                raise CannotDecide(f"compiled, fit raises in float64 only: {raised.summary}")
-            raised = own.raised
+        if self._double:  # in the loop's own precision, then
+            self._double = False
+            self.eager = self._eager()
+            self.compiled = self._made(self._own)
+            return self._verdict()
         return Verdict(cause="compiling_raises", raised=raised)
 
     def _result_dropped(self) -> bool:
@@ -216,11 +229,10 @@ class Parity:
 
     def _apart_without_dropout(self) -> Difference | None:
         """The two runs once more without dropout: a compiler need not draw in the same order."""
-        self._random, self._operations = False, Operations()
-        way = Way(compiled=False, double=self._double, random=False)
-        self.eager = self._runs.make(way, Course(), lambda loop: self._operations)
+        self._random = False
+        self.eager = self._eager()
         compiled = self._made(self._own)
-        if compiled.raised is not None or self.eager.raised is not None:
+        if compiled.raised is not None:
             raise CannotDecide("without dropout fit raises, and with it the compiled loop draws other numbers")
         apart = compiled.course.difference
         if apart is not None and self._operations.draws:
