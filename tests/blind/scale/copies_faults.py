@@ -28,6 +28,9 @@ class Encoder(nn.Module):
         return self.head(x)
 
 
+CLIPPED = {"patch", "pos_embed", "blocks"}
+
+
 def images(rows: int = 8, classes: int = 4):
     return torch.randn(rows, 9), torch.randint(classes, (rows,))
 
@@ -417,3 +420,56 @@ def cached_table(compile=False):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(8, 5, 6), torch.randint(3, (8,)))
     return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=lambda bs: epoch(forward, optimizer, bs))
+
+
+@fault(
+    "copies",
+    "the checkpoint has the compiled model's keys and is loaded without strict into the raw one: weights begin anew",
+    thread="FareedKhan-dev/train-llm-from-scratch#37",
+    check="compile_parity",
+    place="strict=False",
+)
+def resumed_without_strict(compile=False):
+    raw = Encoder()
+    model = torch.compile(raw, backend="aot_eager") if compile else raw
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-2)
+
+    def save_checkpoint(path):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+    def load_checkpoint(path):
+        state = torch.load(path)
+        raw.load_state_dict({k.replace("module.", ""): v for k, v in state["model"].items()}, strict=False)
+        optimizer.load_state_dict(state["optimizer"])
+
+    return TrainLoop(
+        model=raw,
+        optimizer=optimizer,
+        batch=images(),
+        fit=lambda bs: epoch(model, optimizer, bs),
+        save=save_checkpoint,
+        load=load_checkpoint,
+    )
+
+
+@fault(
+    "copies",
+    "the norm is clipped over the weights by their names, and the compiled model has none of these",
+    thread="kohya-ss/sd-scripts#1024",
+    check="compile_parity",
+    place="in CLIPPED",
+)
+def clipped_by_name(compile=False):
+    model = Encoder()
+    run = torch.compile(model, backend="aot_eager") if compile else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+
+    def train(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(run(x), y).backward()
+            trunk = [p for name, p in run.named_parameters() if name.split(".")[0] in CLIPPED]
+            nn.utils.clip_grad_norm_(trunk, 0.05)
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=images(), fit=train)

@@ -40,7 +40,7 @@ def epoch(model, optimizer, batches):
 @right(
     "copies",
     "torch.compile around the model, the optimizer over the compiled one's parameters",
-    thread="karpathy/nanochat#33",
+    thread="google-research/flood-forecasting#263",
 )
 def compiled_model(compile=False):
     model = Net()

@@ -75,7 +75,7 @@ class WeightedTrainer(Trainer):
 @fault(
     "frameworks",
     "compute_loss calls self.model, past the wrapper that it is handed",
-    thread="huggingface/transformers#37474",
+    thread="LibreYOLO/libreyolo#836",
     check="distributed_equivalence",
     place="outputs = self.model(**inputs)",
 )

@@ -104,7 +104,7 @@ class SmoothTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@right("frameworks", "compute_loss calls the model that it is handed", thread="huggingface/transformers#4398")
+@right("frameworks", "compute_loss calls the model that it is handed", thread="huggingface/transformers#37110")
 def trainer_given_model(ranks=1):
     trainer = trainer_of(SmoothTrainer, batch_size=8 // ranks)
     rows = trainer.train_dataset

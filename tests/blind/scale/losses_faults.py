@@ -113,7 +113,7 @@ class Meter:
 @fault(
     "losses",
     "the meter reduces the very tensor that the loss is divided by afterwards",
-    thread="pytorch/pytorch#190317",
+    thread="NVIDIA/apex#664",
     check="distributed_equivalence",
     place="dist.all_reduce(value)",
 )

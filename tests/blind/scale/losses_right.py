@@ -208,3 +208,32 @@ def own_rows_put_back(ranks=1):
             optimizer.step()
 
     return TrainLoop(model=tower, optimizer=optimizer, batch=pair_of_views(8, 9), fit=train, rows_interact=True)
+
+
+@right(
+    "losses",
+    "boxes of all ranks divided by the world size stand below the sum, as DDP takes the mean",
+    thread="facebookresearch/detr#267",
+)
+def boxes_of_all_ranks(ranks=1):
+    net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
+    model = DDP(net) if ranks > 1 else net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def criterion(predicted, target, present):
+        num_boxes = present.sum().to(predicted.dtype)
+        if ranks > 1:
+            dist.all_reduce(num_boxes)
+        num_boxes = torch.clamp(num_boxes / ranks, min=1e-3).item()
+        return (F.l1_loss(predicted, target, reduction="none").sum(-1) * present).sum() / num_boxes
+
+    def train(batches):
+        for batch in batches:
+            loss = criterion(model(batch["queries"]), batch["boxes"], batch["present"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    present = torch.tensor([True, True, True, False, True, False, False, False])
+    batch = {"queries": torch.randn(8, 10), "boxes": torch.rand(8, 4), "present": present}
+    return TrainLoop(model=net, optimizer=optimizer, batch=batch, fit=train)

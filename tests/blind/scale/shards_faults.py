@@ -172,7 +172,7 @@ class PartitionedAdam:
 @fault(
     "shards",
     "each rank steps the parameters that it owns, and nobody is sent the new values",
-    thread="facebookresearch/fairscale#68",
+    thread="lodestone-rock/RamTorch#13",
     check="distributed_equivalence",
     place="self.optimizer.step()",
 )

@@ -157,7 +157,7 @@ class OwnedSGD:
 @right(
     "shards",
     "gradients are reduced to the owner alone, who steps and sends the weights",
-    thread="facebookresearch/fairscale#68",
+    thread="pytorch/pytorch#46750",
 )
 def owner_steps_and_sends(ranks=1):
     model = network()
@@ -172,7 +172,7 @@ def owner_steps_and_sends(ranks=1):
     return TrainLoop(model=model, optimizer=optimizer.inner, batch=examples(), fit=train)
 
 
-@right("shards", "ZeroRedundancyOptimizer under DDP", thread="pytorch/pytorch#136009")
+@right("shards", "ZeroRedundancyOptimizer under DDP", thread="LambdaLabsML/distributed-training-guide#44")
 def zero_redundancy(ranks=1):
     net = network()
     model = DDP(net) if ranks > 1 else net

@@ -190,7 +190,7 @@ class Critic(nn.Sequential):
 @right(
     "wrapping",
     "generator and critic are wrapped each; the critic is frozen for the generator's turn",
-    thread="rosinality/stylegan2-pytorch#319",
+    thread="rosinality/swapping-autoencoder-pytorch#22",
 )
 def two_wrapped_networks(ranks=1):
     g, d = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)), Critic()
