@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -152,3 +154,44 @@ def reduce_every_micro_batch(ranks=1, accumulate=2):
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(8, 9),), fit=fit)
+
+
+@dataclass
+class GPTTrainConfig:
+    gradient_accumulation_steps: int = 4
+    learning_rate: float = 6e-2
+    grad_clip: float = 1.0
+
+
+@fault(
+    "accumulation",
+    "micro-batches are divided among the ranks, and the loss is still divided by all of them",
+    thread="karpathy/nanoGPT#283",
+    check="distributed_equivalence",
+    place="loss = loss / cfg.gradient_accumulation_steps",
+)
+def shared_micro_batches(ranks=1):
+    cfg = GPTTrainConfig()
+    ddp = int(os.environ.get("WORLD_SIZE", "1")) > 1 and ranks > 1
+    if ddp and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    micro_steps = cfg.gradient_accumulation_steps // (dist.get_world_size() if ddp else 1)
+    raw_model = nn.Sequential(nn.Embedding(13, 10), nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 13))
+    model = DDP(raw_model) if ddp else raw_model
+    optimizer = torch.optim.SGD(raw_model.parameters(), lr=cfg.learning_rate)
+
+    def train(batches):
+        for tokens in batches:
+            parts = tokens.chunk(micro_steps)
+            for micro_step, part in enumerate(parts):
+                if ddp:
+                    model.require_backward_grad_sync = micro_step == len(parts) - 1
+                logits = model(part[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+                loss = loss / cfg.gradient_accumulation_steps
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return TrainLoop(model=raw_model, optimizer=optimizer, batch=torch.randint(13, (8, 6)), fit=train)

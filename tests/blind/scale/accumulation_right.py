@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, nullcontext
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
@@ -102,3 +104,36 @@ def two_modules_held(ranks=1):
         batch=torch.randn(8, 10),
         fit=lambda batches: [pair.fit_batch(b) for b in batches],
     )
+
+
+@right(
+    "accumulation",
+    "the same micro-batches in all, so that each rank makes fewer; the loss is divided by its own number",
+    thread="karpathy/nanoGPT#354",
+)
+def micro_batches_shared_out(ranks=1, gradient_accumulation_steps=4):
+    ddp = int(os.environ.get("WORLD_SIZE", "1")) > 1 and ranks > 1
+    if ddp and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    seed_offset = int(os.environ["RANK"]) if ddp else 0
+    torch.manual_seed(1337 + seed_offset)
+    if ddp:
+        gradient_accumulation_steps //= dist.get_world_size()
+    raw_model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 11))
+    model = DDP(raw_model) if ddp else raw_model
+    optimizer = torch.optim.AdamW(raw_model.parameters(), lr=6e-4, betas=(0.9, 0.95))
+
+    def train(batches):
+        for tokens in batches:
+            for micro_step, part in enumerate(tokens.chunk(gradient_accumulation_steps)):
+                if ddp:
+                    model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
+                logits = model(part[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / gradient_accumulation_steps
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    tokens = torch.arange(8 * 6).mul(7).remainder(11).view(8, 6)
+    return TrainLoop(model=raw_model, optimizer=optimizer, batch=tokens, fit=train)

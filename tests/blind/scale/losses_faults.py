@@ -309,3 +309,38 @@ def redundancy_reduction(ranks=1, lambd=0.05):
             optimizer.step()
 
     return TrainLoop(model=projector, optimizer=optimizer, batch=torch.randn(16, 2, 10), fit=train, rows_interact=True)
+
+
+class DetectionTrainer:
+    def __init__(self, ranks: int) -> None:
+        self.world_size = ranks
+        self.net = nn.Sequential(nn.Linear(8, 24), nn.SiLU(), nn.Linear(24, 6))
+        self.model = DDP(self.net) if ranks > 1 else self.net
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+
+    def criterion(self, preds: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        box = F.smooth_l1_loss(preds[:, :4], batch["bboxes"])
+        cls = F.binary_cross_entropy_with_logits(preds[:, 4:], batch["cls"])
+        return torch.stack([7.5 * box, 0.5 * cls])
+
+    def train(self, batches) -> None:
+        for batch in batches:
+            loss = self.criterion(self.model(batch["img"]), batch).sum()
+            if self.world_size > 1:
+                loss *= self.world_size
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@fault(
+    "losses",
+    "the loss, a mean over rows, is multiplied by the world size before DDP takes the mean",
+    thread="ultralytics/ultralytics#18616",
+    check="distributed_equivalence",
+    place="loss *= self.world_size",
+)
+def detection_trainer(ranks=1):
+    trainer = DetectionTrainer(ranks)
+    batch = {"img": torch.randn(8, 8), "bboxes": torch.rand(8, 4), "cls": torch.rand(8, 2).round()}
+    return TrainLoop(model=trainer.net, optimizer=trainer.optimizer, batch=batch, fit=trainer.train)

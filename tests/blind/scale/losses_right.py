@@ -237,3 +237,28 @@ def boxes_of_all_ranks(ranks=1):
     present = torch.tensor([True, True, True, False, True, False, False, False])
     batch = {"queries": torch.randn(8, 10), "boxes": torch.rand(8, 4), "present": present}
     return TrainLoop(model=net, optimizer=optimizer, batch=batch, fit=train)
+
+
+@right(
+    "losses",
+    "the loss is a mean times the rows of this rank, so that the world size makes it the sum over all rows",
+    thread="ultralytics/ultralytics#18616",
+)
+def summed_over_images(ranks=1):
+    net = nn.Sequential(nn.Linear(8, 24), nn.SiLU(), nn.Linear(24, 4))
+    model = DDP(net) if ranks > 1 else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def train(batches):
+        for batch in batches:
+            loss = F.smooth_l1_loss(model(batch["img"]), batch["bboxes"]) * len(batch["img"])
+            if ranks > 1:
+                loss *= dist.get_world_size()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 10.0)
+            optimizer.step()
+
+    return TrainLoop(
+        model=net, optimizer=optimizer, batch={"img": torch.randn(8, 8), "bboxes": torch.rand(8, 4)}, fit=train
+    )
