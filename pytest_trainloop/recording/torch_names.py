@@ -179,6 +179,9 @@ ATEN_PICKS = _names("topk sort max min kthvalue median nanmedian")
 ATEN_DRAWS = _names("rand normal_ uniform_ bernoulli exponential_ multinomial dropout")
 """Parts of the names of those that draw."""
 
+ATEN_FILLS = _names("normal_ uniform_ random_ exponential_ bernoulli_ geometric_ cauchy_ log_normal_")
+"""They fill a tensor with what they draw."""
+
 ATEN_OPAQUE = _names("attention rnn lstm gru miopen cudnn")
 """Parts of the names of kernels that may draw and are marked so, whatever they do."""
 

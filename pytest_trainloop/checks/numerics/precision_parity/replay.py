@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
+from pytest_trainloop.recording.torch_internals import no_dispatch_modes
 from pytest_trainloop.recording.torch_names import (
     ATEN_COMPARISONS,
+    ATEN_FILLS,
     ATEN_OPAQUE,
     ATEN_PICKS,
     ATEN_PRODUCTS,
@@ -28,11 +30,55 @@ def name_of(func: Any) -> str:
     return str(func.overloadpacket.__name__)
 
 
+LARGE = 1 << 15
+"""Entries from which on the state of the generator is kept in place of what is drawn: most of it are first weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redraw:
+    """A tensor that an operation fills with random numbers, as the call that fills it: the same numbers again."""
+
+    func: Any
+    arguments: tuple[Any, ...]
+    """Those after the tensor."""
+    options: dict[str, Any]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    state: torch.Tensor
+    """Of the default generator, before the call."""
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Redraw | None:
+        """The call that is about to be made; None for one that draws little, from a generator of the project's, or by
+        what other tensors hold."""
+        if not args or name_of(func) not in ATEN_FILLS or next(tensors_in((args[1:], kwargs)), None) is not None:
+            return None
+        filled = args[0]
+        plain = filled.device.type == "cpu" and filled.is_contiguous() and filled.numel() >= LARGE
+        if not plain or kwargs.get("generator") is not None:
+            return None
+        state = torch.default_generator.get_state()
+        return cls(func, args[1:], dict(kwargs), filled.shape, filled.dtype, filled.device, state)
+
+    def again(self) -> list[torch.Tensor]:
+        """What was drawn, as a new tensor; the generator is left as it is."""
+        with no_dispatch_modes(), torch.no_grad():
+            here = torch.default_generator.get_state()
+            try:
+                torch.default_generator.set_state(self.state)
+                out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+                self.func(out, *self.arguments, **self.options)
+                return [out]
+            finally:
+                torch.default_generator.set_state(here)
+
+
 @dataclass(slots=True)
 class Choices:
     """What one run drew and picked, and what it computed in low precision."""
 
-    draws: list[tuple[str, list[torch.Tensor]]] = field(default_factory=list)
+    draws: list[tuple[str, list[torch.Tensor] | Redraw]] = field(default_factory=list)
     """Random results in their order, each with its operation."""
     picks: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Results of comparisons and places of extreme values in their order, each with its operation."""
@@ -52,12 +98,13 @@ class RecordChoices(OperationMode):  # type: ignore[no-untyped-call]
         self._choices = choices
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = None if self._choices.complete else Redraw.of(func, args, kwargs)
         out = func(*args, **kwargs)
         if not self._choices.complete:
-            self._note(func, args, out)
+            self._note(func, args, out, before)
         return out
 
-    def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], out: Any, before: Redraw | None) -> None:
         choices, name = self._choices, name_of(func)
         given = list(tensors_in(out))
         for tensor in given:
@@ -66,6 +113,8 @@ class RecordChoices(OperationMode):  # type: ignore[no-untyped-call]
         choices.angles |= name in ("sin", "cos")
         if name in ATEN_PRODUCTS:
             choices.products.append((name, any(t.dtype in LOW for t in given)))
+        elif before is not None:
+            choices.draws.append((name, before))
         elif _draws(func, name):
             choices.draws.append((name, [t.detach().clone() for t in given]))
         elif _picks(name, args, given):
@@ -100,8 +149,9 @@ class ReplayChoices(OperationMode):  # type: ignore[no-untyped-call]
     def _as_drawn(self, name: str, args: tuple[Any, ...], out: Any, given: list[torch.Tensor]) -> Any:
         if self._drawn >= len(self._choices.draws):
             return out
-        was, kept = self._choices.draws[self._drawn]
+        was, drawn = self._choices.draws[self._drawn]
         self._drawn += 1
+        kept = drawn.again() if isinstance(drawn, Redraw) else drawn
         if was != name or [k.shape for k in kept] != [g.shape for g in given]:
             self.mismatch = self.mismatch or f"{name} is drawn where {was} was"
             return out

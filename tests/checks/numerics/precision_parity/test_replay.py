@@ -1,9 +1,16 @@
 """What is drawn and picked in one precision is drawn and picked in another."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.checks.numerics.precision_parity.replay import Choices, RecordChoices, ReplayChoices
+from pytest_trainloop.checks.numerics.precision_parity.replay import (
+    LARGE,
+    Choices,
+    RecordChoices,
+    Redraw,
+    ReplayChoices,
+)
 from pytest_trainloop.runs.float64 import double_precision
 
 
@@ -64,3 +71,50 @@ def test_low_results_and_products_are_noted():
         torch.nn.Linear(4, 2)(torch.ones(3, 4))
     assert list(choices.low) == [torch.bfloat16]
     assert [low for _, low in choices.products] == [True]
+
+
+FILLS = {
+    "normal": lambda t: t.normal_(0.0, 0.02),
+    "uniform": lambda t: t.uniform_(-1.0, 1.0),
+    "truncated": torch.nn.init.trunc_normal_,
+    "bernoulli": lambda t: t.bernoulli_(0.3),
+    "exponential": lambda t: t.exponential_(2.0),
+    "whole numbers": lambda t: t.random_(0, 7),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+def test_a_large_tensor_is_drawn_again_and_not_kept(fill, dtype):
+    choices, shape = Choices(), (3, LARGE // 2)
+    low, wide = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=torch.float64)
+    with RecordChoices(choices):
+        fill(low)
+        after = torch.rand(3)
+    torch.manual_seed(3)
+    with double_precision(), ReplayChoices(choices, picks=False) as replaying:
+        fill(wide)
+        then = torch.rand(3)
+    assert isinstance(choices.draws[0][1], Redraw)
+    assert replaying.mismatch == ""
+    assert torch.equal(wide, low.double())
+    assert torch.equal(then.float(), after)
+
+
+def test_a_generator_of_the_projects_own_and_parts_of_tensors_are_kept_as_they_were_drawn():
+    choices, table = Choices(), torch.empty(4, LARGE)
+    with RecordChoices(choices):
+        table[:, ::2].normal_()
+        table.normal_(generator=torch.Generator().manual_seed(5))
+        torch.normal(table, 1.0)
+    assert not any(isinstance(drawn, Redraw) for _, drawn in choices.draws)
+    assert len(choices.draws) == 3
+
+
+def test_a_redraw_leaves_the_generator_as_it_is():
+    choices = Choices()
+    with RecordChoices(choices):
+        torch.empty(LARGE).normal_()
+    before = torch.get_rng_state()
+    choices.draws[0][1].again()
+    assert torch.equal(torch.get_rng_state(), before)
