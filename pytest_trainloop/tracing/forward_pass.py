@@ -217,9 +217,10 @@ class ForwardPass(WatchingMode):
         return leaf.clone()
 
     def active(self) -> bool:
-        """Until the first step has ended: a closure that it calls computes the loss too."""
+        """Until the first step has ended: a closure that it calls computes the loss too. What the optimizer itself
+        computes is left out: kept, its results would be several times the weights."""
         watch = self.watch
-        return not (watch.is_suspended or watch.record.begun or watch.backward is not None)
+        return not (watch.is_suspended or watch.stepping or watch.record.begun or watch.backward is not None)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, name = self.watch, name_of(func)

@@ -128,6 +128,9 @@ class LossTape(WatchingMode):
         self._batch += list(nested.paths(item))
 
     def _forget(self) -> None:
+        for lives in self._by_storage.values():
+            for live in lives:
+                live.made_by = None  # else calls and what they made hold each other, until the collector comes
         self._live.clear()
         self._by_storage.clear()
         self._count = self._bytes = 0

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 LARGEST = 1 << 24
 """Entries of a result up to which it is compared."""
 
+PART = 1 << 18
+"""Entries of which a checksum is made at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class TapedCall:
@@ -238,24 +241,41 @@ def _rows_axis(tensor: torch.Tensor, rows: int) -> int | None:
 def _checksums(tensor: torch.Tensor, rows: int) -> dict[int, torch.Tensor]:
     if not 0 < tensor.numel() <= LARGEST:
         return {}
-    bits = _bits(tensor)
-    axes = [d for d, size in enumerate(tensor.shape) if size == rows]
-    if not axes and tensor.dim() and len(tensor) % rows == 0:
+    given = tensor.detach()
+    axes = [d for d, size in enumerate(given.shape) if size == rows]
+    if not axes and given.dim() and len(given) % rows == 0:
         axes = [0]
-    return {-1: _checksum(bits.reshape(1, -1)), **{d: _checksum(bits.movedim(d, 0)) for d in axes}}
+    return {-1: _checksum(given.reshape(1, -1)), **{d: _checksum(given.movedim(d, 0)) for d in axes}}
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = torch.view_as_real(tensor.detach()).flatten(-2) if tensor.is_complex() else tensor.detach()
+def _checksum(by_rows: torch.Tensor) -> torch.Tensor:
+    """Of each row a sum with an odd factor for each place, modulo 2**64: one entry that changes always changes it.
+
+    A large row is added up in parts, since its bits and factors take several times its memory.
+    """
+    if by_rows.numel() <= PART:
+        return _sums(by_rows.reshape(len(by_rows), -1), 0)
+    return torch.cat([_sum_in_parts(row.reshape(-1)) for row in by_rows])
+
+
+def _sum_in_parts(row: torch.Tensor) -> torch.Tensor:
+    parts = [_sums(row[None, first : first + PART], first) for first in range(0, len(row), PART)]
+    return torch.stack(parts).sum(0)
+
+
+def _sums(by_rows: torch.Tensor, first: int) -> torch.Tensor:
+    """The sums over part of each row, from place ``first`` on."""
+    bits = _bits(by_rows)
+    each = bits.shape[1] // max(1, by_rows.shape[1])  # 2 for complex numbers
+    places = torch.arange(first * each, first * each + bits.shape[1], device=bits.device)
+    return (bits * (places * 0x5851F42D4C957F2E + 1)).sum(1).cpu()
+
+
+def _bits(by_rows: torch.Tensor) -> torch.Tensor:
+    plain = torch.view_as_real(by_rows).flatten(-2) if by_rows.is_complex() else by_rows
     if not plain.is_floating_point():
         return plain.long()
     return (plain.double() + 0.0).contiguous().view(torch.int64)  # -0.0 is 0.0
-
-
-def _checksum(bits: torch.Tensor) -> torch.Tensor:
-    """A sum with an odd factor for each place, modulo 2**64: one entry that changes always changes it."""
-    factors = torch.arange(math.prod(bits.shape[1:]), device=bits.device) * 0x5851F42D4C957F2E + 1
-    return (bits.reshape(len(bits), -1) * factors).sum(1).cpu()
 
 
 def changed_rows(one: TapedCall, other: TapedCall, axis: int) -> set[int]:
