@@ -257,6 +257,8 @@ class Subject:
                 raise
             except Exception as error:
                 self._verdicts[key] = broken(check, error)
+            if check.subject == "loop":
+                evidence.release()
         return self._verdicts[key]
 
     def _root_causes(self, consequence: str) -> list[Finding]:

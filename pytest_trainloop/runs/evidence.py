@@ -13,6 +13,7 @@ from pytest_trainloop.runs.budget import Budget
 from pytest_trainloop.runs.build import Make, build, require_fresh, require_on_cuda
 from pytest_trainloop.runs.kept_batches import LoaderBatches
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.runs.released import Memory
 from pytest_trainloop.runs.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Evidence:
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._shared: dict[Callable[..., Any], Any] = {}
         self._kept = LoaderBatches()
+        self._memory = Memory()
         self._declared: dict[str, Any] = {}
         self._offers: frozenset[str] | None = None
         self.own_steps = 0
@@ -162,16 +164,22 @@ class Evidence:
         if record.raised is not None and key in self._records:
             own_exceptions.require_returned(self.make, plan, record, self._records[key])
 
+    def release(self) -> None:
+        """Return the memory that runs and checks have left."""
+        self._memory.release()
+
     def _made(self, plan: RunPlan, *, first: bool = False) -> Record:
         if not first:
             self.budget.require()
             plan = replace(plan, left=self.budget.left)
+        self.release()
         try:
             record = run(self.make, replace(plan, tick=lambda steps: self.tick(steps)))
         except TimeRanOut:
             if not first:
                 self.budget.require()
             raise
+        self._memory.learn(record)
         if plan.own_steps:
             self.own_steps += record.steps
         return record

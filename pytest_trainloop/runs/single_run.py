@@ -41,6 +41,9 @@ class SingleRun:
         made: T = self._shared[kind]
         return made
 
+    def release(self) -> None:
+        """No run was made, and none follows."""
+
     def plan(self, **knobs: Any) -> NoReturn:
         _refuse()
 
