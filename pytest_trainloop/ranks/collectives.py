@@ -1,25 +1,24 @@
 """Every collective of a process, told as it is called.
 
 Torch calls its process groups through operators, ``torch.ops.c10d``: ``torch.distributed``'s functions, the reducer of
-DistributedDataParallel in C++, FSDP, DTensor and functional collectives alike. Their kernels are replaced by ones that
-tell of the call and then make it. No mode and no hook is needed, so that compiled code and inference mode are seen too.
+DistributedDataParallel in C++, FSDP, DTensor and functional collectives alike. They are given a kernel that torch asks
+before those of any device: it tells of the call and passes it on. No mode and no hook is needed, so that compiled code
+and inference mode are seen too. It is passed on with Python's lock released, as torch makes the call: a thread of gloo
+that lets go of a tensor waits for that lock, and holds one that a call takes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.ranks.facts import Collective
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_internals import argument_names, in_backward
+from pytest_trainloop.recording.torch_internals import FIRST_KERNEL, argument_names, in_backward, pass_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,9 +55,6 @@ SAME_SIZES = (
 """Those to which every rank gives as much as every other. Lists of tensors may be uneven: nccl takes them, and gloo
 says that it does not."""
 
-DEVICES = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
-"""Where the tensors may be, as torch's dispatcher names it."""
-
 
 class Log:
     """Tells of each collective of this process before it is made, ``tell("collective", (channel, members, call))``, and
@@ -78,29 +74,22 @@ class Log:
         """The rank of this process where the project made it a world of its own."""
 
     def begin(self) -> None:
-        """Replace the kernels until the process ends. Raises ``CannotDecide`` where this torch cannot give them."""
-        if not hasattr(torch.library, "get_kernel"):
-            raise CannotDecide(f"torch {torch.__version__} cannot tell which collectives are called: give 2.9 or newer")
+        """Put the kernels in until the process ends."""
         library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        self._libraries.append(library)  # its end would put the kernels back
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a kernel is replaced: that is meant
-            for name in KINDS:
-                op = getattr(torch.ops.c10d, name).default
-                for device in DEVICES:
-                    with contextlib.suppress(RuntimeError):  # it has none for this device
-                        kernel = torch.library.get_kernel(op, device)
-                        call = functools.partial(self._called, name, argument_names(op), kernel)
-                        library.impl(name, call, device, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
+        self._libraries.append(library)  # its end would take the kernels out
+        for name in KINDS:
+            op = getattr(torch.ops.c10d, name).default
+            call = functools.partial(self._called, name, argument_names(op), op)
+            library.impl(name, call, FIRST_KERNEL, with_keyset=True)  # type: ignore[no-untyped-call]
         after_steps(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1
         self._tell("step", self.steps)
 
-    def _called(self, name: str, names: Sequence[str], kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, name: str, names: Sequence[str], op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         self._note_operator(name, {**dict(zip(names, args, strict=False)), **kwargs})
-        return kernel.call_boxed(keys, *args, **kwargs)
+        return pass_on(op, keys, args, kwargs)
 
     def _note_operator(self, name: str, given: dict[str, Any]) -> None:
         kind, payload = KINDS[name]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DROPOUT_MODULES",
     "FILES_OF_MODES",
+    "FIRST_KERNEL",
     "NORM_MODULES",
     "DispatchMode",
     "aliased_arguments",
@@ -63,6 +64,7 @@ __all__ = [
     "no_dispatch_modes",
     "no_torch_function",
     "on_in_engine",
+    "pass_on",
     "past_dispatch_modes",
     "saved_values_overwritten",
     "take_off",
@@ -110,6 +112,15 @@ def wrapped_cell(function: Callable[..., Any]) -> types.CellType:
 def argument_names(func: Any) -> tuple[str, ...]:
     """The names of the arguments of an operator, in their order. Hides ``OpOverload._schema``."""
     return tuple(argument.name for argument in func._schema.arguments)
+
+
+FIRST_KERNEL = "BackendSelect"
+"""The dispatch key whose kernel of an operator is asked before those of any device, in every mode of autograd."""
+
+
+def pass_on(op: Any, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the kernel for the device gives, called by that of ``FIRST_KERNEL``, with Python's lock released."""
+    return op.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
 
 
 def load_for_wrappers() -> None:
