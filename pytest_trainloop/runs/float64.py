@@ -55,6 +55,14 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.copying:
             return func(*args, **kwargs)
+        if not _any_to_widen(args) and not (kwargs and _any_to_widen(kwargs.values())):
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.dtype not in _WIDER:
+                return out
+            return self._noted(func, out)
+        return self._widened(func, args, kwargs)
+
+    def _widened(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.asked.update(value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype))
         args = tuple(map(_wide_dtype, args))
         kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}
@@ -64,8 +72,13 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
         if _lower_among(args) and (not aliased or _mixed(args)):
             args = tuple(a if i in written or i in aliased else tree_map(_wide, a) for i, a in enumerate(args))
         out = func(*args, **kwargs)
-        if not aliased:
-            out = tree_map(_wide, out) if func is torch.ops.aten.lift_fresh.default else out
+        if func is torch.ops.aten.lift_fresh.default and not aliased:
+            out = tree_map(_wide, out)
+        return self._noted(func, out)
+
+    def _noted(self, func: Any, out: Any) -> Any:
+        """The result, after a look whether it is of a lower precision."""
+        if not aliased_arguments(func)[0]:
             for tensor in tensors_in(out):
                 if tensor.dtype in _WIDER and len(self.lower) < MOST:
                     self.lower[f"{func} gave {str(tensor.dtype).removeprefix('torch.')}"] = None
@@ -82,6 +95,20 @@ def _wide_dtype(value: Any) -> Any:
 
 def _wide(value: Any) -> Any:
     return value.to(_WIDER[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in _WIDER else value
+
+
+def _any_to_widen(args: Iterable[Any]) -> bool:
+    """Whether a tensor of a lower dtype is among the arguments, or a dtype: seldom, and this is asked of each call."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if value.dtype in _WIDER:
+                return True
+        elif isinstance(value, (list, tuple)):
+            if _any_to_widen(value):
+                return True
+        elif isinstance(value, torch.dtype):
+            return True
+    return False
 
 
 def _lower_among(args: Iterable[Any]) -> bool:
