@@ -137,7 +137,8 @@ def graph_breaks() -> list[GraphBreak]:
 
 
 def _words(reason: str) -> str:
-    return " ".join(reason.strip().partition("\n")[0].split())
+    said = " ".join(reason.strip().partition("\n")[0].split())
+    return said if " " in said else "torch cannot trace this statement"
 
 
 class CompilationLog:

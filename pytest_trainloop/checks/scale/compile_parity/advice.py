@@ -51,10 +51,8 @@ def _never_runs(runs: Parity) -> Finding:
 
 def _graph_breaks(runs: Parity) -> Iterator[Finding]:
     places: dict[str, str] = {}
-    for broken in runs.compiled.breaks:
-        line = _user_line(broken)
-        if line and not any(word in broken.reason.lower() or f"{word}(" in line for word in NECESSARY):
-            places.setdefault(line, broken.reason)
+    for broken in _avoidable(runs):
+        places.setdefault(_line(broken), broken.reason)
     for line, reason in list(places.items())[:MOST]:
         more = f", one of {len(places)} such lines" if len(places) > 1 else ""
         yield Finding(
@@ -69,7 +67,15 @@ def _graph_breaks(runs: Parity) -> Iterator[Finding]:
         )
 
 
-def _user_line(broken: GraphBreak) -> str:
+def _avoidable(runs: Parity) -> list[GraphBreak]:
+    """Breaks in the project's own code; where there are none, those in libraries but torch."""
+    breaks = [b for b in runs.compiled.breaks if not any(word in b.reason.lower() for word in NECESSARY)]
+    breaks = [b for b in breaks if not any(f"{word}(" in _line(b) for word in NECESSARY)]
+    own = [b for b in breaks if any(layer(file) == 2 for file, _ in b.stack)]
+    return own or [b for b in breaks if _line(b)]
+
+
+def _line(broken: GraphBreak) -> str:
     """The nearest line of the project's, or of a library; empty where torch's own code alone is in the graph."""
     own = [at for at in broken.stack if layer(at[0]) == 2] or [at for at in broken.stack if layer(at[0]) == 1]
     return str(place_of(*own[-1])) if own else ""

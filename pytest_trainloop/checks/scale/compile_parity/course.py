@@ -97,6 +97,8 @@ class Course:
         self.start: Tensors = {}
         self.options: dict[str, dict[str, Any]] = {}
         """Of each parameter at its first step: its group's options, and whether it requires grad."""
+        self.held_from_start = False
+        """Whether all that optimizers hold was known before the first step."""
         self.names: list[str] = []
         """The names of all parameters, as the loop's modules have them."""
         self.moments: list[Moment] = []
@@ -132,6 +134,7 @@ class Course:
         self._optimizers = [o for o in loop.optimizers if hasattr(o, "param_groups")]
         self.names = [n for prefix, module in loop.modules.items() for n, _ in module.named_parameters(prefix)]
         tensors = self._tensors()
+        self.held_from_start = bool(self._optimizers)
         for optimizer in self._optimizers:
             self._note_options(optimizer)
         if self._other is None:

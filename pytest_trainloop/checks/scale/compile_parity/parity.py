@@ -104,7 +104,7 @@ class Parity:
         if not self.compiled.calls and not self.ran_compiled:
             raise CannotDecide(
                 f"with {self.knob}=True nothing was compiled: torch.compile was not called (it may be on another "
-                "device only)",
+                "device only; an Accelerator must be made by adapters.fresh_accelerator to take dynamo_backend anew)",
                 needs="compile=",
             )
         if self.bound >= 1.0:
@@ -197,12 +197,11 @@ class Parity:
         mine, other = self.eager.course.options, self.compiled.course.options
         found: list[tuple[str, str, Any, Any]] = []
         for name in dict.fromkeys((*mine, *other)):
-            if name not in mine or name not in other:
-                found.append((name, "in an optimizer", name in mine, name in other))
-            else:
+            if name in mine and name in other:
                 found += [(name, o, value, other[name].get(o)) for o, value in mine[name].items()]
-        differing = tuple((name, option, value, its) for name, option, value, its in found if value != its)
-        return differing if self.compiled.course.compared else ()
+            elif self.eager.course.held_from_start and self.compiled.course.held_from_start:
+                found.append((name, "in an optimizer", name in mine, name in other))
+        return tuple((name, option, value, its) for name, option, value, its in found if value != its)
 
     def _narrowed(self, apart: Difference) -> Verdict | None:
         """The cause of a difference, by one change at a time."""
