@@ -55,7 +55,7 @@ class StepRuns:
     def __init__(self, plan_of: Callable[[Mapping[str, Any]], RunPlan], run_plan: Callable[[RunPlan], Record]) -> None:
         self._plan_of = plan_of
         self._run_plan = run_plan
-        self._start = SameStart()
+        self._start: Callable[[Watch], None] = SameStart()
         self._double = True
         self._goes_through = False
         """Whether a run has gone through in this precision."""
@@ -84,6 +84,17 @@ class StepRuns:
         made = cls(lambda _knobs: plan, evidence.rerun)
         made.calls = "TrainLoop.loss"
         return made
+
+    @property
+    def start(self) -> Mapping[str, torch.Tensor]:
+        """The weights and buffers that every run begins with, by name; nothing before the first."""
+        return self._start.tensors if isinstance(self._start, SameStart) else {}
+
+    def elsewhere(self, plan_of: Callable[[Mapping[str, Any]], RunPlan], prepare: Callable[[Watch], None]) -> StepRuns:
+        """Runs in the same precision with the same random numbers by other plans, each from what ``prepare`` gives."""
+        other = StepRuns(plan_of, self._run_plan)
+        other._start, other._double, other._goes_through, other.axes = prepare, self._double, True, self.axes
+        return other
 
     def known(self, key: Hashable, varied: Variation = AS_IT_IS) -> Record | None:
         """The run with this key, if it was made."""

@@ -161,6 +161,11 @@ def spaced(values: torch.Tensor) -> torch.Tensor:
     return _flat(values)[::spacing]
 
 
+def places(count: int) -> range:
+    """The places of the entries that ``spaced`` takes of so many."""
+    return range(0, count, _spacing(count))
+
+
 @functools.lru_cache(maxsize=4096)
 def _spacing(count: int) -> int:
     """The least spacing that leaves few enough entries and shares no factor with the count: one that does can run down

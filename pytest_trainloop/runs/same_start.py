@@ -18,7 +18,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.no_randomness import NoRandomness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.watch import Watch
@@ -35,9 +35,14 @@ class SameStart:
         self._first: dict[str, torch.Tensor] | None = None
         self._rename = rename
 
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What every run begins with, by name; nothing before the first."""
+        return self._first or {}
+
     def __call__(self, watch: Watch) -> None:
         """Raises ``CannotDecide`` where the two have other tensors, or tensors of other shapes."""
-        state = {self._rename(name): tensor for name, tensor in _state(watch)}
+        state = {self._rename(name): tensor for name, tensor in state_of(watch)}
         if self._first is None:
             self._first = {name: tensor.detach().clone() for name, tensor in state.items()}
             return
@@ -82,7 +87,8 @@ def _weights(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
             yield entry.name, tensor
 
 
-def _state(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
+def state_of(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights and buffers of a run's model, by name."""
     yield from _weights(watch)
     for path, module in watch.table.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -90,7 +96,9 @@ def _state(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def from_same_start(plan: RunPlan, start: SameStart, items: Callable[[TrainLoop], Sequence[Any]]) -> RunPlan:
+def from_same_start(
+    plan: RunPlan, start: Callable[[Watch], None], items: Callable[[TrainLoop], Sequence[Any]]
+) -> RunPlan:
     """The plan of one of the runs: one pass over the items, in float64, without randomness, from the same start."""
     return replace(
         plan, prepare=start, contexts=lambda watch: (NoRandomness(),), items=items, double=True, read_ahead=None

@@ -98,11 +98,11 @@ def loop_of(example: str):
     a ``batch``, or ``batches``)."""
     compiled = compile(example, "<example>", "exec")
 
-    def make(accumulate=1, compiling=False):
+    def make(accumulate=1, compiling=False, ranks=1):
         model = Classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         names = {"torch": torch, "nn": nn, "F": F, "Classifier": Classifier, "model": model, "optimizer": optimizer}
-        names |= {"accumulate": accumulate, "compile": compiling}
+        names |= {"accumulate": accumulate, "compile": compiling, "ranks": ranks}
         if "in batches" not in example and "(batches" not in example:
             exec(compiled, names)
         elif "parts = " in example:
@@ -131,7 +131,9 @@ def loop_of(example: str):
 
     if "torch.compile" in example:
         return lambda compile=False: make(compiling=compile)
-    return make if "accumulate" in example else lambda: make()
+    if "ranks" in example:
+        return lambda ranks=1: make(ranks=ranks)
+    return (lambda accumulate=1: make(accumulate)) if "accumulate" in example else lambda: make()
 
 
 def contract_of(example: str) -> LossContract:

@@ -1,0 +1,108 @@
+"""Several ranks give the gradients, and keep the weights, that one process gives with all of their rows.
+
+What it does
+    It calls the function with its knob ``ranks`` at 2, in two processes of torch.distributed, and compares the gradient
+    that each rank's first step reads with that of one process: on equal shares of the same rows, in float64, without
+    dropout, from the same weights. Then it runs the ranks over the loop's own batches, each under a seed of its own,
+    and looks at their rows, weights, buffers, draws and files.
+
+Why is this bad?
+    A model that is never synchronised trains as many models as there are ranks, and the one of rank 0 is saved. A
+    gradient that is summed where it is to be averaged trains at N times the learning rate. Both look like training.
+
+How it decides
+    The knob is a promise: ``ranks=N`` trains as one process on the rows of all. The reference is the loop itself at
+    ``ranks=1``. In float64 both gradients agree to rounding (1e3 machine epsilons), whatever reduces them: wrappers,
+    sharded optimizers, collectives of the project's own. Gradients of shards are put together from all ranks.
+    Where they do not agree, the check takes g_r, the gradient of the rows of rank r alone in one process, and writes
+    both as sums of w_r g_r by least squares. The weights are the diagnosis, with one process at [.5, .5]: [1, 0] on
+    rank 0 and [0, 1] on rank 1: never synchronised (the wrapper by-passed, where there is one that nobody calls; not in
+    the wrapper, where some parameters read so and others do not). [1, 1]: summed over ranks. [.25, .25]: divided twice.
+    [.5, .5] where one process has [.52, .48] by its valid targets: a mean of means. One over the lengths of the g_r:
+    clipped before it was reduced. Norms by which ranks clip are compared with that of one process as well, so that a
+    clip shows which finds nothing to cut on these rows.
+    With a knob ``accumulate`` too, or where a step takes several batches, each rank gets windows of micro-batches. A
+    last micro-batch that only its own rank reads is a ``no_sync`` turned round; gradients that are exchanged in each of
+    them are advice.
+    A loop whose gradients differ and whose updates do not is right: its rate is scaled to match, or its optimizer
+    reduces. So is one that cuts whole batches by itself, and one whose ranks share out the model: with all rows on
+    every rank it agrees. Where rows interact (a contrastive loss) a gradient that agrees is right, one in the direction
+    of the single process is advice with its factor, and of any other nothing is said.
+    A rank that waits in a collective which another never enters is found from the calls that each rank makes: no clock
+    is asked. What torch raises for parameters without a gradient is named with these. Over the loop's own batches the
+    ranks have different seeds. The same losses and the same gradients on all, bit for bit, are the same rows. Weights
+    that differ before the first step are a fault, and advice where the seeds alone make the difference; weights that
+    part later are one where an optimizer steps them. Weights that come together after some steps are averaged on
+    purpose. The same draws on all ranks, batch norms by rank, and buffers that part are advice.
+
+Faulty
+    >>> if ranks > 1:
+    ...     model = nn.parallel.DistributedDataParallel(model)
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     logits = model.module(x) if ranks > 1 else model(x)
+    ...     F.cross_entropy(logits, y).backward()
+    ...     optimizer.step()
+
+Fixed
+    >>> if ranks > 1:
+    ...     model = nn.parallel.DistributedDataParallel(model)
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+
+Known limits
+    Two ranks on one machine, on the CPU and with gloo: what depends on the number of machines, on NCCL or on GPUs is
+    not seen (``SyncBatchNorm`` raises on a CPU: the check is skipped). Batch norms use their running statistics in the
+    comparison. Shares have equal numbers of rows. The own batches are run for 8 steps: weights that are averaged less
+    often than that are taken for weights that part. Whether rows are shared out is seen of a DataLoader, given as
+    ``batches=``, and of data that ``fit`` makes; of a list or a function each rank gets every Nth batch.
+
+References
+    https://docs.pytorch.org/docs/stable/notes/ddp.html
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    https://huggingface.co/blog/gradient_accumulation (mean of means over ranks)
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.scale.distributed_equivalence.causes import CAUSES
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.registry import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+
+RANKS = 2
+"""Processes of a launch: a third would show no further fault, and cost a half more."""
+
+
+@check(needs={"run"}, causes=CAUSES, rank=10)
+def distributed_equivalence(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.scale.distributed_equivalence.findings import Findings
+
+    _require_knob(evidence)
+    yield from Findings(evidence, RANKS).all()
+
+
+def _require_knob(evidence: Evidence) -> None:
+    name = evidence.knobs.get("ranks")
+    if name is None:
+        raise CannotDecide(
+            "the function has no knob ranks: give it ranks=1, and build the loop for so many processes", needs="ranks=1"
+        )
+    if not evidence.repeatable:
+        raise CannotDecide("a single run was watched: several ranks need the function that builds the loop")
+    default = inspect.signature(evidence.make).parameters[name].default
+    if default not in (1, None):
+        raise CannotDecide(
+            f"the default of {name} is {default!r}, and one process is what ranks are compared with: give {name}=1",
+            needs="ranks=1",
+        )

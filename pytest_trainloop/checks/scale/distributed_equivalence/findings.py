@@ -1,0 +1,181 @@
+"""The findings, in the order in which one explains the next."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.scale.distributed_equivalence import own_batches, rank_work
+from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison
+from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
+from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
+from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
+from pytest_trainloop.checks.scale.distributed_equivalence.of_gradients import judged
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.gradients.compare import first_backward, optimizers, step_place
+from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.wording import direction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Compared
+    from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.ranks.facts import Launch
+    from pytest_trainloop.runs.evidence import Evidence
+
+STEPS = 8
+"""Steps over the loop's own batches: weights may be averaged every few of them on purpose."""
+
+APART = 7919
+"""Between the seeds of two ranks."""
+
+AT_THE_STEP = ("never_synchronised", "summed_over_ranks", "weights_drift")
+"""Causes that show where the optimizer steps; the others at the backward pass."""
+
+
+class Findings:
+    """What is found of one loop with so many ranks."""
+
+    def __init__(self, evidence: Evidence, world: int) -> None:
+        self._evidence, self._world = evidence, world
+
+    def all(self) -> Iterator[Finding]:
+        """Raises ``CannotDecide`` where nothing was found and the gradients could not be compared."""
+        seen = self._evidence.run()
+        if seen.raised is not None:
+            raise CannotDecide(f"fit raised {seen.raised.summary} in one process")
+        if not seen.steps:
+            raise CannotDecide("the loop makes no optimizer step in one process")
+        ended = of_launch(self._own)
+        if ended is not None:
+            yield self._finding(ended)
+            return
+        undecided, found = None, None
+        try:
+            found = judged(self._evidence, self._world, self._dids)
+        except CannotDecide as reason:
+            undecided = reason
+        if found is not None:
+            yield self._of_comparison(*found)
+        others = [self._finding(d) for d in self._of_own(parts=found is None or found[1].level != "fault")]
+        yield from others
+        if undecided is not None and not any(f.level == "fault" for f in others):
+            raise undecided
+
+    @cached_property
+    def _own(self) -> Launch:
+        """Over the loop's own batches, each rank under a seed of its own."""
+        return self._launch(lambda rank: self._evidence.seed + rank * APART, STEPS)
+
+    @cached_property
+    def _dids(self) -> list[Did]:
+        return dids_of(self._own)
+
+    def _launch(self, seeds: Callable[[int], int], steps: int) -> Launch:
+        work = rank_work.own_batches(self._evidence, self._world, seeds, self._batches(steps), self._stream)
+        return launch(work, self._world, timeout=self._evidence.timeout)
+
+    @cached_property
+    def _stream(self) -> Callable[[int, TrainLoop], Iterator[Any]] | None:
+        """What each rank is given in place of the loop's batches, where these are the same on all by the way they are
+        handed over: every Nth batch; of one example batch the rank's share, again and again. With the same rows all
+        ranks would seem in step whatever they do."""
+        if self._shared_out:
+            return None
+        if "batches" in self._evidence.offers:
+            return self._every_nth
+        try:
+            made = Comparison.of(self._evidence, self._world, 1)
+        except CannotDecide:
+            return None
+        return None if made is None else made.over_and_over
+
+    @cached_property
+    def _shared_out(self) -> bool:
+        """Whether it is the loop that shares rows out: by its own DataLoader, or inside of ``fit``."""
+        from torch.utils.data import DataLoader
+
+        given = self._evidence.fresh_loop().batches
+        return isinstance(given, DataLoader) or self._evidence.shared(makes_own_data)
+
+    def _every_nth(self, rank: int, loop: TrainLoop) -> Iterator[Any]:
+        count = self._batches(STEPS)
+        yield from first_batches(loop, self._world * count)[rank :: self._world]
+
+    def _batches(self, steps: int) -> int:
+        """How many are enough for so many steps."""
+        seen = self._evidence.run()
+        window = max(1, round(seen.items / max(1, seen.rounds)))
+        return max(steps, 2 * window) + 1
+
+    def _of_own(self, *, parts: bool) -> Iterator[Diagnosis]:
+        """What the ranks did over their own batches; ``parts``: whether weights that part are no consequence."""
+        dids = self._dids
+        if not self._shares_out_the_model():
+            start = own_batches.starts_apart(dids)
+            if start:
+                yield own_batches.of_start(start, only_by_seed=self._same_under_one_seed(start))
+            elif parts:
+                yield from own_batches.of_drift(dids)
+        yield from self._of_rows()
+        yield from own_batches.of_files(dids)
+
+    def _shares_out_the_model(self) -> bool:
+        """Whether a rank has other weights than one process: each holds a part of the model."""
+        one = {plain(p.name): p.shape for p in self._evidence.run().parameters if p.declared}
+        theirs = ({plain(p.name): p.shape for p in did.require().parameters} for did in self._dids)
+        return any(found.get(name) != shape for found in theirs for name, shape in one.items())
+
+    def _same_under_one_seed(self, names: Sequence[str]) -> bool:
+        made = self._launch(lambda _rank: self._evidence.seed, 1)
+        return of_launch(made) is None and not set(names) & set(own_batches.starts_apart(dids_of(made)))
+
+    def _of_rows(self) -> Iterator[Diagnosis]:
+        """Whether the ranks get the same rows, or draw the same, though they have different seeds."""
+        same = own_batches.same_everywhere(self._dids)
+        if not same:
+            yield from own_batches.of_draws(self._dids)
+        elif self._shared_out:
+            first = first_backward(self._dids[0].require(), 0)
+            yield Diagnosis(
+                "same_rows_on_every_rank",
+                f"all {self._world} ranks train on the same rows: {self._world} times the work of one",
+                f"the first {same} losses and their gradients are the same on all ranks, bit for bit",
+                where=str(first.place) if first is not None else "",
+            )
+
+    def _of_comparison(self, compared: Compared, diagnosis: Diagnosis) -> Finding:
+        worst = max(compared.agreements, key=lambda a: a.difference)
+        return self._finding(
+            diagnosis,
+            measured=f"|g_{self._world}| / |g_1| = {worst.ratio:.4g}, {direction(worst.cosine)}, {compared.precision}, "
+            f"{len(compared.wrong)} of {len(compared.expected)} parameters differ",
+            smallest=str(compared.by.shares),
+        )
+
+    def _finding(self, diagnosis: Diagnosis, *, measured: str = "", smallest: str = "") -> Finding:
+        return Finding(
+            cause=diagnosis.cause,
+            level=diagnosis.level,
+            summary=diagnosis.summary,
+            measured=measured or f"{self._world} processes of torch.distributed, {STEPS} steps",
+            shown_by=diagnosis.shown,
+            culprits=diagnosis.culprits,
+            where=diagnosis.where or self._line(diagnosis.cause),
+            smallest=smallest,
+            repair=diagnosis.repair,
+        )
+
+    def _line(self, cause: str) -> str:
+        """Where the loop steps or backpropagates in one process."""
+        record = self._evidence.run()
+        optimizer = next(iter(optimizers(record)), 0)
+        backward = first_backward(record, optimizer)
+        if cause in AT_THE_STEP:
+            return step_place(record, optimizer)
+        return str(backward.place) if backward is not None else ""

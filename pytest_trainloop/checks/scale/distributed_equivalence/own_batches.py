@@ -1,0 +1,163 @@
+"""What the ranks did over the loop's own batches: the same rows, other weights at the start, weights that part, files
+that all write, draws that are the same on all. Plain data, no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
+from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
+from pytest_trainloop.recording.events import Backward
+from pytest_trainloop.wording import some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
+    from pytest_trainloop.recording.record import Record
+
+ROUNDING = {"float64": 2.2e-13, "float32": 1.2e-4}
+"""A thousand machine epsilons: numbers that ranks reduce in another order may part by so much of their size. In lower
+precision nothing is judged."""
+
+STEPS = 2
+"""Backward passes that must be the same before the rows are called so."""
+
+
+def same_everywhere(dids: Sequence[Did]) -> int:
+    """How many backward passes in a row, from the first, are the same on all ranks bit for bit: values and gradients.
+
+    0 where fewer than two are, or some pass differs.
+    """
+    passes = [_passes(did.require()) for did in dids]
+    count = min(map(len, passes))
+    same = all(other[:count] == passes[0][:count] for other in passes[1:])
+    return count if same and count >= STEPS else 0
+
+
+def _passes(record: Record) -> list[object]:
+    """The values and the incoming gradients of each backward pass, before anything is reduced."""
+    return [
+        (
+            tuple(root.value for root in b.roots),
+            tuple((plain(record.name(i)), *(a.incoming.raw for a in found)) for i, found in sorted(b.arrivals.items())),
+        )
+        for b in record.of(Backward)
+        if b.arrivals
+    ]
+
+
+def starts_apart(dids: Sequence[Did]) -> tuple[str, ...]:
+    """The weights and buffers that differ as ``fit`` begins, and still before the first step."""
+    entered = set(_apart([did.seen.entered for did in dids], dids))
+    return tuple(name for name in _apart([did.seen.first for did in dids], dids) if name in entered)
+
+
+def ends_apart(dids: Sequence[Did]) -> tuple[str, ...]:
+    """The weights and buffers that the ranks begin alike and that differ at the end, and did not come together again in
+    between."""
+    logs = [did.seen.digests for did in dids]
+    count = min(map(len, logs))
+    found = []
+    for name in _apart([did.seen.last for did in dids], dids):
+        alike = [len({log[n].get(name) for log in logs}) == 1 for n in range(count)]
+        if alike and alike[0] and alike == sorted(alike, reverse=True):
+            found.append(name)
+    return tuple(found)
+
+
+def come_together(dids: Sequence[Did], names: Sequence[str]) -> bool:
+    """Whether these weights are the same on all ranks after some step."""
+    logs = [did.seen.digests for did in dids]
+    return any(
+        all(len({log[n].get(name) for log in logs}) == 1 for name in names) for n in range(1, min(map(len, logs)))
+    )
+
+
+def _apart(sides: Sequence[dict[str, tuple[float, ...]]], dids: Sequence[Did]) -> Iterator[str]:
+    """The names of which some entry differs by more than rounding."""
+    dtypes = {plain(p.name): p.dtype for p in dids[0].require().parameters}
+    for name, first in sides[0].items():
+        if not all(name in other and len(other[name]) == len(first) for other in sides[1:]):
+            continue
+        share = ROUNDING.get(dtypes.get(name, "float32"), math.inf)
+        limit = share * max((abs(x) for x in first), default=0.0)
+        if any(abs(a - b) > limit for other in sides[1:] for a, b in zip(first, other[name], strict=True)):
+            yield name
+
+
+def of_start(names: Sequence[str], *, only_by_seed: bool) -> Diagnosis:
+    """Weights or buffers that differ before the first step."""
+    return Diagnosis(
+        "start_differs",
+        f"the ranks begin with different values of {some(names, most=3)}"
+        f"{': they follow the seed of each rank, and nothing brings them together' if only_by_seed else ''}",
+        "under one seed on all ranks they are the same" if only_by_seed else "also under one seed on all ranks",
+        level="advice" if only_by_seed else "fault",
+        culprits=tuple(names),
+    )
+
+
+def of_drift(dids: Sequence[Did]) -> Iterator[Diagnosis]:
+    """Weights that an optimizer steps and that part; else buffers and averages that do; norms by rank."""
+    record = dids[0].require()
+    norms = {plain(s.name): plain(s.owner) for s in record.statistics}
+    stepped = set().union(*(did.seen.stepped for did in dids))
+    apart = ends_apart(dids)
+    weights = tuple(name for name in apart if name in stepped)
+    others = tuple(name for name in apart if name not in stepped and name not in norms)
+    if weights:
+        yield Diagnosis(
+            "weights_drift",
+            f"the weights {some(weights, most=3)} begin alike on all ranks and end apart",
+            "the gradients that the ranks read are the same",
+            culprits=weights,
+        )
+    elif others:
+        yield Diagnosis(
+            "weights_drift",
+            f"{some(others, most=3)} {'begin' if len(others) > 1 else 'begins'} alike on all ranks and "
+            f"{'end' if len(others) > 1 else 'ends'} apart",
+            "no optimizer steps it, and nothing brings it together",
+            level="advice",
+            culprits=others,
+        )
+    by_rank = tuple(dict.fromkeys(norms[name] for name in apart if name in norms))
+    if by_rank:
+        yield Diagnosis(
+            "batch_norm_per_rank",
+            f"{some(by_rank, most=3)} {'normalise' if len(by_rank) > 1 else 'normalises'} by the rows of one rank",
+            "the running statistics of the ranks begin alike and end apart",
+            level="advice",
+            culprits=by_rank,
+        )
+
+
+def of_files(dids: Sequence[Did]) -> Iterator[Diagnosis]:
+    """Files that several ranks write."""
+    for path in dict.fromkeys(p for did in dids for p in did.seen.written):
+        places = [did.seen.written[path] for did in dids if path in did.seen.written]
+        if len(places) > 1:
+            name = path.replace("\\", "/").rpartition("/")[2]
+            yield Diagnosis(
+                "written_by_every_rank",
+                f"{len(places)} ranks write one and the same file, {name}: the last one wins, or they mix",
+                "the path is the same on all of them",
+                culprits=(name,),
+                where=str(places[0]),
+            )
+
+
+def of_draws(dids: Sequence[Did]) -> Iterator[Diagnosis]:
+    """Lines at which every rank draws the same."""
+    logs = [did.seen.draws for did in dids]
+    for place, drawn in logs[0].items():
+        if len(drawn) > 1 and place.file and all(other.get(place) == drawn for other in logs[1:]):
+            yield Diagnosis(
+                "same_draws_on_every_rank",
+                "every rank draws the same random numbers here, for different rows",
+                "the ranks were given different seeds: the loop seeds them alike",
+                level="advice",
+                where=str(place),
+            )
