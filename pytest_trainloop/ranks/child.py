@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import getpass
 import os
 import pickle
 import signal
@@ -168,6 +169,10 @@ def _set_environment(rank: int, ranks: int, folder: str) -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         del os.environ[name]
     os.environ.update(_environment(rank, ranks))
+    with contextlib.suppress(KeyError, OSError):  # where torch keeps what it compiled; else each launch compiles anew
+        os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+        )
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     util.get_temp_dir = lambda: folder
 

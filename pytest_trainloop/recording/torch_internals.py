@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,8 +125,14 @@ def pass_on(op: Any, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def load_for_wrappers() -> None:
-    """Import what DistributedDataParallel imports as it is built, ``torch._dynamo``: forks have it then."""
+    """Import what DistributedDataParallel imports as it is built, ``torch._dynamo``: forks have it then.
+
+    Environment variables that the import sets are taken back.
+    """
+    before = set(os.environ)
     importlib.import_module("torch._dynamo")
+    for name in os.environ.keys() - before:
+        del os.environ[name]
 
 
 def forget_process_groups() -> None:
