@@ -62,6 +62,7 @@ def judged(case: Case, only: list[str] | None) -> dict[str, Any]:
         "what": case.what,
         "thread": case.thread,
         "expected": case.check,
+        "place": case.place,
         "seconds": round(time.perf_counter() - began, 2),
         "findings": [
             {"check": r.check, "cause": f.cause, "level": f.level, "summary": f.summary, "where": f.where}
@@ -106,6 +107,8 @@ def show(files: list[Path], *, texts: bool) -> int:
 
 def _print(entry: dict[str, Any]) -> None:
     print(f"\n{entry['name']} ({standing(entry)}, {entry['seconds']} s): {entry['what']}")
+    if entry.get("place"):
+        print(f"    at {entry['place']}")
     for found in entry["findings"]:
         print(f"    {found['level']} {found['check']}:{found['cause']}: {found['summary']}")
     for check, error in entry["errors"].items():

@@ -30,27 +30,29 @@ class Case:
     thread: str
     """The public thread that it was made from."""
     check: str = ""
+    place: str = ""
+    """A piece of the line at which the fault stands, where the author gave one."""
 
 
 CASES: dict[str, Case] = {}
 
 
-def fault(subject: str, what: str, *, thread: str, check: str) -> Callable[[Make], Make]:
+def fault(subject: str, what: str, *, thread: str, check: str, place: str = "") -> Callable[[Make], Make]:
     """Register a faulty loop."""
-    return _registered(subject, what, thread, check)
+    return _registered(subject, what, thread, check, place)
 
 
 def right(subject: str, what: str, *, thread: str) -> Callable[[Make], Make]:
     """Register a correct loop."""
-    return _registered(subject, what, thread, "")
+    return _registered(subject, what, thread, "", "")
 
 
-def _registered(subject: str, what: str, thread: str, check: str) -> Callable[[Make], Make]:
+def _registered(subject: str, what: str, thread: str, check: str, place: str) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
         name = f"{subject}/{make.__name__}{'' if check else ' (right)'}"
         if name in CASES:
             raise ValueError(f"two cases are named {name!r}")
-        CASES[name] = Case(name, make, subject, what, thread, check)
+        CASES[name] = Case(name, make, subject, what, thread, check, place)
         return make
 
     return register

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import right
+from tests.blind.cases import right
 
 
 def small(inp: int, out: int, width: int = 16) -> nn.Sequential:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import fault
+from tests.blind.cases import fault
 
 
 class Encoder(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import right
+from tests.blind.cases import right
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.adapters import fresh_accelerator, from_trainer
-from tests.blind.scale.cases import fault
+from tests.blind.cases import fault
 
 
 @fault(

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.adapters import fresh_accelerator, from_lightning, from_trainer
-from tests.blind.scale.cases import right
+from tests.blind.cases import right
 
 
 @right("frameworks", "prepare, accumulate and backward", thread="huggingface/accelerate#106")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import fault
+from tests.blind.cases import fault
 
 
 def fit_mse(forward, optimizer, batches):

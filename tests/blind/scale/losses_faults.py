@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from pytest_trainloop import Padding, TrainLoop
-from tests.blind.scale.cases import fault
+from tests.blind.cases import fault
 
 IGNORE = -100
 

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import right
+from tests.blind.cases import right
 
 
 def mlp(*sizes: int) -> nn.Sequential:

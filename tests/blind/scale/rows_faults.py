@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torch.utils.data.distributed import DistributedSampler
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import fault
+from tests.blind.cases import fault
 
 
 def table(rows: int = 32, width: int = 6, classes: int = 3) -> TensorDataset:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import right
+from tests.blind.cases import right
 
 
 def table(rows: int = 32, width: int = 5) -> TensorDataset:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import fault
+from tests.blind.cases import fault
 
 
 class Block(nn.Module):

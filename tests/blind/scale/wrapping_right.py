@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from pytest_trainloop import TrainLoop
-from tests.blind.scale.cases import right
+from tests.blind.cases import right
 
 
 class Policy(nn.Module):
