@@ -49,7 +49,8 @@ def right(subject: str, what: str, *, thread: str) -> Callable[[Make], Make]:
 
 def _registered(subject: str, what: str, thread: str, check: str, place: str) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
-        name = f"{subject}/{make.__name__}{'' if check else ' (right)'}"
+        folder = make.__module__.rpartition(".")[0].rpartition(".")[2]
+        name = f"{folder}/{subject}/{make.__name__}{'' if check else ' (right)'}"
         if name in CASES:
             raise ValueError(f"two cases are named {name!r}")
         CASES[name] = Case(name, make, subject, what, thread, check, place)
