@@ -62,9 +62,9 @@ class CompileCalls:
                 patches.put(torch.jit, name, functools.partial(self._around_tracer, f"torch.jit.{name}"))
             yield
 
-    def look(self) -> None:
-        """Note which results nobody holds any more."""
-        if self.calls:
+    def look(self, *, collected: bool = False) -> None:
+        """Note which results nobody holds any more; those in circles of references once they are ``collected``."""
+        if collected:
             gc.collect()
         for call in self.calls:
             call.dropped = call.returned() is None

@@ -69,8 +69,8 @@ class Way:
     """Whether everything is compiled again for each step."""
     alone: str = ""
     """The one module whose calls are compiled, by its plain name, with ``backend``."""
-    batches: int = 0
-    """The number of batches; 0 for those of the watched run."""
+    collected: bool = False
+    """Whether garbage is collected before training, which takes half a second."""
 
 
 @dataclass(slots=True)
@@ -135,8 +135,8 @@ class Runs:
                 if way.double:
                     widen(loop)
                 batches = _batches(loop, way, plan, course, guard)
-                batches.draw(way.batches or plan.count)
-            calls.look()
+                batches.draw(plan.count)
+            calls.look(collected=way.collected)
             course.begin(loop)
             stack.enter_context(generators_kept(loop))
             stack.enter_context(contextlib.closing(batches))
@@ -183,7 +183,7 @@ class Runs:
 def _batches(loop: TrainLoop, way: Way, plan: Any, course: Course, guard: Guard) -> Batches:
     return Batches(
         loop,
-        way.batches or plan.count,
+        plan.count,
         spent=lambda: course.through,
         stepped=lambda: course.compared > 0 or bool(course.moments),
         stop=guard.stop,

@@ -191,7 +191,10 @@ class Parity:
         return Verdict(cause="compiling_raises", raised=raised)
 
     def _result_dropped(self) -> bool:
-        return bool(self.compiled.calls) and not self.ran_compiled and all(c.dropped for c in self.compiled.calls)
+        if not self.compiled.calls or self.ran_compiled:
+            return False
+        calls = self._made(replace(self._own, collected=True)).calls
+        return all(call.dropped for call in calls)
 
     def _options_apart(self) -> tuple[tuple[str, str, Any, Any], ...]:
         mine, other = self.eager.course.options, self.compiled.course.options
