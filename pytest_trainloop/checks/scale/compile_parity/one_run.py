@@ -83,7 +83,7 @@ class Made:
     calls: list[CompileCall]
     breaks: list[GraphBreak]
     compilations: list[tuple[int, Compilation]]
-    """With the number of the optimizer step in which it was compiled, from 0."""
+    """With the number of the optimizer step in which it was compiled, from 0; of the batch where no hook is called."""
     device: str
     parted: bool = False
     """Whether what was compiled shares no parameter with what the optimizers hold."""
@@ -134,7 +134,13 @@ class Runs:
                 loop = build(self._evidence.make, plan.knobs, plan.seed, kept)
                 if way.double:
                     widen(loop)
-                batches = _batches(loop, way, plan, course, guard)
+
+                def before_batch(number: int, batch: Any) -> None:
+                    if number and not course.moments:
+                        compiled.extend((number - 1, one) for one in log.new())
+                    course.at_batch(number, batch)
+
+                batches = _batches(loop, way, plan, course, guard, before_batch)
                 batches.draw(plan.count)
             calls.look(collected=way.collected)
             course.begin(loop)
@@ -180,7 +186,9 @@ class Runs:
         return made
 
 
-def _batches(loop: TrainLoop, way: Way, plan: Any, course: Course, guard: Guard) -> Batches:
+def _batches(
+    loop: TrainLoop, way: Way, plan: Any, course: Course, guard: Guard, before: Callable[[int, Any], None]
+) -> Batches:
     return Batches(
         loop,
         plan.count,
@@ -189,7 +197,7 @@ def _batches(loop: TrainLoop, way: Way, plan: Any, course: Course, guard: Guard)
         stop=guard.stop,
         out_of_time=guard.out_of_time,
         read_ahead=plan.read_ahead,
-        before=course.at_batch,
+        before=before,
         double=way.double,
     )
 

@@ -337,8 +337,8 @@ pair(
 )
 
 
-# The same in a buffer. Up to torch 2.13 the traced backward pass computes the factor again, from the buffer as it is
-# after the call: the gradients are those of the next step's factor.
+# Calls counted in a buffer. Up to torch 2.13 the traced backward pass computes the factor again, from the buffer as it
+# is after the call: the gradients are those of the next step's factor.
 
 
 class Counting(Classifier):

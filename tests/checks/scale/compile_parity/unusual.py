@@ -318,3 +318,20 @@ def compiled_before_adapters_are_put_in(compile=False):
     model.encoder[0] = Adapted(model.encoder[0])
     trained = [p for p in model.parameters() if p.requires_grad]
     return plain(model, called, torch.optim.AdamW(trained, lr=1e-2))
+
+
+@odd(notes="a compiled optimizer step, whose rate a schedule changes: compiled again once, with a rate that varies")
+def compiled_optimizer_step_on_a_schedule(compile=False):
+    model = Classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=50)
+    step = torch.compile(optimizer.step, backend=BACKEND) if compile else optimizer.step
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            step()
+            schedule.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, scheduler=schedule, batches=batches(), fit=fit)
