@@ -17,6 +17,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.reads import (
     clip_norms,
     ends_of,
+    first_arrivals,
     first_read,
     first_reads,
     last_weights,
@@ -275,6 +276,13 @@ class Compared:
         if len(parts) != world or any(agreement(g, p).difference > self.bound for g, p in zip(got, parts, strict=True)):
             return ()
         return tuple(tuple(float(i == rank) for i in range(world)) for rank in range(world))
+
+    def computed_apart(self) -> bool:
+        """Whether every rank computes the gradient of its own share, whatever it reads in the end."""
+        alone = [first_arrivals(record) for record in self.by.alone()[:: self.by.shares.window]]
+        theirs = [first_arrivals(record) for record in self.records]
+        pairs = zip(alone, theirs, strict=True)
+        return all(agreement(*vectors([a, b])).difference <= self.bound for a, b in pairs)
 
     def same_updates(self) -> bool:
         """Whether the weights end as those of one process: its rate is scaled to match, or its optimizer gathers

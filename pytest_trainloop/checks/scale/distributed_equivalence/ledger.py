@@ -93,8 +93,8 @@ class Seen:
     """What the ledger of one rank holds. Plain data."""
 
     digests: list[dict[str, bytes]] = field(default_factory=list)
-    """Of the sampled entries of each weight before the first step, of each buffer before ``fit`` (a forward pass may
-    change it), and of all after each step."""
+    """Of the sampled entries of each weight and buffer before each step, and at the end; of buffers first as they were
+    before ``fit``, since a forward pass may change them."""
     entered: Values = field(default_factory=dict)
     """Weights and buffers before ``fit``."""
     first: Values = field(default_factory=dict)
@@ -141,6 +141,8 @@ class Ledger(contextlib.AbstractContextManager[None]):
         try:
             with self._watch.suspended(), torch.no_grad():
                 self.seen.last = dict(self._state())
+                if self.seen.digests:
+                    self.seen.digests.append(_digests(self.seen.last))
                 for name, tensor in self._tensors():
                     if is_distributed(tensor):
                         self.seen.ends[name] = *sampled(tensor), _entries(tensor)
@@ -152,19 +154,19 @@ class Ledger(contextlib.AbstractContextManager[None]):
             return
         self._depth += 1
         with self._watch.suspended(), torch.no_grad():
-            if not self.seen.digests:
-                self.seen.first = dict(self._state())
-                buffers = {n: v for n, v in self.seen.entered.items() if n in self.seen.buffers}
-                self.seen.digests.append(_digests(self.seen.first | buffers))
+            if self._depth == 1:
+                self._note(dict(self._state()))
             self._read(optimizer)
 
+    def _note(self, state: Values) -> None:
+        if not self.seen.digests:
+            self.seen.first = state
+            state = state | {name: v for name, v in self.seen.entered.items() if name in self.seen.buffers}
+        self.seen.digests.append(_digests(state))
+
     def _after(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._watch.is_suspended:
-            return
-        self._depth = max(0, self._depth - 1)
-        if not self._depth:
-            with self._watch.suspended(), torch.no_grad():
-                self.seen.digests.append(_digests(dict(self._state())))
+        if not self._watch.is_suspended:
+            self._depth = max(0, self._depth - 1)
 
     def _read(self, optimizer: Any) -> None:
         """Note the shards of gradients that the first step of each parameter reads."""

@@ -117,6 +117,10 @@ class _Judge:
             valid=self._made.valid(weighing.one) if weighing.one else None,
         )
         found = of_weights(weighing, seen)
+        if weighing.one is None and (found is None or found.cause not in OF_EACH_RANK):
+            raise CannotDecide(
+                "rows interact within a batch, and each rank takes its own rows alone: that need not equal one process"
+            )
         apart = compared.clips_apart()
         if found is None and apart is not None:
             return _clipped(apart, cuts=True)
@@ -125,10 +129,8 @@ class _Judge:
                 "the ranks weigh their rows otherwise than one process, in no way that is known here: "
                 f"{', '.join(listed(w) for w in weighing.ranks)}"
             )
-        if weighing.one is None and found.cause not in OF_EACH_RANK:
-            raise CannotDecide(
-                "rows interact within a batch, and each rank takes its own rows alone: that need not equal one process"
-            )
+        if weighing.pattern == "one_rank" and not compared.computed_apart():
+            return None  # the rows of one rank are sent to all, which share out the model or the positions
         if weighing.pattern == "own" and self._come_together(wrong):
             raise CannotDecide(
                 "each rank steps on its own gradient, and the weights are brought together after steps: what such a "

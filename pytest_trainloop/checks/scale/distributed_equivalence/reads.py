@@ -74,6 +74,16 @@ def last_weights(record: Record) -> Gradient:
     }
 
 
+def first_arrivals(record: Record) -> Gradient:
+    """What the first backward pass brings to each parameter, before ranks exchange anything."""
+    first = next((b for b in record.backwards() if b.arrivals), None)
+    return {
+        plain(record.name(i)): values(found[0].incoming, record.parameters[i].dtype)
+        for i, found in (first.arrivals if first is not None else {}).items()
+        if found and found[0].incoming.raw and not found[0].incoming.sparse
+    }
+
+
 def clip_norms(record: Record) -> tuple[tuple[float, ...], str]:
     """The norms that torch's clips by norm found before the first step, and the line of the first one."""
     first = min((s.reads[0].at for o in optimizers(record) for s in steps_of(record, o)[:1]), default=0)
