@@ -13,12 +13,12 @@ import torch.distributed as dist
 from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, Unreliable
 from pytest_trainloop.ranks.children import Children
 from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Rank, Written
-from pytest_trainloop.ranks.stacks import users_part
+from pytest_trainloop.ranks.stacks import users_line, users_part
 from pytest_trainloop.ranks.waiting import Waiting
 from pytest_trainloop.recording.torch_internals import load_for_wrappers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 
 UNDECIDED = (CannotDecide, TimeRanOut, BrokenRun, Unreliable)
@@ -29,10 +29,15 @@ LOST = "gloo/transport"
 
 
 class RanksRanOut(TimeRanOut):
-    """The ranks took longer than they may. ``stacks`` has for each what it was at, as text."""
+    """The ranks took longer than they may. ``stacks`` has for each what it was at, as text; ``ended`` those that had
+    come to their end."""
 
-    def __init__(self, steps: int, seconds: float, stacks: tuple[str, ...]) -> None:
-        super().__init__(steps, seconds, where=f" of {len(stacks)} ranks")
+    def __init__(self, steps: int, seconds: float, stacks: tuple[str, ...], ended: Collection[int]) -> None:
+        at = (
+            f"rank {rank} has ended" if rank in ended else f"rank {rank} at {users_line(stack) or 'no line of yours'}"
+            for rank, stack in enumerate(stacks)
+        )
+        super().__init__(steps, seconds, where=f" of {len(stacks)} ranks ({', '.join(at)})")
         self.stacks = stacks
 
 
@@ -59,7 +64,7 @@ def launch(work: Callable[[int], Any], ranks: int, *, timeout: float) -> Launch:
             stacks = tuple(map(users_part, children.stacks()))
             for rank, stack in enumerate(stacks):
                 sys.stderr.write(f"rank {rank} after {timeout:g} s:\n{stack}\n{children.output(rank)}\n")
-            raise RanksRanOut(min(told.steps), timeout, stacks) from None
+            raise RanksRanOut(min(told.steps), timeout, stacks, told.gone) from None
         launched = Launch(tuple(map(told.rank, range(ranks))), hang, tuple(sorted(told.waited)))
     for one in launched:
         if isinstance(one.error, UNDECIDED) and one.number not in launched.waiting:
@@ -90,7 +95,7 @@ class _Told:
         self._collectives: list[list[Collective]] = [[] for _ in range(ranks)]
         self._groups: list[dict[str, tuple[int, ...]]] = [{} for _ in range(ranks)]
         self._written: list[list[Written]] = [[] for _ in range(ranks)]
-        self._gone: dict[int, str] = {}
+        self.gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
         self._lost: Hang | None = None
         """The first call that somebody has begun, and another that is gone has not."""
@@ -113,7 +118,7 @@ class _Told:
                 self._over(rank, what, value)
             hang = hang or self._waiting.stuck()
             if hang is not None:
-                self.waited |= set(range(len(self.steps))) - self._gone.keys()
+                self.waited |= set(range(len(self.steps))) - self.gone.keys()
                 return self._lost or hang
             self._let_go()
         self._look_again()
@@ -130,7 +135,7 @@ class _Told:
         """A rank has come to its end: "left" or "raised" as it says, or its process has."""
         if what == "gone":
             self._ended[rank] = value
-        self._gone[rank] = how = "ended" if what == "gone" else value
+        self.gone[rank] = how = "ended" if what == "gone" else value
         if how == "left" or (how == "raised" and self._has_lost(rank)):
             self._waits(rank)
         self._waiting.gone(rank, how)
@@ -149,14 +154,14 @@ class _Told:
     def _let_go(self) -> None:
         """Let those who are through leave, where another has begun a call that they have not: if it waits for them,
         gloo raises in it."""
-        if self._gone and (found := self._waiting.doomed()) is not None:
+        if self.gone and (found := self._waiting.doomed()) is not None:
             self._lost = self._lost or found
-            for rank in self._gone:
+            for rank in self.gone:
                 self._children.let_go(rank)
 
     def _look_again(self) -> None:
         """A process that died may be heard of after those who lost it."""
-        for rank, how in self._gone.items():
+        for rank, how in self.gone.items():
             if how == "raised" and rank not in self.waited and self._has_lost(rank):
                 self._waits(rank)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from pytest_trainloop.recording.source import layer
+from pytest_trainloop.recording.source import layer, place_of
 
-_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+ in ')
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _CHILD = "ranks/child.py"
 
 
@@ -27,3 +27,15 @@ def users_part(text: str) -> str:
             inner = True
             kept.append(line)
     return "\n".join(kept).strip()
+
+
+def users_line(text: str) -> str:
+    """The project's innermost line in such stacks, as "train.py:57", that of the main thread where it is known; empty
+    where there is none."""
+    current = text.rpartition("Current thread")[2]
+    for part in (current, text):
+        for frame in _FRAME.finditer(part):
+            if layer(frame["file"]) == 2:
+                place = place_of(frame["file"], int(frame["line"]))
+                return f"{place.file}:{place.line}"
+    return ""

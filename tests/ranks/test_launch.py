@@ -120,6 +120,7 @@ def test_the_time_limit_shows_where_each_rank_is(capfd):
     with pytest.raises(TimeRanOut) as caught:
         run(work, timeout=0.5)
     assert "in work" in caught.value.stacks[1]
+    assert "0 steps of 2 ranks (rank 0 has ended, rank 1 at tests/ranks/test_launch.py:" in str(caught.value)
     assert "in work" in capfd.readouterr().err
 
 

@@ -102,7 +102,7 @@ def _unused(dids: list[Did], rank: int, what: Raised) -> Diagnosis:
 
 
 def _waits(hang: Hang) -> Diagnosis:
-    others = "; ".join(_other(other, hang.different) for other in hang.others)
+    others = "; ".join(_other(other, hang) for other in hang.others)
     return Diagnosis(
         "one_rank_waits",
         f"rank {hang.rank} waits for ever in {hang.collective.kind}: {others}",
@@ -113,12 +113,13 @@ def _waits(hang: Hang) -> Diagnosis:
     )
 
 
-def _other(other: Other, different: bool) -> str:
+def _other(other: Other, hang: Hang) -> str:
     number, how, last = other.number, other.how, other.last
     at = f" (last in {last.kind} at {last.place})" if last is not None and last.place.file else ""
     if how == "left":
         return f"rank {number} has come to its end without it{at}"
     if how == "waited":
-        instead = " with other shapes" if different and last is not None else ""
+        differs = hang.different and last is not None and last.kind == hang.collective.kind
+        instead = " of other shapes" if differs else ""
         return f"rank {number} waits in {last.kind if last is not None else 'another'}{instead}{at}"
     return f"rank {number} {how}{at}"
