@@ -74,7 +74,7 @@ def check_loop(
         seconds that all checks may take: those that name most for their time go first, and the report says which were
         not looked at; default: ``timeout``, and at least 120
     device
-        "cpu" or "cuda": what the knob ``device`` is set to; "auto": its default
+        "cpu", "cuda" or "cuda:1": what the knob ``device`` is set to; "auto": its default
     baseline
         the file of the loop's baseline, which the check ``baseline`` compares the loop with; default: none, and the
         check is skipped

@@ -19,7 +19,7 @@ from pytest_trainloop.errors import (
     UserCodeError,
 )
 from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.knobs import nearest
+from pytest_trainloop.knobs import DEVICES, is_device, nearest
 from pytest_trainloop.results import broken, checked, error_of, skipped
 from pytest_trainloop.runs.budget import Budget
 from pytest_trainloop.worth import WATCHED, Cost, Waiting
@@ -49,7 +49,7 @@ class Settings:
     timeout: float = 120.0
     """Seconds that one run of ``fit`` may take."""
     device: str = "auto"
-    """The value of a knob ``device``."""
+    """The value of a knob ``device``: auto, cpu, cuda, or one of several CUDA devices, as in cuda:1."""
     hypothesis_seed: str = ""
     """Hypothesis' own option, for the checks of a loss function."""
     budget: float | None = None
@@ -62,8 +62,8 @@ class Settings:
             raise UsageError(f"the timeout is {self.timeout!r}; a number of seconds above 0 is needed")
         if self.budget is not None and (isinstance(self.budget, (str, bool)) or not self.budget > 0):
             raise UsageError(f"the budget is {self.budget!r}; a number of seconds above 0 is needed")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise UsageError(f"the device is {self.device!r}; auto, cpu or cuda is needed")
+        if not is_device(self.device):
+            raise UsageError(f"the device is {self.device!r}; {DEVICES} is needed")
 
     @property
     def loop_seconds(self) -> float:

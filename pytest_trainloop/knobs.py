@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from pytest_trainloop.errors import UsageError
 
 KNOBS = ("accumulate", "precision", "device", "checkpoint", "compile", "ranks")
 
+DEVICES = "auto, cpu, cuda, or one of several as cuda:1,"
 
 _SWITCHES = ("no", "yes", "on", "off", "true", "false", "none", "0", "1", "")
 
@@ -33,6 +35,11 @@ words for ``checkpoint`` and ``compile`` name a folder or a kind, and are not va
 
 _SLIP = 7
 """Letters of the shortest knob that a parameter with one letter wrong is taken for."""
+
+
+def is_device(name: object) -> bool:
+    """Whether loops can be asked to run on a device of this name."""
+    return isinstance(name, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None
 
 
 def read_knobs(

@@ -60,8 +60,8 @@ def _shifted(tensors: Sequence[torch.Tensor]) -> bool:
     for one in tensors:
         for other in tensors:
             if one.dim() > 1 and one.shape == other.shape and one.shape[1] > 2 and one is not other:
-                ahead = torch.equal(one[:, :-1], other[:, 1:])
-                across = torch.equal(one[:-1], other[1:])
+                ahead = torch.equal(one[:, :-1], other[:, 1:].to(one.device))
+                across = torch.equal(one[:-1], other[1:].to(one.device))
                 if ahead and not across:
                     return True
     return False

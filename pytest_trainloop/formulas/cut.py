@@ -159,7 +159,7 @@ def _leaf(found: Slice, number: int, seed: int) -> torch.Tensor:
 def _in_unit(found: Slice, number: int, seed: int) -> torch.Tensor:
     tensor = found.values[number].tensor
     drawn = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return drawn.to(tensor.dtype).requires_grad_()
+    return drawn.to(tensor).requires_grad_()
 
 
 def other(tensor: torch.Tensor, seed: int, bound: float = 0.0) -> torch.Tensor:
@@ -170,13 +170,14 @@ def other(tensor: torch.Tensor, seed: int, bound: float = 0.0) -> torch.Tensor:
         return tensor
     if tensor.dtype is torch.bool:
         share = float(torch.rand((), generator=generator, dtype=torch.float64)) * 0.6 + 0.2
-        return torch.rand(tensor.shape, generator=generator, dtype=torch.float64) < share
+        return (torch.rand(tensor.shape, generator=generator, dtype=torch.float64) < share).to(tensor.device)
     low, high = tensor.min(), tensor.max()
     if low == high:
         return tensor
     if not tensor.is_floating_point():
-        return torch.randint(int(low), int(high) + 1, tensor.shape, generator=generator, dtype=tensor.dtype)
-    draw = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+        whole = torch.randint(int(low), int(high) + 1, tensor.shape, generator=generator, dtype=tensor.dtype)
+        return whole.to(tensor.device)
+    draw = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
     if bool(((tensor == low) | (tensor == high)).all()) and tensor.numel() > 2:
         share = float(torch.rand((), generator=generator, dtype=torch.float64)) * 0.6 + 0.2
         return torch.where(draw < share, high, low).to(tensor.dtype)
@@ -189,7 +190,8 @@ def slope(value: torch.Tensor, arguments: tuple[torch.Tensor, ...]) -> torch.Ten
     leaves = [a for a in arguments if a.requires_grad]
     if not value.requires_grad or not leaves:
         return None
-    weights = 1.0 + 0.5 * torch.cos(torch.arange(value.numel(), dtype=torch.float64) * 2.3).reshape(value.shape)
+    places = torch.arange(value.numel(), dtype=torch.float64, device=value.device)
+    weights = 1.0 + 0.5 * torch.cos(places * 2.3).reshape(value.shape)
     found = torch.autograd.grad((value * weights).sum(), leaves, retain_graph=True, allow_unused=True)
     flat = [(torch.zeros_like(a) if g is None else g).flatten() for a, g in zip(leaves, found, strict=True)]
     return torch.cat(flat).double()

@@ -157,7 +157,7 @@ def _solved(cut: Cut, matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor
     if not close(scaled @ solved, right, float((scaled.abs() @ solved.abs()).max())):
         return None
     solved = torch.where(solved.abs() <= 1e-7 * solved.abs().max(), 0.0, solved)
-    out = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    out = sizes.new_zeros(matrix.shape[1], dtype=torch.float64)
     out[used] = solved / sizes[used]
     return out
 
@@ -208,7 +208,7 @@ def _fraction(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> dict[
     if float(s[-2]) <= 1e-7 * float(s[0]):
         cut.undetermined = True
         return None
-    solved = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    solved = sizes.new_zeros(matrix.shape[1], dtype=torch.float64)
     direction = torch.where(vh[-1].abs() <= 1e-7 * vh[-1].abs().max(), 0.0, vh[-1])
     solved[used] = direction / sizes[used]
     return dict(zip(columns, solved.tolist(), strict=True))

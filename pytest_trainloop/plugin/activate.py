@@ -34,11 +34,8 @@ def configure(config: pytest.Config) -> None:
     if config.getoption("trainloop") or timed:
         from pytest_trainloop.plugin import outcomes, runtest, xdist
 
-        if settings.device == "cuda" and not _cuda(config, worker=worker):
-            raise pytest.UsageError(
-                "the device of the loops is cuda, but torch finds no CUDA device here; run where there is one, "
-                "or leave --trainloop-device out"
-            )
+        if settings.device.startswith("cuda"):
+            _require_cuda(config, settings.device, worker=worker)
         for module in (xdist, outcomes, runtest):
             config.pluginmanager.register(module)
     cards = _cards(config)
@@ -93,11 +90,23 @@ def _require_benchmark(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--trainloop-benchmark needs pytest-benchmark, which is not loaded; {how}")
 
 
-def _cuda(config: pytest.Config, *, worker: bool) -> bool:
+def _require_cuda(config: pytest.Config, device: str, *, worker: bool) -> None:
+    """Raise a usage error where the device is not there."""
+    index, found = int(device.partition(":")[2] or 0), _cuda_devices(config, worker=worker)
+    if found <= index:
+        finds = f"finds only cuda:0 to cuda:{found - 1}" if found > 1 else "finds only cuda:0"
+        finds = finds if found else "finds no CUDA device"
+        raise pytest.UsageError(
+            f"the device of the loops is {device}, but torch {finds} here; run where there is one, "
+            "or leave --trainloop-device out"
+        )
+
+
+def _cuda_devices(config: pytest.Config, *, worker: bool) -> int:
     if not worker and config.getoption("dist", "no") != "no":
         # The controller of xdist runs no test and shall not load torch.
-        question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-        return subprocess.run([sys.executable, "-c", question], check=False).returncode == 0
+        question = "import sys, torch; sys.exit(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+        return subprocess.run([sys.executable, "-c", question], check=False).returncode
     import torch
 
-    return torch.cuda.is_available()
+    return max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else 0

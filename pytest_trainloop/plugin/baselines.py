@@ -46,7 +46,7 @@ def mode_of(config: pytest.Config) -> Mode:
 
 def file_of(item: pytest.Item, loop: str) -> BaselineFile:
     """The file of a loop's baseline."""
-    on_cuda = read_settings(item.config).device == "cuda"
+    on_cuda = read_settings(item.config).device.startswith("cuda")
     path = stored.file_of(item, loop, stored.ON_CUDA if on_cuda else stored.BASELINE)
     return BaselineFile(
         path=path,

@@ -143,7 +143,7 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
         raise Refused(str(error)) from None
     marked = metafunc.config.stash.setdefault(_MARKED, {})
     marked[metafunc.definition.nodeid] = MarkedFunction(plan=plan, knobs=knobs, judges=_judges(metafunc))
-    cuda = read_settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
+    cuda = read_settings(metafunc.config).device.startswith("cuda") and _judges(metafunc) == "loop"
     items = []
     if metafunc.config.getoption("trainloop"):
         items = [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()]

@@ -25,8 +25,8 @@ def add(parser: pytest.Parser) -> None:
     )
     option(
         "--trainloop-device",
-        choices=("auto", "cpu", "cuda"),
-        help="device of the loops; cuda where there is none is an error",
+        metavar="DEVICE",
+        help="device of the loops: auto, cpu, cuda, cuda:1; one that is not there is an error",
     )
     option("--trainloop-strict", action="store_true", help="advice fails")
     option(

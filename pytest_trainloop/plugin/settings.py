@@ -10,6 +10,7 @@ import pytest
 
 from pytest_trainloop.battery import Settings
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.knobs import DEVICES, is_device
 from pytest_trainloop.selection import Selection
 
 
@@ -25,8 +26,9 @@ def read_settings(config: pytest.Config) -> Settings:
     if not (math.isnan(budget) or budget > 0):
         raise pytest.UsageError(f"--trainloop-budget is {budget:g}; a number of seconds above 0 is needed")
     device = config.getoption("trainloop_device") or config.getini("trainloop_device") or "auto"
-    if device not in ("auto", "cpu", "cuda"):
-        raise pytest.UsageError(f"ini key trainloop_device is {device!r}; auto, cpu or cuda is needed")
+    if not is_device(device):
+        where = "--trainloop-device" if config.getoption("trainloop_device") else "ini key trainloop_device"
+        raise pytest.UsageError(f"{where} is {device!r}; {DEVICES} is needed")
     given = str(config.getoption("--hypothesis-seed", None) or "")
     return Settings(
         seed=int(seed),

@@ -64,16 +64,16 @@ def require_fresh(make: Make, first: TrainLoop, second: TrainLoop) -> None:
             )
 
 
-def require_on_cuda(loop: TrainLoop, knobs: Mapping[str, str]) -> None:
-    """Raise ``UsageError`` if a loop that is to run on a CUDA device was built elsewhere."""
+def require_on_cuda(loop: TrainLoop, knobs: Mapping[str, str], wanted: str) -> None:
+    """Raise ``UsageError`` if no parameter of a loop is on the wanted CUDA device, "cuda" for any."""
     devices = sorted({str(p.device) for module in loop.modules.values() for p in module.parameters()})
-    if devices and not any(device.startswith("cuda") for device in devices):
+    if devices and not any(device == wanted or device.startswith(f"{wanted}:") for device in devices):
         how = (
-            f"its parameter {knobs['device']!r} was given 'cuda': move the model there"
+            f"its parameter {knobs['device']!r} was given {wanted!r}: move the model there"
             if "device" in knobs
             else "it has no knob 'device': give it the keyword default device=\"cpu\" and move model and batch there"
         )
-        raise UsageError(f"the device of the loops is cuda, but this model is on {', '.join(devices)}; {how}")
+        raise UsageError(f"the device of the loops is {wanted}, but this model is on {', '.join(devices)}; {how}")
 
 
 def _parts(loop: TrainLoop) -> Iterator[tuple[str, Any]]:

@@ -73,7 +73,7 @@ class Evidence:
         self.hypothesis_seed = hypothesis_seed
         self._timeout = timeout
         self.budget = Budget() if budget is None else budget
-        self._on_cuda = device == "cuda"
+        self._device = device or ""
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
         self._refused: dict[object, UsageError | TimeRanOut | BrokenRun] = {}
@@ -208,8 +208,8 @@ class Evidence:
     def _first_look(self) -> frozenset[str]:
         first, second = self.fresh_loop(), self.fresh_loop(other_seed=1)
         require_fresh(self.make, first, second)
-        if self._on_cuda:
-            require_on_cuda(first, self.knobs)
+        if self._device.startswith("cuda"):
+            require_on_cuda(first, self.knobs, self._device)
         self._declared = {name: getattr(first, name) for name in DECLARED}
         given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}
         if given & {"fit", "step"}:

@@ -148,8 +148,8 @@ def _collector(*, on: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cuda_memory() -> Iterator[Callable[[], int | None]]:
-    """A function that gives the peak of the block; None without CUDA."""
-    there = torch.cuda.is_available()
-    if there:
-        torch.cuda.reset_peak_memory_stats()
-    yield lambda: torch.cuda.max_memory_allocated() if there else None
+    """A function that gives the peak of the block, summed over devices; None without CUDA."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None

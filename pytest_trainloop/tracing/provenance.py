@@ -14,6 +14,7 @@ from torch import nn
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.recording.torch_names import (
     ACTIVATIONS,
     AUTOGRAD_CALLS,
@@ -203,7 +204,12 @@ def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     move = copying.get(getattr(func, "__name__", ""), func)  # the numbers may lie otherwise in memory
 
     def again(other: torch.Tensor) -> torch.Tensor:
-        out = move(other, *rest, **kwargs)
+        """The same move; indices follow to the device of what is moved."""
+
+        def beside(value: Any) -> Any:
+            return value.to(other.device) if isinstance(value, torch.Tensor) else value
+
+        out = move(other, *tree_map(beside, rest), **tree_map(beside, kwargs))
         return next(t for i, t in enumerate(tensors_in(out)) if i == number)
 
     return again

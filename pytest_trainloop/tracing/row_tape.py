@@ -176,8 +176,12 @@ class RowTape(ForwardPass):
             self._made_by[id(t)] = (weakref.ref(t), at)
 
     def _sum_of_weights(self) -> float:
-        plain = (t.detach() for t in self.watch.table.tensors if _readable(t) and t.is_floating_point())
-        return float(sum(t.double().sum() for t in plain if not is_lazy(t)))
+        sums: dict[torch.device, torch.Tensor] = {}  # a model may lie on several
+        for tensor in self.watch.table.tensors:
+            if _readable(tensor) and tensor.is_floating_point() and not is_lazy(tensor):
+                own = tensor.detach().double().sum()
+                sums[own.device] = sums[own.device] + own if own.device in sums else own
+        return sum(map(float, sums.values()))
 
     def _shared_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the gradient of what is backpropagated with respect to what entered the model."""

@@ -206,7 +206,10 @@ BY_HAND = {
     "a large seed": (lambda: check_loop(lambda: loop(), seed=2**63), f"the seed is {2**63}; a whole number from"),
     "a seed of text": (lambda: check_loop(lambda: loop(), seed="0"), "the seed is '0'; a whole number from 0 to"),
     "no time": (lambda: check_loop(lambda: loop(), timeout=0), "the timeout is 0; a number of seconds above 0"),
-    "a device": (lambda: check_loop(lambda: loop(), device="tpu"), "the device is 'tpu'; auto, cpu or cuda is"),
+    "a device": (
+        lambda: check_loop(lambda: loop(), device="tpu"),
+        "the device is 'tpu'; auto, cpu, cuda, or one of several as cuda:1, is",
+    ),
     "a model's name": (lambda: observe("gpt").__enter__(), "observe(model=...) is a str; a torch.nn.Module is needed"),
     "an optimizer's class": (
         lambda: observe(optimizer=dict).__enter__(),

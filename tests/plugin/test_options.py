@@ -98,6 +98,24 @@ def test_cuda_where_there_is_none_is_an_error(pytester, run, monkeypatch):
     result.stderr.fnmatch_lines(["ERROR: the device of the loops is cuda, but torch finds no CUDA device here; *"])
 
 
+def test_one_of_several_devices(pytester, run, monkeypatch, log):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    pytester.makepyfile(
+        test_a="import pytest\nfrom conftest import *\n@pytest.mark.trainloop\ndef test_gpt(device='cpu'): return {}"
+    )
+    run("--trainloop", "--trainloop-device=cuda:1").stdout.fnmatch_lines(["*trainloop: seed 0, device cuda:1, *"])
+    assert log("subject")[0].endswith("{'device': 'device'} 0 120.0 cuda:1")
+    result = run("--trainloop", "--trainloop-device=cuda:2")
+    result.stderr.fnmatch_lines(
+        ["ERROR: the device of the loops is cuda:2, but torch finds only cuda:0 to cuda:1 here*"]
+    )
+    result = run("--trainloop", "--trainloop-device=cuda:x")
+    result.stderr.fnmatch_lines(
+        ["ERROR: --trainloop-device is 'cuda:x'; auto, cpu, cuda, or one of several as cuda:1,*"]
+    )
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none_is_an_error_under_xdist_too(session):

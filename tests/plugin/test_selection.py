@@ -212,7 +212,11 @@ def test_what_the_marker_cannot_say(pytester, run, marker, sentence):
         ),
         ("trainloop_options", "overfit: steps", "ERROR: the ini file: trainloop_options gives overfit 'steps'"),
         ("trainloop_seed", "x", "ERROR: ini key trainloop_seed is 'x'; a number is needed"),
-        ("trainloop_device", "tpu", "ERROR: ini key trainloop_device is 'tpu'; auto, cpu or cuda is needed"),
+        (
+            "trainloop_device",
+            "tpu",
+            "ERROR: ini key trainloop_device is 'tpu'; auto, cpu, cuda, or one of several as cuda:1, is needed",
+        ),
     ],
 )
 def test_an_ini_line_that_cannot_be_read(pytester, run, key, line, sentence):

@@ -95,14 +95,19 @@ def _along_rows(
     outputs: Sequence[tuple[torch.Tensor, int]], entries: Sequence[tuple[torch.Tensor, int]], row: int
 ) -> Iterator[torch.Tensor]:
     """The gradients of one output row with respect to what entered, their rows first."""
-    total = torch.stack([weighted_sum(t.select(axis, row)) for t, axis in outputs]).sum()
+    total = _total([weighted_sum(t.select(axis, row)) for t, axis in outputs])
     found = grads(total, [leaf for leaf, _ in entries])
     return (g.movedim(axis, 0) for (_, axis), g in zip(entries, found, strict=True) if g is not None)
 
 
+def _total(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum; outputs may lie on several devices."""
+    return torch.stack([one.to(sums[0].device) for one in sums]).sum()
+
+
 def _reaches(outputs: Sequence[torch.Tensor], at: torch.Tensor) -> bool:
     """Whether a gradient of the outputs reaches a tensor."""
-    (gradient,) = grads(torch.stack([weighted_sum(t) for t in outputs]).sum(), [at]) if at.requires_grad else (None,)
+    (gradient,) = grads(_total([weighted_sum(t) for t in outputs]), [at]) if at.requires_grad else (None,)
     return gradient is not None and bool((gradient != 0).any())
 
 

@@ -154,9 +154,9 @@ def _channels(entered: DataInput, targets: _Targets) -> Iterator[torch.Tensor]:
     floating = targets.values.is_floating_point()
     if entered.ids is not None:
         if tuple(entered.ids.shape) == targets.shape and not floating:
-            yield entered.ids
+            yield entered.ids.to(targets.values.device)
     elif tuple(entered.leaf.shape[:2]) == targets.shape and floating:
-        leaf = entered.leaf.detach()
+        leaf = entered.leaf.detach().to(targets.values.device)
         yield from [leaf] if leaf.dim() == 2 else leaf.flatten(2).unbind(2)
 
 

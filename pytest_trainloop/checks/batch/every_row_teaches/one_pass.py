@@ -127,7 +127,7 @@ def _like(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors may be two views, or two sides of a pair: of one shape and dtype, each of many values."""
     if one.shape != other.shape or one.dtype != other.dtype or one.dim() < 2 or not (plain(one) and plain(other)):
         return False
-    return not torch.equal(one, other) and not any(
+    return not torch.equal(one, other.to(one.device)) and not any(
         two_valued(t) or alike(t.flatten()) or count_up(t) for t in (one.detach(), other.detach())
     )
 

@@ -86,7 +86,7 @@ def positives_without_weight(call: Call) -> Iterator[Judgement]:
     if weight is None or target is None or not target.numel() or not weight.numel():
         return
     try:
-        lost = (target > 0) & (weight == 0).expand_as(target)
+        lost = (target > 0) & (weight == 0).to(target.device).expand_as(target)
     except RuntimeError:  # shapes that do not fit are another finding
         return
     if bool(lost.any()):

@@ -286,6 +286,7 @@ def readings(call: Call, target: torch.Tensor, embedded: list[Embedded]) -> Iter
         ids = one.ids.ids if one.ids.ids.dim() == 2 else one.ids.ids[None]
         if torch.unique(ids).numel() < KINDS:
             continue
+        ids = ids.to(target.device)
         read = list(_ways(leading, ids, at))
         for way, row, position in read:
             turned = way == "positions first"

@@ -95,7 +95,7 @@ def _permuted(found: Slice, costs: list[int], outputs: int, whole: torch.Tensor)
     for axis in range(1, mine.dim()):
         if 2 <= mine.shape[axis] <= MOST_SOURCES:
             made = [
-                _of(found, costs[:1], {outputs: mine.index_select(axis, torch.tensor(order))})
+                _of(found, costs[:1], {outputs: mine.index_select(axis, torch.tensor(order, device=mine.device))})
                 for order in itertools.permutations(range(mine.shape[axis]))
             ]
             if all(any(close(m, cost.reshape(1), size) for m in made) for cost in whole):

@@ -70,7 +70,7 @@ def _layout(found: Slice, number: int) -> tuple[tuple[int, ...], torch.Tensor] |
     while (call := found.call_of(number)) is not None and call.name in _BIJECTIVE and call.inputs:
         number, moved = call.inputs[0], True
     source = found.values[number].tensor
-    places = torch.arange(source.numel(), dtype=torch.float64).reshape(source.shape)
+    places = torch.arange(source.numel(), dtype=torch.float64, device=source.device).reshape(source.shape)
     if not moved:
         return tuple(source.shape), places.long().flatten()
     try:
@@ -104,7 +104,7 @@ def cancelling(found: Slice) -> Iterator[Call]:
         try:
             for seed in range(ZERO_MEAN):
                 noise = torch.randn(error.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-                noise = (noise - noise.mean()) * (error.abs().max() + 1)
+                noise = (noise - noise.mean()).to(error.device) * (error.abs().max() + 1)
                 made.append(found.replay({number: error + noise}, [found.root])[0].detach())
         except CannotReplay:
             continue

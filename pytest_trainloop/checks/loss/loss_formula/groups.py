@@ -99,7 +99,7 @@ def _entries(found: Slice, number: int) -> _Entries | None:
     """Where entries come from, past functions of single entries, reshapes, and picks by whole numbers."""
     call = found.call_of(number)
     value = found.values[number]
-    start = _Entries(number, torch.arange(value.tensor.numel()).reshape(value.tensor.shape))
+    start = _Entries(number, torch.arange(value.tensor.numel(), device=value.tensor.device).reshape(value.tensor.shape))
     if call is None or value.kind == "layer" or not _of_one(found, call):
         return start
     before = call.inputs[0]

@@ -115,4 +115,8 @@ def _apart(expected: Gradient, other: Gradient) -> Iterator[tuple[str, float]]:
 
 
 def _length(gradient: Gradient) -> float:
-    return float(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt()) if gradient else 0.0
+    return (
+        float(torch.stack([g.double().square().sum().cpu() for g in gradient.values()]).sum().sqrt())
+        if gradient
+        else 0.0
+    )

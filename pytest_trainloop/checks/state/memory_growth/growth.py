@@ -130,8 +130,8 @@ class Growth:
 
     def _look(self, watch: Watch, rounds: int) -> None:
         windows = range(1, min(rounds - SETTLED, FULL_ROUNDS) + 1)
-        if any(tensor.is_cuda for tensor in watch.table.tensors):
-            self._allocated[rounds] = torch.cuda.memory_allocated()
+        if devices := {tensor.device for tensor in watch.table.tensors if tensor.is_cuda}:
+            self._allocated[rounds] = sum(map(torch.cuda.memory_allocated, devices))
         roots, watch.graphs.roots = watch.graphs.roots, []
         last, self.rounds, self.look = self.look, rounds, None
         if not watch.graphs.are_kept(windows):
