@@ -67,6 +67,30 @@ def test_a_buffer_counted_and_read_in_one_graph_under_inductor():
     assert [f.cause for f in result_of(make).findings] == ["traced_backward_differs"]
 
 
+@torch.library.custom_op("trainloop_tests::mixed", mutates_args=())
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t() * 2.0
+
+
+mixed.register_fake(lambda x: x.new_empty(x.shape))
+mixed.register_autograd(lambda ctx, gradient: gradient * 2.0)
+
+
+def test_an_operator_whose_fake_implementation_has_other_strides():
+    class Mixing(Classifier):
+        def forward(self, x):
+            return self.head(mixed(self.encoder(x)).flatten(1))
+
+    def make(compile=False):
+        model = Mixing()
+        return plain(model, torch.compile(model) if compile else model)
+
+    (finding,) = result_of(make).findings
+    assert (finding.cause, finding.culprits) == ("operator_misdeclared", ("trainloop_tests::mixed",))
+    assert "strides" in finding.shown_by
+    assert "mixed(self.encoder(x))" in finding.where
+
+
 def test_transformers_compiles(tmp_path):
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(1)

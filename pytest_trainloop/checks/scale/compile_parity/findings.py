@@ -161,7 +161,7 @@ def _operator_misdeclared(runs: Parity, verdict: Verdict) -> Finding:
     return Finding(
         cause="operator_misdeclared",
         summary=f"the operator {name} {does}",
-        measured=_measured(runs, verdict),
+        measured=f"compiled, fit raises {verdict.raised.summary[:160]}" if verdict.raised else _measured(runs, verdict),
         shown_by=said,
         culprits=(name,),
         where=broken.place if broken is not None else "",

@@ -181,6 +181,7 @@ class Runs:
                 parted=_parted(loop, calls.calls),
                 dtypes=frozenset(p.dtype for m in loop.modules.values() for p in m.parameters()),
             )
+            self._evidence.own_steps += len(course.moments)
             let_go(error)
             calls.let_go()
         return made

@@ -188,7 +188,8 @@ class Parity:
             self.eager = self._eager()
             self.compiled = self._made(self._own)
             return self._verdict()
-        return Verdict(cause="compiling_raises", raised=raised)
+        cause = "operator_misdeclared" if (broken := self._misdeclared()) is not None else "compiling_raises"
+        return Verdict(cause=cause, raised=raised, broken=broken)
 
     def _result_dropped(self) -> bool:
         if not self.compiled.calls or self.ran_compiled:
@@ -221,13 +222,16 @@ class Parity:
         if apart.step > 0 and self._made(replace(self._own, anew=True)).course.difference is None:
             return Verdict(cause="stale_value", difference=apart)
         stage, way = self._stage()
-        if stage != "capture":
-            operators = OwnOperators()
-            self._made(Way(compiled=False), lambda loop: operators)
-            if operators.broken is not None:
-                return Verdict(cause="operator_misdeclared", difference=apart, stage=stage, broken=operators.broken)
+        if stage != "capture" and (broken := self._misdeclared()) is not None:
+            return Verdict(cause="operator_misdeclared", difference=apart, stage=stage, broken=broken)
         cause = {"capture": "capture_differs", "autograd": "traced_backward_differs", "code": "generated_code_differs"}
         return Verdict(cause=cause[stage], difference=apart, stage=stage, module=self._module(way))
+
+    def _misdeclared(self) -> BrokenPromise | None:
+        """The first operator of the project's own that does something else than it declares."""
+        operators = OwnOperators()
+        self._made(Way(compiled=False), lambda loop: operators)
+        return operators.broken
 
     def _apart_without_dropout(self) -> Difference | None:
         """The two runs once more without dropout: a compiler need not draw in the same order."""
