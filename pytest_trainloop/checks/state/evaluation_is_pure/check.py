@@ -207,6 +207,10 @@ CAUSES = {
 }
 
 
+COPIES = 12
+"""Times the weights in float64 that are held at the peak, with an optimizer that keeps two moments."""
+
+
 @check(
     needs={"run"},
     causes=CAUSES,
@@ -217,6 +221,7 @@ CAUSES = {
 def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.evaluation_is_pure.inside_fit import reseeding_inside
     from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
+    from pytest_trainloop.runs.room import require_room
 
     if "evaluate" not in evidence.offers:
         if inside := reseeding_inside(evidence):
@@ -231,6 +236,7 @@ def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
                 needs="evaluate=",
             )
         return
+    require_room(evidence, COPIES, "it keeps copies of the whole training state at several moments")
     made = evidence.shared(Judgement.of)
     if made.reseeding is None and (inside := reseeding_inside(evidence)):
         yield _reseeds(inside)

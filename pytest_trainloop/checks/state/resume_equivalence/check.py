@@ -195,10 +195,16 @@ CAUSES = {
 }
 
 
+COPIES = 42
+"""Times the weights in float64 that are held at the peak, with an optimizer that keeps two moments."""
+
+
 @check(needs={"fit", "save", "load"}, causes=CAUSES, rank=30, names="attribute")
 def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.comparison import compared
     from pytest_trainloop.checks.state.resume_equivalence.wording import finding_of
+    from pytest_trainloop.runs.room import require_room
 
+    require_room(evidence, COPIES, "it keeps copies of the whole training state at several moments")
     for fact, a in compared(evidence):
         yield finding_of(fact, a)

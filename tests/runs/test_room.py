@@ -1,0 +1,65 @@
+"""A check that needs more memory than is free says so, and takes none of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.runs import room
+from pytest_trainloop.runs.evidence import Evidence
+
+ENTRIES = 6 * 3 + 3
+
+
+def make():
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fit(batches):
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 6), fit=fit)
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    return Evidence(make)
+
+
+@pytest.mark.parametrize("free", [10 * 8 * ENTRIES, None], ids=["enough", "not known"])
+def test_a_check_goes_on_where_there_is_room(evidence, monkeypatch, free):
+    monkeypatch.setattr(room, "LEAST", 0)
+    monkeypatch.setattr(room, "free_bytes", lambda record: free)
+    room.require_room(evidence, 10, "it keeps copies")
+
+
+def test_the_reason_says_what_is_needed_and_what_is_free(evidence, monkeypatch):
+    monkeypatch.setattr(room, "LEAST", 0)
+    monkeypatch.setattr(room, "free_bytes", lambda record: 12_340_000_000)
+    with pytest.raises(CannotDecide) as reason:
+        room.require_room(evidence, 20e9 / (8 * ENTRIES), "it keeps copies")
+    assert str(reason.value) == (
+        "it keeps copies: about 20.0 GB of memory for 2.1e-05 million parameters, and 12.3 GB are free; mark a loop "
+        "with a smaller configuration for it (docs/big-models.md)"
+    )
+
+
+def test_small_loops_are_judged_whatever_is_free(evidence, monkeypatch):
+    monkeypatch.setattr(room, "free_bytes", lambda record: 0)
+    room.require_room(evidence, 42, "it keeps copies")
+
+
+def test_the_limit_of_a_container_counts(evidence, monkeypatch, tmp_path):
+    monkeypatch.setattr(room, "_CGROUP", tmp_path)
+    monkeypatch.setattr(room, "_of_the_machine", lambda: 9000)
+    assert room.free_bytes(evidence.run()) == 9000
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 500\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert room.free_bytes(evidence.run()) == 9000
+    (tmp_path / "memory.max").write_text("4000\n")
+    assert room.free_bytes(evidence.run()) == 1500
