@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.gradients.vectors import consumed, ends, steps_of, vectors
-from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.recording.events import Backward, Forward, Step
+from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.gradients.vectors import Gradient
@@ -129,6 +130,17 @@ def library_around(event: Event | None) -> str:
     """The framework whose code made the call: "transformers", "lightning", "accelerate", or none."""
     files = " ".join(Path(file).as_posix() for file, _ in event.site) if event else ""
     return next((name for name in ("transformers", "lightning", "accelerate") if f"/{name}/" in files), "")
+
+
+def line_of_forward(record: Record, backward: Backward) -> str:
+    """The line that calls the model whose output a backward pass goes through; empty where none was seen."""
+    answered = (f for f in record.of(Forward) if backward.at in f.answered)
+    return next((str(f.place) for f in answered if not made_by_library(f)), "")
+
+
+def made_by_library(event: Event) -> bool:
+    """Whether no line of the project's own led to the event: a trainer's."""
+    return bool(event.site) and layer(event.site[0][0]) == 1 and place_of(*event.site[0]) == event.place
 
 
 def library_of_step(record: Record, optimizer: int) -> str:

@@ -14,7 +14,13 @@ from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.of_gradients import judged
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.gradients.compare import first_backward, optimizers, step_place
+from pytest_trainloop.gradients.compare import (
+    first_backward,
+    line_of_forward,
+    made_by_library,
+    optimizers,
+    step_place,
+)
 from pytest_trainloop.ranks.launch import launch
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.wording import direction
@@ -172,10 +178,12 @@ class Findings:
         )
 
     def _line(self, cause: str) -> str:
-        """Where the loop steps or backpropagates in one process."""
+        """Where the loop steps or backpropagates in one process; where it calls the model, if a trainer does both."""
         record = self._evidence.run()
         optimizer = next(iter(optimizers(record)), 0)
         backward = first_backward(record, optimizer)
-        if cause in AT_THE_STEP:
+        if backward is None:
             return step_place(record, optimizer)
-        return str(backward.place) if backward is not None else ""
+        if cause == "wrapper_bypassed" or made_by_library(backward):
+            return line_of_forward(record, backward) or str(backward.place)
+        return step_place(record, optimizer) if cause in AT_THE_STEP else str(backward.place)
