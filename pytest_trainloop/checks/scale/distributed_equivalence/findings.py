@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diag
 from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
 from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.of_gradients import judged
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import BrokenRun, CannotDecide, UserCodeError
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.gradients.compare import (
     first_backward,
@@ -26,7 +27,7 @@ from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.wording import direction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Compared
     from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
@@ -57,7 +58,7 @@ class Findings:
             raise CannotDecide(f"fit raised {seen.raised.summary} in one process")
         if not seen.steps:
             raise CannotDecide("the loop makes no optimizer step in one process")
-        ended = of_launch(self._own)
+        ended = self._ended()
         if ended is not None:
             yield self._finding(ended)
             return
@@ -73,17 +74,49 @@ class Findings:
         if undecided is not None and not any(f.level == "fault" for f in others):
             raise undecided
 
+    def _ended(self) -> Diagnosis | None:
+        """Why the ranks do not come to their end over the loop's own batches; advice where that is so only under
+        different seeds, which the project's launcher may not give."""
+        try:
+            found = of_launch(self._own)
+        except UserCodeError as error:
+            if of_launch(self._under_one_seed) is None:
+                raise CannotDecide(f"{error}, and not under one seed on all ranks") from error
+            self._require_own(error)
+            raise
+        if found is not None and of_launch(self._under_one_seed) is None:
+            return replace(
+                found,
+                level="advice",
+                shown=f"{found.shown}; under one seed on all ranks they come to their end",
+                repair="draw what all ranks must have in common from a generator of one seed, or on rank 0 and send it",
+            )
+        return found
+
+    def _require_own(self, error: UserCodeError) -> None:
+        """Raise ``BrokenRun`` where the ranks come back when nothing watches them."""
+        if error.error.stage.startswith("fit"):
+            work = rank_work.raises_by_itself(self._evidence, self._world)
+            bare = launch(work, self._world, timeout=self._evidence.timeout)
+            if all(rank.value is False for rank in bare):
+                raise BrokenRun(f"{error} only while the ranks were watched")
+
     @cached_property
     def _own(self) -> Launch:
         """Over the loop's own batches, each rank under a seed of its own."""
-        return self._launch(lambda rank: self._evidence.seed + rank * APART, STEPS)
+        return self._launch(lambda rank: self._evidence.seed + rank * APART)
+
+    @cached_property
+    def _under_one_seed(self) -> Launch:
+        """The same with one seed for all."""
+        return self._launch(lambda _rank: self._evidence.seed)
 
     @cached_property
     def _dids(self) -> list[Did]:
         return dids_of(self._own)
 
-    def _launch(self, seeds: Callable[[int], int], steps: int) -> Launch:
-        work = rank_work.own_batches(self._evidence, self._world, seeds, self._batches(steps), self._stream)
+    def _launch(self, seeds: Callable[[int], int]) -> Launch:
+        work = rank_work.own_batches(self._evidence, self._world, seeds, self._batches, self._stream)
         return launch(work, self._world, timeout=self._evidence.timeout)
 
     @cached_property
@@ -107,17 +140,21 @@ class Findings:
         from torch.utils.data import DataLoader
 
         given = self._evidence.fresh_loop().batches
-        return isinstance(given, DataLoader) or self._evidence.shared(makes_own_data)
+        return isinstance(given, DataLoader) or self._makes_own
+
+    @cached_property
+    def _makes_own(self) -> bool:
+        return self._evidence.shared(makes_own_data)
 
     def _every_nth(self, rank: int, loop: TrainLoop) -> Iterator[Any]:
-        count = self._batches(STEPS)
-        yield from first_batches(loop, self._world * count)[rank :: self._world]
+        yield from first_batches(loop, self._world * self._batches)[rank :: self._world]
 
-    def _batches(self, steps: int) -> int:
-        """How many are enough for so many steps."""
+    @cached_property
+    def _batches(self) -> int:
+        """How many are enough for ``STEPS`` steps, or two windows."""
         seen = self._evidence.run()
         window = max(1, round(seen.items / max(1, seen.rounds)))
-        return max(steps, 2 * window) + 1
+        return max(STEPS, 2 * window) + 1
 
     def _of_own(self, *, parts: bool) -> Iterator[Diagnosis]:
         """What the ranks did over their own batches; ``parts``: whether weights that part are no consequence."""
@@ -125,9 +162,10 @@ class Findings:
         if not self._shares_out_the_model():
             start = own_batches.starts_apart(dids)
             if start:
-                yield own_batches.of_start(start, only_by_seed=self._same_under_one_seed(start))
+                once_more = own_batches.starts_apart(self._dids_under_one_seed())
+                yield own_batches.of_start(start, only_by_seed=not set(start) & set(once_more))
             elif parts:
-                yield from own_batches.of_drift(dids)
+                yield from self._drift()
         yield from self._of_rows()
         yield from own_batches.of_files(dids)
 
@@ -137,21 +175,40 @@ class Findings:
         theirs = ({plain(p.name): p.shape for p in did.require().parameters} for did in self._dids)
         return any(found.get(name) != shape for found in theirs for name, shape in one.items())
 
-    def _same_under_one_seed(self, names: Sequence[str]) -> bool:
-        made = self._launch(lambda _rank: self._evidence.seed, 1)
-        return of_launch(made) is None and not set(names) & set(own_batches.starts_apart(dids_of(made)))
+    def _dids_under_one_seed(self) -> list[Did]:
+        """Raises ``CannotDecide`` where the ranks then do not come to their end."""
+        if of_launch(self._under_one_seed) is not None:
+            raise CannotDecide("under one seed on all ranks they do not come to their end")
+        return dids_of(self._under_one_seed)
+
+    def _drift(self) -> Iterator[Diagnosis]:
+        """Weights that part: advice where that is so only under different seeds (noise that is added to weights)."""
+        for found in own_batches.of_drift(self._dids):
+            if found.level == "fault" and not own_batches.ends_apart(self._dids_under_one_seed()):
+                yield replace(
+                    found, level="advice", shown=f"{found.shown}; under one seed on all ranks they stay alike"
+                )
+            else:
+                yield found
 
     def _of_rows(self) -> Iterator[Diagnosis]:
         """Whether the ranks get the same rows, or draw the same, though they have different seeds."""
         same = own_batches.same_everywhere(self._dids)
         if not same:
             yield from own_batches.of_draws(self._dids)
-        elif self._shared_out:
+        if not self._shared_out:
+            return
+        alike = 0 if same or self._makes_own else own_batches.same_everywhere(self._dids_under_one_seed())
+        if same or alike:
             first = first_backward(self._dids[0].require(), 0)
             yield Diagnosis(
                 "same_rows_on_every_rank",
-                f"all {self._world} ranks train on the same rows: {self._world} times the work of one",
-                f"the first {same} losses and their gradients are the same on all ranks, bit for bit",
+                f"all {self._world} ranks train on the same rows: {self._world} times the work of one"
+                if same
+                else "every rank goes over all rows, and ranks that are seeded alike get the same ones at each step",
+                f"the first {same or alike} losses and their gradients are the same on all ranks, bit for bit"
+                f"{'' if same else ', under one seed on all ranks'}",
+                level="fault" if same else "advice",
                 where=str(first.place) if first is not None else "",
             )
 

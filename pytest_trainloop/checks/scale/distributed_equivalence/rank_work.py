@@ -13,6 +13,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence.shards import local_p
 from pytest_trainloop.compositions.step_runs import StepRuns, Variation
 from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, UsageError, UserCodeError
 from pytest_trainloop.recording.shards import local
+from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.run import run
 from pytest_trainloop.runs.same_start import state_of
 
@@ -76,6 +77,12 @@ def own_batches(
         return _kept(did, lambda: run(evidence.make, made))
 
     return work
+
+
+def raises_by_itself(evidence: Evidence, ranks: int) -> Callable[[int], bool]:
+    """Whether ``fit`` raises in a rank where nothing watches it as well."""
+    plan = replace(with_ranks(evidence, evidence.plan(), ranks), read_ahead=None, kept=None)
+    return lambda _rank: own_exceptions.is_own(evidence.make, plan)
 
 
 def shares(

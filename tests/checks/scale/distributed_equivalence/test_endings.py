@@ -1,0 +1,72 @@
+"""Launches that did not come to their end, made by hand."""
+
+import pytest
+
+from pytest_trainloop.checks.scale.distributed_equivalence.endings import of_launch
+from pytest_trainloop.checks.scale.distributed_equivalence.ledger import Seen, Wrapped
+from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
+from pytest_trainloop.errors import CannotDecide, UserCodeError
+from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Other, Rank
+from pytest_trainloop.recording.events import Place, Raised
+from pytest_trainloop.recording.record import Record
+
+UNREDUCED = "Expected to have finished reduction in the prior iteration before starting a new one."
+
+
+def did(raised="", *, ended=True, late=()):
+    record = Record(ended=ended)
+    if raised:
+        record.raised = Raised(
+            kind="RuntimeError", summary=raised, traceback="", place=Place("train.py", 9), message=raised
+        )
+    return Did(record, Seen(wrapped=Wrapped(built=1, calls=1, late=late)))
+
+
+def launched(*dids, hang=None):
+    return Launch(tuple(Rank(number, value=made) for number, made in enumerate(dids)), hang)
+
+
+def waiting(last=None, how="left"):
+    call = Collective("all_reduce", "0", 4, place=Place("train.py", 40), steps=3)
+    return Hang(0, call, (Other(1, how, last),))
+
+
+def test_nothing_where_all_ranks_came_to_their_end():
+    assert of_launch(launched(did(), did())) is None
+
+
+def test_a_rank_that_waits_is_named_with_its_line_and_what_the_other_did_last():
+    last = Collective("barrier", "0", 3, place=Place("train.py", 33))
+    found = of_launch(launched(None, did(), hang=waiting(last)))
+    assert found.cause == "one_rank_waits"
+    assert "rank 0 waits for ever in all_reduce" in found.summary
+    assert "last in barrier at train.py:33" in found.summary
+    assert found.where == "train.py:40"
+
+
+def test_a_rank_that_we_stopped_leaves_the_others_waiting_through_no_fault_of_the_loop():
+    with pytest.raises(CannotDecide, match="unequally often"):
+        of_launch(launched(None, did(ended=False), hang=waiting()))
+
+
+def test_what_torch_says_of_unreduced_parameters_is_a_cause():
+    assert of_launch(launched(did(UNREDUCED), did(UNREDUCED))).cause == "unused_parameters"
+    late = of_launch(launched(did(UNREDUCED, late=("head.weight",)), did(UNREDUCED)))
+    assert (late.cause, late.culprits) == ("parameters_not_in_wrapper", ("head.weight",))
+
+
+def test_the_loops_own_exception_is_told_and_the_rank_that_waits_for_it_is_not_blamed():
+    with pytest.raises(UserCodeError, match=r"fit with ranks=2 \(rank 1\) raised ValueError: bad shape"):
+        of_launch(launched(None, did("ValueError: bad shape"), hang=waiting()))
+
+
+def test_a_device_that_is_not_here_is_a_reason_to_skip():
+    told = "ValueError: SyncBatchNorm expected input tensor to be on GPU or PrivateUse1"
+    with pytest.raises(CannotDecide, match="a device that is not here"):
+        of_launch(launched(did(told), did(told)))
+
+
+def test_what_ended_a_run_in_a_rank_is_raised_here():
+    refused = Did(refused=("CannotDecide", ("the model is built differently",)))
+    with pytest.raises(CannotDecide, match="built differently"):
+        of_launch(launched(refused, did()))
