@@ -27,7 +27,8 @@ from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.compositions.step_runs import StepRuns, bound, precision, separable
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.compare import agreement
+from pytest_trainloop.gradients.compare import agreement, first_step_difference, optimizers
+from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import combination, ends, vectors
 from pytest_trainloop.ranks.launch import launch
 
@@ -163,6 +164,15 @@ class Comparison:
         """The run of one process, with all steps that it makes on these rows."""
         of_one = self._gradients.over(self._gradients.batch)
         return of_one.windows(self.shares.all)
+
+    def outside_draw(self) -> str:
+        """Words for python's or numpy's draws, with their line, where another seed for ``fit`` changes the gradient in
+        one process; empty where it does not."""
+        made = [self._gradients.windows(self.shares.all, fit_seed=seed) for seed in (None, RESEEDED)]
+        limit = bound(*made)
+        if all(first_step_difference(*made, o) <= limit for o in optimizers(made[0])):
+            return ""
+        return f"python's or numpy's generators{self._gradients.outside_draw()}"
 
     def valid(self, weights: Sequence[float]) -> list[int] | None:
         """The valid targets of each share, where these explain the weights in one process."""

@@ -78,6 +78,18 @@ class _Judge:
 
     def diagnosis(self) -> Diagnosis | None:
         """The cause; None where the loop is right. Raises ``CannotDecide`` where nothing is known."""
+        try:
+            return self._known()
+        except CannotDecide:
+            drawn = self._made.outside_draw()
+            if not drawn:
+                raise
+        raise CannotDecide(
+            f"the loop draws random numbers from {drawn}, which for a share are others than for all rows: draw them "
+            "with torch to have ranks compared"
+        )
+
+    def _known(self) -> Diagnosis | None:
         compared = self._compared
         if compared.equal:
             apart = compared.clips_apart()
