@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.cards import batch, gradients, loss, model, rates, state, step
+from pytest_trainloop.cards import batch, gradients, loss, model, ranks, rates, state, step
 from pytest_trainloop.cards.facts import Facts
 from pytest_trainloop.cards.measured import Measured
 from pytest_trainloop.cards.page import Card, Line
@@ -34,6 +34,7 @@ LINES: tuple[Callable[[Facts], Iterator[Line]], ...] = (
     batch.data,
     state.evaluation,
     state.checkpoint,
+    ranks.ranks,
     state.decided,
 )
 """Each gives the lines of one label, in the order of the page."""

@@ -80,13 +80,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-RANKS = 2
-"""Processes of a launch: a third would show no further fault, and cost a half more."""
-
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def distributed_equivalence(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.scale.distributed_equivalence.findings import Findings
+    from pytest_trainloop.checks.scale.distributed_equivalence.findings import RANKS, Findings
 
     _require_knob(evidence)
     yield from Findings(evidence, RANKS).all()

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.ranks.facts import Launch
     from pytest_trainloop.runs.evidence import Evidence
 
+RANKS = 2
+"""Processes of a launch: a third would show no further fault, and cost a half more."""
+
 STEPS = 8
 """Steps over the loop's own batches: weights may be averaged every few of them on purpose."""
 
@@ -103,7 +106,10 @@ class Findings:
 
     @cached_property
     def _own(self) -> Launch:
-        """Over the loop's own batches, each rank under a seed of its own."""
+        return self._evidence.shared(over_own_batches)
+
+    def over_own_batches(self) -> Launch:
+        """What the ranks do over the loop's own batches, each under a seed of its own."""
         return self._launch(lambda rank: self._evidence.seed + rank * APART)
 
     @cached_property
@@ -244,3 +250,8 @@ class Findings:
         if cause == "wrapper_bypassed" or made_by_library(backward):
             return line_of_forward(record, backward) or str(backward.place)
         return step_place(record, optimizer) if cause in AT_THE_STEP else str(backward.place)
+
+
+def over_own_batches(evidence: Evidence) -> Launch:
+    """The launch over the loop's own batches, for the check and for the loop card."""
+    return Findings(evidence, RANKS).over_own_batches()
