@@ -168,9 +168,9 @@ class Comparison:
     def outside_draw(self) -> str:
         """Words for python's or numpy's draws, with their line, where another seed for ``fit`` changes the gradient in
         one process; empty where it does not."""
-        made = [self._gradients.windows(self.shares.all, fit_seed=seed) for seed in (None, RESEEDED)]
-        limit = bound(*made)
-        if all(first_step_difference(*made, o) <= limit for o in optimizers(made[0])):
+        first, second = (self._gradients.windows(self.shares.all, fit_seed=seed) for seed in (None, RESEEDED))
+        limit = bound(first, second)
+        if all(first_step_difference(first, second, o) <= limit for o in optimizers(first)):
             return ""
         return f"python's or numpy's generators{self._gradients.outside_draw()}"
 
