@@ -16,7 +16,7 @@ from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 TRACERS = ("trace", "script")
 """What ``torch.jit`` offers in place of ``torch.compile``."""
@@ -39,6 +39,8 @@ class CompileCall:
     """What it returned, while that lives."""
     dropped: bool = False
     """Whether what it returned was gone before the loop began to train."""
+    trains: bool = False
+    """Whether it was given parameters of the loop's."""
     filters_guards: bool = False
 
 
@@ -62,12 +64,16 @@ class CompileCalls:
                 patches.put(torch.jit, name, functools.partial(self._around_tracer, f"torch.jit.{name}"))
             yield
 
-    def look(self, *, collected: bool = False) -> None:
-        """Note which results nobody holds any more; those in circles of references once they are ``collected``."""
+    def look(self, trained: Iterable[torch.Tensor], *, collected: bool = False) -> None:
+        """Note which results nobody holds any more, those in circles of references once they are ``collected``; and
+        which calls were given something with parameters among ``trained``."""
         if collected:
             gc.collect()
+        known = {id(parameter) for parameter in trained}
         for call in self.calls:
             call.dropped = call.returned() is None
+            module = call.given()
+            call.trains = isinstance(module, nn.Module) and any(id(p) in known for p in module.parameters())
 
     def let_go(self) -> None:
         for call in self.calls:

@@ -87,8 +87,6 @@ class Made:
     device: str
     parted: bool = False
     """Whether what was compiled shares no parameter with what the optimizers hold."""
-    dtypes: frozenset[torch.dtype] = frozenset()
-    """Of parameters."""
 
 
 class Runs:
@@ -142,7 +140,7 @@ class Runs:
 
                 batches = _batches(loop, way, plan, course, guard, before_batch)
                 batches.draw(plan.count)
-            calls.look(collected=way.collected)
+            calls.look(_parameters(loop), collected=way.collected)
             course.begin(loop)
             stack.enter_context(generators_kept(loop))
             stack.enter_context(contextlib.closing(batches))
@@ -179,7 +177,6 @@ class Runs:
                 compilations=compiled,
                 device=_device(loop),
                 parted=_parted(loop, calls.calls),
-                dtypes=frozenset(p.dtype for m in loop.modules.values() for p in m.parameters()),
             )
             self._evidence.own_steps += len(course.moments)
             let_go(error)
@@ -217,8 +214,12 @@ def _module(loop: TrainLoop, path: str) -> torch.nn.Module:
     return found[-1]  # a wrapper comes before what it wraps
 
 
+def _parameters(loop: TrainLoop) -> Iterator[torch.Tensor]:
+    return (parameter for module in loop.modules.values() for parameter in module.parameters())
+
+
 def _device(loop: TrainLoop) -> str:
-    kinds = {p.device.type for module in loop.modules.values() for p in module.parameters()}
+    kinds = {parameter.device.type for parameter in _parameters(loop)}
     return next(iter(sorted(kinds - {"cpu"})), "cpu")
 
 

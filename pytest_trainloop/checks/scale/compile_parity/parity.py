@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 MARGIN = 10.0
 """Times the rounding of the eager run by which a compiled one must differ where neither is in float64: right ones reach
 2 (docs/checks/precision_parity.md)."""
+
+FLOAT32 = 1e-6
+"""Relative: what a number may change by where it is kept in a tensor of single precision."""
 
 MOST_MODULES = 12
 """Runs that look for the module, at most."""
@@ -101,10 +106,12 @@ class Parity:
 
     def require_compared(self) -> None:
         """Raise ``CannotDecide`` where nothing was compiled, or not by the loop's own backend."""
-        if not self.compiled.calls and not self.ran_compiled:
+        if not self.ran_compiled and all(call.dropped for call in self.compiled.calls):
+            called = "was called, and what it returned was dropped" if self.compiled.calls else "was not called"
+            accelerator = "; an Accelerator made before keeps its dynamo_backend: use adapters.fresh_accelerator"
             raise CannotDecide(
-                f"with {self.knob}=True nothing was compiled: torch.compile was not called (it may be on another "
-                "device only; an Accelerator must be made by adapters.fresh_accelerator to take dynamo_backend anew)",
+                f"with {self.knob}=True nothing was compiled: torch.compile {called} (it may be on another device only"
+                f"{accelerator if 'accelerate' in sys.modules else ''})",
                 needs="compile=",
             )
         if self.bound >= 1.0:
@@ -195,7 +202,7 @@ class Parity:
         if not self.compiled.calls or self.ran_compiled:
             return False
         calls = self._made(replace(self._own, collected=True)).calls
-        return all(call.dropped for call in calls)
+        return any(call.trains for call in calls) and all(call.dropped for call in calls)
 
     def _options_apart(self) -> tuple[tuple[str, str, Any, Any], ...]:
         mine, other = self.eager.course.options, self.compiled.course.options
@@ -205,7 +212,7 @@ class Parity:
                 found += [(name, o, value, other[name].get(o)) for o, value in mine[name].items()]
             elif self.eager.course.held_from_start and self.compiled.course.held_from_start:
                 found.append((name, "in an optimizer", name in mine, name in other))
-        return tuple((name, option, value, its) for name, option, value, its in found if value != its)
+        return tuple((name, option, value, its) for name, option, value, its in found if not _same(value, its))
 
     def _narrowed(self, apart: Difference) -> Verdict | None:
         """The cause of a difference, by one change at a time."""
@@ -303,3 +310,11 @@ class Parity:
         depth = path.count(".") + 2 if path else 1
         below = dict.fromkeys(".".join(name.split(".")[:depth]) for name in names if name)
         return [name for name in below if (not path or name.startswith(f"{path}.")) and name != path]
+
+
+def _same(value: Any, its: Any) -> bool:
+    """Whether two options are equal; a rate in a tensor is rounded."""
+    if isinstance(value, tuple) and isinstance(its, tuple):
+        return len(value) == len(its) and all(map(_same, value, its))
+    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, its))
+    return math.isclose(value, its, rel_tol=FLOAT32) if numbers else bool(value == its)

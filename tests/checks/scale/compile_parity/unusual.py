@@ -335,3 +335,19 @@ def compiled_optimizer_step_on_a_schedule(compile=False):
             schedule.step()
 
     return TrainLoop(model=model, optimizer=optimizer, scheduler=schedule, batches=batches(), fit=fit)
+
+
+@odd(notes="a function is compiled to see whether that works here, and the model only where it is worth it")
+def compiling_is_tried_and_left(compile=False):
+    model = Classifier()
+    works = torch.compile(lambda x: x + 1, backend=BACKEND)(torch.zeros(1)).item() == 1.0 if compile else False
+    large = sum(p.numel() for p in model.parameters()) > 10**6
+    return plain(model, torch.compile(model, backend=BACKEND) if works and large else model)
+
+
+@odd(notes="with compiling the rate is a tensor of single precision, so that it is no constant of a graph")
+def rate_in_a_tensor_where_it_is_compiled(compile=False):
+    model = Classifier()
+    rate = torch.tensor(0.003, dtype=torch.float32) if compile else 0.003
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=False)
+    return plain(model, torch.compile(model, backend=BACKEND) if compile else model, optimizer)
