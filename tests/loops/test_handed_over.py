@@ -70,6 +70,7 @@ NAMES = (
     "penalty_that_nothing_reads",
     "decoder_tied_by_data",
     "result_of_compile_not_kept",
+    "gradients_summed_by_all_reduce",
 )
 
 COMPOSED = (
@@ -77,6 +78,7 @@ COMPOSED = (
     "backward_within_the_if",
     "additive_mask_inverted",
     "batchmean_of_one_row_divides_by_the_classes",
+    "gradients_summed_by_all_reduce",
 )
 """Pairs whose check has to compose batches, which it cannot do for a loop that draws for itself."""
 
