@@ -71,7 +71,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.scale.distributed_equivalence.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ def distributed_equivalence(evidence: Evidence) -> Iterator[Finding]:
 def _require_knob(evidence: Evidence) -> None:
     name = evidence.knobs.get("ranks")
     if name is None:
-        raise CannotDecide(
-            "the function has no knob ranks: give it ranks=1, and build the loop for so many processes", needs="ranks=1"
+        raise DoesNotApply(
+            "the function has no knob ranks=; where the project trains on several, give it ranks=1 and build the loop "
+            "for so many processes"
         )
     if not evidence.repeatable:
         raise CannotDecide("a single run was watched: several ranks need the function that builds the loop")
