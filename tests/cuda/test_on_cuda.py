@@ -11,6 +11,7 @@ from pytest_trainloop.api import check_loop
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.run import fit_of
+from tests.devices.loops import FAULTS, PLACES, language_model
 from tests.loops.corpus import ODD
 
 pytestmark = pytest.mark.trainloop_cuda
@@ -89,3 +90,39 @@ def test_a_watched_run_takes_at_most_a_tenth_more_memory():
 
     blocks = 4 * 2**20  # what is kept of each tensor, a few blocks: they do not grow with the model
     assert peak(watched) <= 1.1 * bare + blocks
+
+
+@pytest.mark.parametrize("place", ["one", "two"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_checks_say_on_cuda_what_they_say_on_the_cpu(place, fault):
+    if place == "two" and torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device is there, two are needed")
+    there = [device.replace("stand_in", "cuda") for device in PLACES[place]]
+    here, found = ({r.check: said(r) for r in judged(*devices, fault)} for devices in (PLACES["cpu"], there))
+    assert found == here
+
+
+def judged(first, second, fault):
+    return check_loop(language_model(first, second, fault), raises=False, budget=float("inf")).results
+
+
+def said(result):
+    return result.outcome, [finding.cause for finding in result.findings]
+
+
+def test_one_of_several_devices():
+    last = torch.cuda.device_count() - 1
+
+    def make(device="cpu"):
+        return language_model(device, device, "none")()
+
+    results = check_loop(make, only=["step_order"], device=f"cuda:{last}", raises=False).results
+    assert [r.outcome for r in results] == ["passed"]
+
+
+def test_memory_is_that_of_the_allocator():
+    def make(device="cpu"):
+        return language_model(device, device, "none")()
+
+    (result,) = check_loop(make, only=["memory_growth"], device="cuda", raises=False).results
+    assert result.outcome == "passed"
