@@ -47,7 +47,7 @@ def main(
     parent: int,
     others: tuple[Connection, ...],
 ) -> None:
-    """Run ``work(rank)``, leave what it gave in ``folder`` and end the process when the parent says so."""
+    """Run ``work(rank)``, leave what it gave in ``folder`` and wait until the parent ends the process."""
     # What the parent leaves to collect may be a process group of its own, whose end waits for threads that no fork has.
     gc.freeze()
     try:

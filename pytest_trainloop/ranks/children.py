@@ -113,9 +113,9 @@ class Children:
             yield rank, "gone", self._status(rank)
 
     def let_go(self, rank: int) -> None:
-        """Let a rank that has told its end leave the others."""
-        with contextlib.suppress(OSError):
-            self._connections[rank].send(None)
+        """End a rank that has told its end, with the processes that it has started: they hold its sockets too, and
+        whoever waits for it hears of it when all are closed."""
+        self._kill(rank)
 
     def result(self, rank: int) -> dict[str, Any] | None:
         """What a rank has left: its value or its exception, and its warnings."""
@@ -158,12 +158,15 @@ class Children:
             return f"exit status {0 if status is None else status.si_status}"
         return f"signal {signal.Signals(status.si_status).name}"
 
+    def _kill(self, rank: int) -> None:
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(OSError):
+                kill(self._processes[rank].pid, signal.SIGKILL)
+
     def end(self) -> None:
         """End every process and those that it has started, and remove the folder."""
-        for process in self._processes:
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(OSError):
-                    kill(process.pid, signal.SIGKILL)
+        for rank in range(len(self._processes)):
+            self._kill(rank)
         for process in self._processes:
             process.join()
             _wait_for_group(process.pid)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from pytest_trainloop.errors import CannotDecide, TimeRanOut
 from pytest_trainloop.ranks.launch import launch
@@ -71,6 +72,21 @@ def test_a_backward_pass_of_ddp_that_waits():
     launched = run(work)
     assert (launched.hang.rank, launched.hang.collective.kind, launched.waiting) == (0, "all_reduce", (0,))
     assert launched.raised is None
+
+
+def test_a_rank_that_has_left_and_whose_loader_lives_on():
+    """Worker processes hold the sockets of the rank that they are forks of."""
+
+    def work(rank):
+        loader = iter(DataLoader(range(64), num_workers=1, multiprocessing_context="fork"))
+        next(loader)
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        for _ in range(3 - rank):
+            model(torch.randn(4, 3)).sum().backward()
+        return kept.append(loader)
+
+    kept = []
+    assert run(work).hang.rank == 0
 
 
 def test_different_shapes():
