@@ -48,6 +48,15 @@ AT_THE_STEP = ("never_synchronised", "summed_over_ranks", "weights_drift")
 """Causes that show where the optimizer steps; the others at the backward pass."""
 
 
+CALLS = {
+    **dict.fromkeys(AT_THE_STEP, "optimizer.step()"),
+    "norm_of_one_shard": "clip_grad_norm_()",
+    "same_draws_on_every_rank": "manual_seed()",
+    "same_rows_on_every_rank": "batches",
+}
+"""What is named where nothing of the project's own is: a call that others would find too."""
+
+
 class Findings:
     """What is found of one loop with so many ranks."""
 
@@ -234,7 +243,7 @@ class Findings:
             summary=diagnosis.summary,
             measured=measured or f"{self._world} processes of torch.distributed, {STEPS} steps",
             shown_by=diagnosis.shown,
-            culprits=diagnosis.culprits,
+            culprits=diagnosis.culprits or (CALLS.get(diagnosis.cause, "loss.backward()"),),
             where=diagnosis.where or self._line(diagnosis.cause),
             smallest=smallest,
             repair=diagnosis.repair,
