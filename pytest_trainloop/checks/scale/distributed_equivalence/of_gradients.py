@@ -41,7 +41,7 @@ def judged(evidence: Evidence, world: int, own: Sequence[Did]) -> tuple[Compared
     ranks did over the loop's own batches. Raises ``CannotDecide``."""
     require_given_data(evidence, "no rows can be shared out")
     window = evidence.shared(StepGradients.of).window
-    for size in (1, 2) if "accumulate" in evidence.knobs else (window, 1):
+    for size in (1, 2) if "accumulate" in evidence.knobs else dict.fromkeys((window, 1)):
         made = Comparison.of(evidence, world, size)
         if made is None:
             continue  # too few rows
