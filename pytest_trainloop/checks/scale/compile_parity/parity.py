@@ -30,6 +30,9 @@ MARGIN = 10.0
 """Times the rounding of the eager run by which a compiled one must differ where neither is in float64: right ones reach
 2 (docs/checks/precision_parity.md)."""
 
+NO_COMPILER = ("CppCompileError", "C++ compile error", "InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
+"""Torch's words where the compiler of the machine fails (no headers, an old device), and not the graph."""
+
 FLOAT32 = 1e-6
 """Relative: what a number may change by where it is kept in a tensor of single precision."""
 
@@ -190,6 +193,11 @@ class Parity:
             raise CannotDecide(
                 f"with {self.knob}=True fit raises {eager.raised.summary}, also where torch.compile stands aside"
             )
+        if not self._instead and any(word in f"{raised.summary} {raised.message}" for word in NO_COMPILER):
+            self._instead = raised.summary[:200]
+            self._own = replace(self._own, backend="aot_eager", everywhere=True)
+            self.compiled = self._made(self._own)
+            return self._verdict()
         if self._double:  # in the loop's own precision, then
             self._double = False
             self.eager = self._eager()
