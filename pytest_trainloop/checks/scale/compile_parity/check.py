@@ -63,7 +63,7 @@ BACKENDS = ("own", "eager", "aot_eager", "inductor")
 def compile_parity(evidence: Evidence, *, backend: str = "own") -> Iterator[Finding]:
     """The compiler is asked of the loop itself (``own``), or is always the one that ``backend`` names."""
     if backend not in BACKENDS:
-        raise UsageError(f"compile_parity: backend is {backend!r}; {', '.join(BACKENDS)} are known")
+        raise UsageError(f"the option backend is {backend!r}; {', '.join(BACKENDS)} are known")
     from pytest_trainloop.checks.scale.compile_parity import advice, findings, parity, saved
 
     parity.compile_knob(evidence)

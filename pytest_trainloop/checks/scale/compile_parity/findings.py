@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.source import layer, place_of
-from pytest_trainloop.wording import direction, share, some, verb
+from pytest_trainloop.wording import count, direction, share, some, verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,8 @@ def _result_dropped(runs: Parity, _verdict: Verdict) -> Finding:
     return Finding(
         cause="result_dropped",
         summary=f"{call.how} returns a compiled {call.what} that nobody keeps: the loop trains without it",
-        measured=f"{len(runs.compiled.calls)} calls, 0 functions compiled in {runs.compiled.course.compared} steps",
+        measured=f"{count(len(runs.compiled.calls), 'call')}, 0 functions compiled in "
+        f"{count(runs.compiled.course.compared, 'optimizer step')}",
         shown_by="what it returned was gone before the first batch, and torch compiled nothing while the loop trained",
         culprits=(f"{call.how}()",),
         where=call.place,

@@ -81,7 +81,7 @@ def test_another_backend_for_this_check():
 
 
 def test_an_unknown_backend():
-    with pytest.raises(Exception, match="backend is 'nvfuser'; own, eager, aot_eager, inductor are known"):
+    with pytest.raises(Exception, match="the option backend is 'nvfuser'; own, eager, aot_eager, inductor are known"):
         result_of(kept, options={CHECK: {"backend": "nvfuser"}})
 
 
