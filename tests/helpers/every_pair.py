@@ -24,19 +24,19 @@ def parametrized(pairs: Mapping[str, Any]) -> Any:
     return _parametrized(pairs, lambda name: [pytest.mark.quick] if name in chosen else [])
 
 
-def parametrized_quarter(pairs: Mapping[str, Any]) -> Any:
-    """The same for one cheap pair a cause and every fourth of the others; the rest has the marker ``corpus``."""
+def parametrized_eighth(pairs: Mapping[str, Any]) -> Any:
+    """The same for one cheap pair a cause and every eighth of the others; the rest has the marker ``corpus``."""
     chosen = quick(pairs)
-    quarter = set(sorted(set(pairs) - chosen)[::4])
+    eighth = set(sorted(set(pairs) - chosen)[::8])
     return _parametrized(
         pairs,
-        lambda name: [pytest.mark.quick] if name in chosen else [] if name in quarter else [pytest.mark.corpus],
+        lambda name: [pytest.mark.quick] if name in chosen else [] if name in eighth else [pytest.mark.corpus],
     )
 
 
-def parametrized_quick(pairs: Mapping[str, Any]) -> Any:
-    """The same for one cheap pair a cause; the others are a part of the marker ``corpus`` only."""
-    chosen = quick(pairs)
+def parametrized_quick(pairs: Mapping[str, Any], *, every: int = 1) -> Any:
+    """The same for one cheap pair a cause, or of every so manieth cause; the others have the marker ``corpus``."""
+    chosen = set(sorted(quick(pairs))[::every])
     return _parametrized(pairs, lambda name: [pytest.mark.quick if name in chosen else pytest.mark.corpus])
 
 

@@ -1,9 +1,9 @@
 """The corpora of loops: every fault is named, every repaired loop passes, every odd but correct loop is silent.
 
-By default a faulty loop is judged by the check that names its fault, for one pair a cause and every fourth of the
-others; the repaired one by the same check for one pair a cause; every sixth odd loop by the check that it looks wrong
-to, or by one check in twenty-four, in turn, where it belongs to none. ``-m corpus`` judges every loop by the whole
-battery.
+By default a faulty loop is judged by the check that names its fault, for one pair a cause and every eighth of the
+others; the repaired one by the same check for one pair of every second cause; every twelfth odd loop by the check that
+it looks wrong to, or by one check in twenty-four, in turn, where it belongs to none. ``-m corpus`` judges every loop by
+the whole battery.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ import pytest
 
 from pytest_trainloop import registry
 from pytest_trainloop.api import check_loop
-from tests.helpers.every_pair import parametrized_in_corpus, parametrized_quarter, parametrized_quick
+from tests.helpers.every_pair import parametrized_in_corpus, parametrized_eighth, parametrized_quick
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
 from tests.loops.corpus import ODD, PAIRS
 
@@ -26,11 +26,11 @@ SHARE = 24
 LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long, and is explained by the fault")
 
 
-quarter_of_the_pairs = parametrized_quarter(PAIRS)
-quick_pairs = parametrized_quick(PAIRS)
+eighth_of_the_pairs = parametrized_eighth(PAIRS)
+quick_pairs = parametrized_quick(PAIRS, every=2)
 every_pair_in_corpus = parametrized_in_corpus(PAIRS)
-every_sixth_odd_loop = pytest.mark.parametrize(
-    ("name", "number"), [(name, n) for n, name in enumerate(sorted(ODD)) if n % 6 == 0]
+every_twelfth_odd_loop = pytest.mark.parametrize(
+    ("name", "number"), [(name, n) for n, name in enumerate(sorted(ODD)) if n % 12 == 0]
 )
 every_odd_loop = pytest.mark.parametrize(("name", "number"), [(name, n) for n, name in enumerate(sorted(ODD))])
 
@@ -54,7 +54,7 @@ def assert_named(pair, report):
     assert not others, f"one fault, one root cause; also named: {others}"
 
 
-@quarter_of_the_pairs
+@eighth_of_the_pairs
 def test_the_fault_is_named_by_its_check(pair):
     assert_named(pair, judged(pair, pair.faulty, only=[pair.check]))
 
@@ -75,7 +75,7 @@ def judged(pair, make, **chosen):
         return check_loop(make, raises=False, baseline=file, **chosen)
 
 
-@every_sixth_odd_loop
+@every_twelfth_odd_loop
 def test_an_odd_but_correct_loop_is_silent(name, number):
     own = ODD[name].make.__module__.rpartition(".")[0].rpartition(".")[2]
     in_turn = [check for i, check in enumerate(registry.of("loop")) if (i + number // SEEDS) % SHARE == 0]
