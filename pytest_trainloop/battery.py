@@ -105,7 +105,7 @@ class Subject:
         self._verdicts: dict[tuple[str, str], Verdict] = {}
         self._rates_given = False
         self._budget = Budget(settings.loop_seconds)
-        self._budget.needed = lambda: self._budget.spent + self.seconds_left
+        self._budget.needed = lambda: self._budget.spent + self._to_come()
         self._waiting = Waiting()
         self._ahead: dict[str, Cost] = {}
         self.progress: Progress = lambda step, most, loss: None
@@ -153,7 +153,13 @@ class Subject:
 
     @property
     def seconds_left(self) -> float:
-        """An estimate of what the announced checks will take yet; infinite where nothing is known."""
+        """An estimate of the time until the loop's checks are through or their time is over; infinite where nothing is
+        known."""
+        to_come = self._to_come()
+        return min(to_come, self._budget.left) if to_come < math.inf else math.inf
+
+    def _to_come(self) -> float:
+        """An estimate of what the announced checks would take yet; infinite where nothing is known."""
         from pytest_trainloop.registry import of
 
         evidence: Any = self._evidence
@@ -172,7 +178,7 @@ class Subject:
             evidence = self._get_evidence()
             if check.steps > WATCHED:
                 evidence.run()
-            if self._budget.spent + self.seconds_left <= self._budget.seconds or evidence.watched is None:
+            if self._budget.spent + self._to_come() <= self._budget.seconds or evidence.watched is None:
                 return spent
             for other, options in self._waiting.worth_more(check, of("loop"), evidence.offers):
                 before = self._cost()

@@ -66,26 +66,28 @@ def results_of(make, **given):
 
 
 def test_two_seconds_a_step(slow):
-    """Of a loop of 2 s a step, what the watched run shows is decided within two minutes; the rest is named."""
-    results = results_of(slow(2.0))
-    left_out = {name for name, result in results.items() if not result.looked_at}
+    """Of a loop of 2 s a step, what the watched run shows is decided within two minutes; the rest is listed."""
+    report = check_loop(slow(2.0), raises=False)
+    results = {result.check: result for result in report.results}
+    left_out = [name for name, result in results.items() if not result.looked_at]
     assert {results[name].outcome for name in NEED_ONE_RUN} == {"passed"}
     assert "overfit_one_batch" in left_out
     assert {results[name].outcome for name in left_out} == {"skipped"}
     (reason,) = {results[name].reason for name in left_out}
     assert reason.startswith("the 120 s that the checks of one loop may take were over; --trainloop-budget=")
-    enough = results_of(slow(2.0), budget=1e6)
-    assert all(result.looked_at for result in enough.values())
-    for name in results.keys() - left_out:
-        assert (results[name].outcome, results[name].findings) == (enough[name].outcome, enough[name].findings)
-
-
-def test_what_is_left_out_is_listed_and_counted(slow):
-    report = check_loop(slow(2.0), raises=False)
-    left_out = [result.check for result in report.results if not result.looked_at]
     lines = [line.text for line in section(report.entries)]
     assert f"{len(left_out)} not looked at" in lines[0]
-    assert [line for line in lines if line.startswith(f"  not looked at  {', '.join(left_out)}: the 120 s ")]
+    assert f"  not looked at  {', '.join(left_out)}: {reason}" in lines
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("zeroing", [True, False])
+def test_a_budget_changes_no_verdict_but_to_a_skip(slow, zeroing):
+    some, enough = (results_of(slow(2.0, zeroing=zeroing), budget=seconds) for seconds in (120.0, float("inf")))
+    assert all(result.looked_at for result in enough.values())
+    for name, result in some.items():
+        if result.looked_at:
+            assert (result.outcome, result.findings) == (enough[name].outcome, enough[name].findings)
 
 
 def test_what_is_worth_most_finds_its_fault_within_the_budget(slow):
@@ -99,10 +101,12 @@ def test_the_order_in_which_checks_are_asked_for_is_not_that_in_which_time_is_sp
     subject = Subject("loop", slow(2.0), settings=Settings())
     known = of("loop")
     subject.announce(dict.fromkeys(known))
+    assert subject.seconds_left == float("inf")
     asked = sorted(known, key=lambda name: known[name].worth)
     results = {name: subject.run_check(name) for name in asked}
     assert {results[name].outcome for name in NEED_ONE_RUN} == {"passed"}
     assert not results["overfit_one_batch"].looked_at
+    assert subject.seconds_left <= 120.0
 
 
 def test_without_want_of_time_nothing_is_judged_ahead(slow):

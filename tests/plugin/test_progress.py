@@ -73,3 +73,18 @@ def test_a_short_check_leaves_the_line_alone():
     terminal = Terminal()
     told(config(terminal))
     assert terminal.lines == []
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_time_left_stands_behind_the_step():
+    terminal = Terminal()
+    with progress.shown(config(terminal), lambda: 312.0) as tell:
+        tell(3, 0, 0.0)
+        tell(4, 300, 2.0)
+    start = Terminal.currentfspath
+    assert terminal.lines == [
+        f"{start}step 3, about 5 min left for this loop",
+        f"{start}step 4 of 300, loss 2, about 5 min left for this loop",
+        start,
+    ]
+    assert [progress.duration(seconds) for seconds in (42.3, 312.0, 7000.0)] == ["42 s", "5 min", "1.9 h"]
