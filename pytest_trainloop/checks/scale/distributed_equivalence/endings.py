@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
@@ -31,9 +32,13 @@ def dids_of(launch: Launch) -> list[Did]:
     if launch.raised is not None and (what := launch.raised.raised) is not None:
         raise RuntimeError(f"rank {launch.raised.number}: {what.summary}")  # those of the loop are in its record
     made = [rank.value for rank in launch]
-    for did in made:
+    for rank, did in enumerate(made):
         if isinstance(did, Did) and did.refused is not None:
-            did.require()
+            try:
+                did.require()
+            except UserCodeError as refusal:
+                error = refusal.error
+            raise _own_error(launch, rank, error, error.summary)
     return [did if isinstance(did, Did) else Did() for did in made]
 
 
@@ -48,7 +53,9 @@ def of_launch(launch: Launch) -> Diagnosis | None:
     if unreduced:
         return _unused(dids, *unreduced[0])
     if raised:
-        raise _own_error(launch, *raised[0])
+        rank, what = raised[0]
+        error = UserError(stage="fit", summary=what.summary, traceback=what.traceback)
+        raise _own_error(launch, rank, error, f"{what.summary} {what.message}")
     if launch.hang is not None:
         if any(did.record is not None and not did.record.ended for did in dids):
             raise CannotDecide(
@@ -62,14 +69,12 @@ def of_launch(launch: Launch) -> Diagnosis | None:
     return None
 
 
-def _own_error(launch: Launch, rank: int, what: Raised) -> Exception:
-    text = f"{what.summary} {what.message}"
+def _own_error(launch: Launch, rank: int, error: UserError, text: str) -> Exception:
+    """What the project's code raised in a rank: of this check alone, since the others ask for no ranks."""
     ranks = f"with ranks={len(launch)}"
     if _ELSEWHERE.search(text):
-        return CannotDecide(f"fit raised {what.summary} {ranks}: it needs a device that is not here")
-    return UserCodeError(
-        UserError(stage=f"fit {ranks} (rank {rank})", summary=what.summary, traceback=what.traceback), one_check=True
-    )
+        return CannotDecide(f"{error.stage} raised {error.summary} {ranks}: it needs a device that is not here")
+    return UserCodeError(replace(error, stage=f"{error.stage} {ranks} (rank {rank})"), one_check=True)
 
 
 def _unused(dids: list[Did], rank: int, what: Raised) -> Diagnosis:

@@ -89,14 +89,13 @@ class Findings:
     def _ended(self) -> Diagnosis | None:
         """Why the ranks do not come to their end over the loop's own batches; advice where that is so only under
         different seeds, which the project's launcher may not give."""
-        try:
-            found = of_launch(self._own)
-        except UserCodeError as error:
-            if of_launch(self._under_one_seed) is None:
-                raise CannotDecide(f"{error}, and not under one seed on all ranks") from error
+        found, error = _ending(self._own)
+        if error is not None:
+            if _ending(self._under_one_seed) == (None, None):
+                raise CannotDecide(f"{error}, and not under one seed on all ranks")
             self._require_own(error)
-            raise
-        if found is not None and of_launch(self._under_one_seed) is None:
+            raise error
+        if found is not None and _ending(self._under_one_seed) == (None, None):
             return replace(
                 found,
                 level="advice",
@@ -259,6 +258,14 @@ class Findings:
         if cause == "wrapper_bypassed" or made_by_library(backward):
             return line_of_forward(record, backward) or str(backward.place)
         return step_place(record, optimizer) if cause in AT_THE_STEP else str(backward.place)
+
+
+def _ending(launched: Launch) -> tuple[Diagnosis | None, UserCodeError | None]:
+    """Why the ranks did not come to their end, or what the project's code raised."""
+    try:
+        return of_launch(launched), None
+    except UserCodeError as error:
+        return None, error
 
 
 def over_own_batches(evidence: Evidence) -> Launch:

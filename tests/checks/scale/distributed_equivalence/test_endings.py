@@ -2,10 +2,11 @@
 
 import pytest
 
-from pytest_trainloop.checks.scale.distributed_equivalence.endings import of_launch
+from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
 from pytest_trainloop.checks.scale.distributed_equivalence.ledger import Seen, Wrapped
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
 from pytest_trainloop.errors import CannotDecide, UserCodeError
+from pytest_trainloop.finding import UserError
 from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Other, Rank
 from pytest_trainloop.recording.events import Place, Raised
 from pytest_trainloop.recording.record import Record
@@ -70,3 +71,11 @@ def test_what_ended_a_run_in_a_rank_is_raised_here():
     refused = Did(refused=("CannotDecide", ("the model is built differently",)))
     with pytest.raises(CannotDecide, match="built differently"):
         of_launch(launched(refused, did()))
+
+
+def test_what_the_project_raises_while_it_is_built_names_its_rank_and_stops_no_other_check():
+    refused = "UserCodeError", (UserError(stage="building the loop", summary="KeyError: 'NODE_RANK'"),)
+    with pytest.raises(UserCodeError, match=r"building the loop with ranks=2 \(rank 1\) raised KeyError") as caught:
+        dids_of(Launch((Rank(0, Did()), Rank(1, Did(refused=refused)))))
+    assert caught.value.one_check
+    assert caught.value.__context__ is None
