@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.battery import Settings, Subject
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs import room
 from pytest_trainloop.runs.evidence import Evidence
@@ -63,3 +64,20 @@ def test_the_limit_of_a_container_counts(evidence, monkeypatch, tmp_path):
     assert room.free_bytes(evidence.run()) == 9000
     (tmp_path / "memory.max").write_text("4000\n")
     assert room.free_bytes(evidence.run()) == 1500
+
+
+def test_the_checks_of_the_training_state_ask_first(monkeypatch):
+    def stateful():
+        loop = make()
+        loop.evaluate = lambda: None
+        loop.save = lambda: loop.model.state_dict()
+        loop.load = lambda state: loop.model.load_state_dict(state)
+        return loop
+
+    monkeypatch.setattr(room, "LEAST", 0)
+    monkeypatch.setattr(room, "free_bytes", lambda record: 1)
+    subject = Subject("loop", stateful, settings=Settings())
+    for check in ("evaluation_is_pure", "resume_equivalence"):
+        result = subject.run_check(check)
+        assert result.outcome == "skipped"
+        assert result.reason.startswith("it keeps copies of the whole training state at several moments: about 0.0 GB")
