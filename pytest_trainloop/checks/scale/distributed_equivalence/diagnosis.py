@@ -111,6 +111,12 @@ def _means(weighing: Weighing, seen: Circumstances) -> Diagnosis:
 
 def _scaled(weighing: Weighing, seen: Circumstances) -> Diagnosis:
     world, factor = weighing.world, weighing.factor
+    if abs(factor) < CLOSE:
+        return Diagnosis(
+            "never_synchronised",
+            f"the steps of {world} ranks read no gradient, where that of one process reads some",
+            f"weights of the ranks' rows: {_by_rank(weighing)}",
+        )
     power = math.log(abs(factor)) / math.log(world)
     whole = factor > 0 and abs(factor / world ** round(power) - 1) < CLOSE
     culprits = seen.wrong if seen.others else ()

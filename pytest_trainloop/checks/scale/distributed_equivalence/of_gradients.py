@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.batches.own_data import require_given_data
@@ -148,6 +149,13 @@ class _Judge:
                 "each rank steps on its own gradient, and the weights are brought together after steps: what such a "
                 "loop is to equal is not known here"
             )
+        if found.cause == "never_synchronised" and not self._calls():
+            return replace(
+                found,
+                level="advice",
+                summary=f"{found.summary}, and calls no collective: nothing takes notice of the knob",
+                repair="pass the knob on: wrap the model in DistributedDataParallel where it is above 1",
+            )
         if found.cause == "divided_twice" and self._equal_when("whole"):
             return Diagnosis(
                 found.cause,
@@ -158,6 +166,10 @@ class _Judge:
                 repair=f"multiply the loss by the number of ranks, or the learning rate by {weighing.world}",
             )
         return found
+
+    def _calls(self) -> bool:
+        """Whether the ranks call any collective of their own."""
+        return any(c.kind != "init_process_group" for rank in self._made.launched for c in rank.collectives)
 
     def _come_together(self, names: Sequence[str]) -> bool:
         """Whether these weights are the same on all ranks after some step, though their gradients were not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.run import RunPlan
 
 _REFUSALS = (CannotDecide, UsageError, UserCodeError, TimeRanOut, BrokenRun)
+
+PEER_IS_GONE = re.compile(r"gloo.*(Connection (closed|reset)|Broken pipe|Read error|Write error)", re.DOTALL)
+"""What gloo says in a rank that waits when another one has gone."""
 
 
 @dataclass(slots=True)
@@ -119,6 +123,8 @@ def _endless(plan: RunPlan) -> RunPlan:
 def _kept(did: Did, make: Callable[[], Record]) -> Did:
     try:
         did.record = make()
+        if did.record.raised is not None and PEER_IS_GONE.search(did.record.raised.summary):
+            raise ConnectionError(did.record.raised.summary)  # for the launch, which knows who waited for whom
     except TimeRanOut as refusal:
         did.refused = TimeRanOut.__name__, (refusal.steps, refusal.seconds, " of a rank")
     except UserCodeError as refusal:
