@@ -13,7 +13,7 @@ import pytest
 
 from pytest_trainloop import registry
 from pytest_trainloop.api import check_loop
-from tests.helpers.every_pair import parametrized_in_corpus, parametrized_eighth, parametrized_quick
+from tests.helpers.every_pair import parametrized_eighth, parametrized_in_corpus, parametrized_quick
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
 from tests.loops.corpus import ODD, PAIRS
 
