@@ -76,7 +76,6 @@ def test_low_results_and_products_are_noted():
 FILLS = {
     "normal": lambda t: t.normal_(0.0, 0.02),
     "uniform": lambda t: t.uniform_(-1.0, 1.0),
-    "truncated": torch.nn.init.trunc_normal_,
     "bernoulli": lambda t: t.bernoulli_(0.3),
     "exponential": lambda t: t.exponential_(2.0),
     "whole numbers": lambda t: t.random_(0, 7),
