@@ -294,6 +294,23 @@ class Compared:
         pairs = zip(alone, theirs, strict=True)
         return all(agreement(*vectors([a, b])).difference <= self.bound for a, b in pairs)
 
+    def shards_scaled(self) -> tuple[float, ...]:
+        """The factor by which each rank's shards are those of one process, where all have one and they are not the
+        same; else nothing."""
+        factors = []
+        for did in self.dids:
+            known = {name: held for name, held in did.seen.shards.items() if name in self.expected and held[0]}
+            if not known:
+                return ()
+            whole = torch.cat([self.expected[name][list(numbers)] for name, (numbers, _, _) in known.items()])
+            held = torch.cat([torch.tensor(entries, dtype=torch.float64) for _, entries, _ in known.values()])
+            size = float(whole @ whole)
+            factor = float(whole @ held) / size if size else 0.0
+            if not factor or agreement(whole * factor, held).difference > self.bound:
+                return ()
+            factors.append(factor)
+        return tuple(factors) if max(factors) - min(factors) > self.bound * max(factors) else ()
+
     def same_updates(self) -> bool:
         """Whether the weights end as those of one process: its rate is scaled to match, or its optimizer gathers
         the gradients."""

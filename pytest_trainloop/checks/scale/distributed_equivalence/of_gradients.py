@@ -99,6 +99,12 @@ class _Judge:
             return self._exchanged_often()
         if compared.same_updates():
             return None
+        if factors := compared.shards_scaled():
+            return Diagnosis(
+                "norm_of_one_shard",
+                "each rank scales its shard of the gradient by another factor than the others",
+                f"the shards are those of one process times {' and '.join(f'{f:.4g}' for f in factors)}",
+            )
         strange = compared.dids[0].seen.strange
         weighing, outside = (None, 0.0) if strange else compared.weigh(compared.wrong)
         if weighing is not None:

@@ -545,3 +545,74 @@ pair(
     faulty=clipped_by_owner(whole=False),
     fixed=clipped_by_owner(whole=True),
 )
+
+
+def sharded_and_clipped(own):
+    """Shards of fully_shard, clipped by torch's function, or by hand from what the rank holds."""
+
+    def make(ranks=1):
+        model = Regressor()
+        if ranks > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def clip(limit):
+            gradients = [p.grad.to_local() if ranks > 1 else p.grad for p in model.parameters()]
+            norm = torch.stack([g.norm() for g in gradients]).norm()
+            for gradient in gradients:
+                gradient.mul_((limit / norm).clamp(max=1.0))
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                if own:
+                    clip(0.05)
+                else:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+def unfrozen(late):
+    """A body that was frozen when the model was wrapped."""
+
+    def make(ranks=1):
+        model = Regressor()
+        model.body.requires_grad_(not late)
+        called = wrapped(model, ranks)
+        model.body.requires_grad_(True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(called(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "shards_clipped_by_their_own_norm",
+    "distributed_equivalence",
+    "norm_of_one_shard",
+    faulty=sharded_and_clipped(own=True),
+    fixed=sharded_and_clipped(own=False),
+)
+pair(
+    "body_unfrozen_after_wrapping",
+    "distributed_equivalence",
+    "parameters_not_in_wrapper",
+    faulty=unfrozen(late=True),
+    fixed=unfrozen(late=False),
+    culprits=("body.0.weight",),
+)
