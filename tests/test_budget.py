@@ -15,6 +15,7 @@ from pytest_trainloop.battery import Settings, Subject
 from pytest_trainloop.registry import of
 from pytest_trainloop.report.section import section
 from pytest_trainloop.runs import budget, guard
+from pytest_trainloop.runs.budget import Budget
 from pytest_trainloop.runs.guard import Guard
 from tests.helpers.plugin_sessions import HEAD, builds
 
@@ -28,11 +29,14 @@ class SlowLoop:
     """``make`` for a loop whose steps take so many seconds of a clock of its own."""
 
     def __init__(self, seconds, *, zeroing=True):
-        self.now = 0.0
+        self.now, self.share = 0.0, 1.0
         self._seconds, self._zeroing = seconds, zeroing
 
     def perf_counter(self):
         return self.now
+
+    def process_time(self):
+        return self.now * self.share
 
     def __call__(self):
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -141,6 +145,16 @@ def test_a_loop_whose_run_is_ended_early_is_not_blamed_for_it(monkeypatch):
         Guard(0.02).call(never, lambda: 2, lambda: 1)
     with pytest.raises(guard.TimeRanOut):
         Guard(60, left=0.02).call(never, lambda: 2, lambda: 1)
+
+
+@pytest.mark.parametrize(("share", "spent"), [(1.0, 100.0), (0.5, 50.0), (0.0, 25.0), (8.0, 100.0)])
+def test_what_others_take_of_the_machine_is_not_spent(slow, share, spent):
+    loop, limit = slow(0.0), Budget(120.0)
+    loop.share = share
+    with limit.counted():
+        loop.now += 100.0
+    assert limit.spent == spent
+    assert limit.left == pytest.approx((120.0 - spent) * 100.0 / spent)
 
 
 def test_an_infinite_time_sets_no_timer_that_cannot_be_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import random
 import time
 from pathlib import Path
@@ -97,9 +98,9 @@ def test_a_clock_that_jumps_under_every_check(clock_jumps, name):
 
 
 def assert_same_under_jumps(clock_jumps, name, only):
-    plain = verdicts(loop_of(name), only=only)
+    plain = verdicts(loop_of(name), only=only, budget=math.inf)
     clock_jumps()
-    assert verdicts(loop_of(name), only=only) == plain
+    assert verdicts(loop_of(name), only=only, budget=math.inf) == plain
 
 
 def test_little_time_changes_no_verdict_but_to_a_skip():
