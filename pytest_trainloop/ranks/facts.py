@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 NOWHERE = Place("", 0)
 
+LOST = "gloo/transport"
+"""What gloo's exceptions name where another process has gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:

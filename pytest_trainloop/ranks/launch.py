@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, Unreliable
 from pytest_trainloop.ranks.children import Children
-from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Rank, Written
+from pytest_trainloop.ranks.facts import LOST, Collective, Hang, Launch, Rank, Written
 from pytest_trainloop.ranks.stacks import users_line, users_part
 from pytest_trainloop.ranks.waiting import Waiting
 from pytest_trainloop.recording.torch_internals import load_for_wrappers
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 UNDECIDED = (CannotDecide, TimeRanOut, BrokenRun, Unreliable)
 """What a check raises that cannot decide, in a rank as in one process."""
-
-LOST = "gloo/transport"
-"""What gloo's exceptions name where another process has gone."""
 
 
 class RanksRanOut(TimeRanOut):

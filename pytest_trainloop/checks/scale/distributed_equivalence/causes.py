@@ -112,7 +112,7 @@ CAUSES = {
         change=("seen",),
     ),
     "weights_drift": Cause(
-        proof="the ranks begin with the same weights and read the same gradients, and their weights part",
+        proof="the ranks begin with the same weights, and their weights part",
         repair="make every change of weights on all ranks, with the same numbers: schedules and stops that follow a "
         "loss need the loss of all ranks",
         settle="suppress it where each rank is to keep a buffer of its own, or broadcast it",

@@ -11,6 +11,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.finding import UserError
+from pytest_trainloop.ranks.facts import LOST
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
@@ -48,7 +49,13 @@ def of_launch(launch: Launch) -> Diagnosis | None:
     Raises ``CannotDecide`` where that is no fault of the loop's, and ``UserCodeError`` where it raised by itself.
     """
     dids = dids_of(launch)
-    raised = [(r, did.record.raised) for r, did in enumerate(dids) if did.record is not None and did.record.raised]
+    # What a rank raises that waited for another which is gone follows from that, as it does where it was ended.
+    made = [
+        (r, d.record)
+        for r, d in enumerate(dids)
+        if d.record is not None and not (r in launch.waiting and _of_lost_rank(d.record.raised))
+    ]
+    raised = [(r, record.raised) for r, record in made if record.raised]
     unreduced = [(r, what) for r, what in raised if _UNREDUCED in f"{what.summary} {what.message}"]
     if unreduced:
         return _unused(dids, *unreduced[0])
@@ -57,7 +64,7 @@ def of_launch(launch: Launch) -> Diagnosis | None:
         error = UserError(stage="fit", summary=what.summary, traceback=what.traceback)
         raise _own_error(launch, rank, error, f"{what.summary} {what.message}")
     if launch.hang is not None:
-        if any(did.record is not None and not did.record.ended for did in dids):
+        if any(not record.ended for _, record in made):
             raise CannotDecide(
                 "a rank made all the steps that it was to make, and another was in the middle of one: the ranks step "
                 "unequally often"
@@ -67,6 +74,11 @@ def of_launch(launch: Launch) -> Diagnosis | None:
     if ended is not None:
         raise CannotDecide(f"the process of rank {ended.number} of {len(launch)} ended early: {ended.ended}")
     return None
+
+
+def _of_lost_rank(what: Raised | None) -> bool:
+    """Whether gloo raised it, since another process is gone."""
+    return what is not None and LOST in f"{what.summary} {what.message}"
 
 
 def _own_error(launch: Launch, rank: int, error: UserError, text: str) -> Exception:
@@ -120,11 +132,14 @@ def _waits(hang: Hang) -> Diagnosis:
 
 def _other(other: Other, hang: Hang) -> str:
     number, how, last = other.number, other.how, other.last
-    at = f" (last in {last.kind} at {last.place})" if last is not None and last.place.file else ""
-    if how == "left":
-        return f"rank {number} has come to its end without it{at}"
+    at = f" at {last.place}" if last is not None and last.place.file else ""
+    kind = last.kind if last is not None else "another"
+    if how == "waited" and hang.different and last is not None and at:
+        if last.place != hang.line:
+            own = "a " if kind == hang.collective.kind else ""
+            return f"rank {number} is at another line, and waits in {own}{kind} there:{at.removeprefix(' at')}"
+        return f"rank {number} waits in {kind} of other shapes{at}"
     if how == "waited":
-        differs = hang.different and last is not None and last.kind == hang.collective.kind
-        instead = " of other shapes" if differs else ""
-        return f"rank {number} waits in {last.kind if last is not None else 'another'}{instead}{at}"
-    return f"rank {number} {how}{at}"
+        return f"rank {number} waits in {kind}{at}"
+    known = f" (last in {kind}{at})" if at else ""
+    return f"rank {number} has come to its end without it{known}" if how == "left" else f"rank {number} {how}{known}"

@@ -10,6 +10,7 @@ from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.scale.distributed_equivalence import own_batches, rank_work
 from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison
 from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
+from pytest_trainloop.checks.scale.distributed_equivalence.drift import of_drift
 from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
 from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.of_gradients import judged
@@ -82,6 +83,9 @@ class Findings:
         if found is not None:
             yield self._of_comparison(*found)
         others = [self._finding(d) for d in self._of_own(parts=found is None or found[1].level != "fault")]
+        named = found is not None and found[1].level == "fault"
+        if named or any(f.level == "fault" for f in others):  # which says more of the same
+            others = [f for f in others if f.level == "fault" or f.cause != "start_differs"]
         yield from others
         if undecided is not None and not any(f.level == "fault" for f in others):
             raise undecided
@@ -176,8 +180,7 @@ class Findings:
         if not self._shares_out_the_model():
             start = own_batches.starts_apart(dids)
             if start:
-                once_more = own_batches.starts_apart(self._dids_under_one_seed())
-                yield own_batches.of_start(start, only_by_seed=not set(start) & set(once_more))
+                yield from self._start(start, parts=parts)
             elif parts:
                 yield from self._drift()
         yield from self._of_rows()
@@ -195,9 +198,18 @@ class Findings:
             raise CannotDecide("under one seed on all ranks they do not come to their end")
         return dids_of(self._under_one_seed)
 
+    def _start(self, names: tuple[str, ...], *, parts: bool) -> Iterator[Diagnosis]:
+        """Weights that differ at the start: advice where the seeds alone make the difference, and then what parts
+        under one seed."""
+        once_more = self._dids_under_one_seed()
+        by_seed = not set(names) & set(own_batches.starts_apart(once_more))
+        yield own_batches.of_start(names, only_by_seed=by_seed)
+        if by_seed and parts:
+            yield from of_drift(once_more)
+
     def _drift(self) -> Iterator[Diagnosis]:
         """Weights that part: advice where that is so only under different seeds (noise that is added to weights)."""
-        for found in own_batches.of_drift(self._dids):
+        for found in of_drift(self._dids):
             if found.level == "fault" and not own_batches.ends_apart(self._dids_under_one_seed()):
                 yield replace(
                     found, level="advice", shown=f"{found.shown}; under one seed on all ranks they stay alike"

@@ -60,9 +60,12 @@ def ends_apart(dids: Sequence[Did]) -> tuple[str, ...]:
     logs = [did.seen.digests for did in dids]
     count = min(map(len, logs))
     found = []
+    if not count:  # some rank makes no step
+        entered = set(_apart([did.seen.entered for did in dids], dids))
+        return tuple(name for name in _apart([did.seen.last for did in dids], dids) if name not in entered)
     for name in _apart([did.seen.last for did in dids], dids):
         alike = [len({log[n].get(name) for log in logs}) == 1 for n in range(count)]
-        if alike and alike[0] and alike == sorted(alike, reverse=True):
+        if alike[0] and alike == sorted(alike, reverse=True):
             found.append(name)
     return tuple(found)
 
@@ -97,41 +100,6 @@ def of_start(names: Sequence[str], *, only_by_seed: bool) -> Diagnosis:
         level="advice" if only_by_seed else "fault",
         culprits=tuple(names),
     )
-
-
-def of_drift(dids: Sequence[Did]) -> Iterator[Diagnosis]:
-    """Weights that an optimizer steps and that part; else buffers and averages that do; norms by rank."""
-    record = dids[0].require()
-    norms = {plain(s.name): plain(s.owner) for s in record.statistics}
-    stepped = set().union(*(did.seen.stepped for did in dids))
-    apart = ends_apart(dids)
-    weights = tuple(name for name in apart if name in stepped)
-    others = tuple(name for name in apart if name not in stepped and name not in norms)
-    if weights:
-        yield Diagnosis(
-            "weights_drift",
-            f"the weights {some(weights, most=3)} begin alike on all ranks and end apart",
-            "the gradients that the ranks read are the same",
-            culprits=weights,
-        )
-    elif others:
-        yield Diagnosis(
-            "weights_drift",
-            f"{some(others, most=3)} {'begin' if len(others) > 1 else 'begins'} alike on all ranks and "
-            f"{'end' if len(others) > 1 else 'ends'} apart",
-            "no optimizer steps it, and nothing brings it together",
-            level="advice",
-            culprits=others,
-        )
-    by_rank = tuple(dict.fromkeys(norms[name] for name in apart if name in norms))
-    if by_rank:
-        yield Diagnosis(
-            "batch_norm_per_rank",
-            f"{some(by_rank, most=3)} {'normalise' if len(by_rank) > 1 else 'normalises'} by the rows of one rank",
-            "the running statistics of the ranks begin alike and end apart",
-            level="advice",
-            culprits=by_rank,
-        )
 
 
 def of_files(dids: Sequence[Did]) -> Iterator[Diagnosis]:
