@@ -441,12 +441,84 @@ def renormalised(on_all):
     return make
 
 
+def steps_on_small_losses(of_all):
+    """A batch whose loss is large is left out: by the loss of each rank."""
+
+    def make(ranks=1):
+        model = network()
+        if ranks > 1:
+            begin_alike(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rank = dist.get_rank() if ranks > 1 else 0
+
+        def fit(batches):
+            for x, y in batches:
+                loss = F.mse_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                average(model, ranks)
+                seen = loss.detach().clone()
+                if ranks > 1 and of_all:
+                    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+                if seen < 100:
+                    optimizer.step()
+
+        def batches(n):
+            made = [data.table(seed=10 * i + rank) for i in range(n)]
+            return [(x, y + (30.0 if i % 3 == 2 and (ranks == 1 or rank == 1) else 0)) for i, (x, y) in enumerate(made)]
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), batches=batches, fit=fit)
+
+    return make
+
+
+def two_losses(reduced_last):
+    """The second loss is backpropagated after the gradients are averaged."""
+
+    def make(ranks=1):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                if not reduced_last:
+                    average(model, ranks)
+                (0.3 * model(x).square().mean()).backward()
+                if reduced_last:
+                    average(model, ranks)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "step_left_out_by_the_loss_of_a_rank",
+    "distributed_equivalence",
+    "weights_drift",
+    faulty=steps_on_small_losses(of_all=False),
+    fixed=steps_on_small_losses(of_all=True),
+    mentions=("times on rank 1",),
+)
+pair(
+    "second_loss_after_the_average",
+    "distributed_equivalence",
+    "weights_drift",
+    faulty=two_losses(reduced_last=False),
+    fixed=two_losses(reduced_last=True),
+    mentions=("at step 1 the ranks read different gradients",),
+)
 pair(
     "rate_by_the_loss_of_each_rank",
     "distributed_equivalence",
     "weights_drift",
     faulty=with_a_plateau(of_all=False),
     fixed=with_a_plateau(of_all=True),
+    where="schedule.step(",
+    mentions=("the learning rates part at step",),
     quick=True,
 )
 pair(

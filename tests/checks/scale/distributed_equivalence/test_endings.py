@@ -45,6 +45,21 @@ def test_a_rank_that_waits_is_named_with_its_line_and_what_the_other_did_last():
     assert found.where == "train.py:40"
 
 
+def test_what_gloo_raises_in_a_rank_that_lost_another_is_no_exception_of_the_loop():
+    lost = did("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", ended=False)
+    found = of_launch(Launch((Rank(0, value=lost), Rank(1, value=did())), waiting(), waiting=(0,)))
+    assert found.cause == "one_rank_waits"
+
+
+def test_another_call_at_another_line_is_told_by_its_line():
+    call = Collective("broadcast", "0", 4, place=Place("train.py", 40))
+    other = Collective("broadcast", "0", 4, place=Place("train.py", 50))
+    found = of_launch(launched(None, None, hang=Hang(0, call, (Other(1, "waited", other),), different=True)))
+    assert "rank 1 is at another line, and waits in a broadcast there: train.py:50" in found.summary
+    same_line = Hang(0, call, (Other(1, "waited", call),), different=True)
+    assert "broadcast of other shapes" in of_launch(launched(None, None, hang=same_line)).summary
+
+
 def test_a_rank_that_we_stopped_leaves_the_others_waiting_through_no_fault_of_the_loop():
     with pytest.raises(CannotDecide, match="unequally often"):
         of_launch(launched(None, did(ended=False), hang=waiting()))

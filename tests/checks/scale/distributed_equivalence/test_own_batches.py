@@ -1,6 +1,7 @@
 """What ranks did over their own batches, made by hand."""
 
 from pytest_trainloop.checks.scale.distributed_equivalence import own_batches
+from pytest_trainloop.checks.scale.distributed_equivalence.drift import of_drift
 from pytest_trainloop.checks.scale.distributed_equivalence.ledger import Seen
 from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
@@ -54,12 +55,12 @@ def test_weights_that_part_for_good_drift_and_those_that_come_together_do_not():
 
 
 def test_a_stepped_weight_that_parts_is_a_fault_and_a_buffer_advice():
-    (fault,) = own_batches.of_drift([course(1, 2, 3), course(1, 2, 4)])
+    (fault,) = of_drift([course(1, 2, 3), course(1, 2, 4)])
     assert (fault.cause, fault.level, fault.culprits) == ("weights_drift", "fault", ("w",))
     sides = [course(1, 2, 3), course(1, 2, 4)]
     for side in sides:
         side.seen.stepped.clear()
-    (advice,) = own_batches.of_drift(sides)
+    (advice,) = of_drift(sides)
     assert (advice.cause, advice.level) == ("weights_drift", "advice")
 
 
@@ -67,7 +68,7 @@ def test_running_statistics_that_part_are_those_of_a_norm():
     record = Record(statistics=[Statistics("module.norm.w", "module.norm")])
     states = [[{"norm.w": (v,)} for v in values] for values in ((1, 2), (1, 3))]
     sides = [did(s[0], s[-1], steps=s, stepped=(), record=record) for s in states]
-    (advice,) = own_batches.of_drift(sides)
+    (advice,) = of_drift(sides)
     assert (advice.cause, advice.level, advice.culprits) == ("batch_norm_per_rank", "advice", ("norm",))
 
 
