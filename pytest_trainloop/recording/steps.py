@@ -16,10 +16,15 @@ from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.record import Optimizer as Held
 from pytest_trainloop.recording.schedulers import rates_of
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_internals import has_step_pre_hooks, is_initialised
+from pytest_trainloop.recording.torch_internals import (
+    has_step_hooks,
+    has_step_pre_hooks,
+    is_initialised,
+    writes_in_place,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -36,6 +41,8 @@ class Optimizers:
         self._index: dict[int, int] = {}
         self._kept: list[Any] = []
         self._late: list[RemovableHandle] = []
+        self._counted: tuple[Read | None, list[tuple[int, int]]] = (None, [])
+        """The last read, and its gradients as they were counted then."""
         self._handles = [before_steps(self._pre), after_steps(self._post)]
 
     def remove(self) -> None:
@@ -163,7 +170,9 @@ class Optimizers:
         for index in held:
             grad = watch.table.tensors[index].grad
             grads[index] = None if grad is None else watch.reader.sample(grad)
-        return Read(at=watch.tick(), grads=grads)
+        read = Read(at=watch.tick(), grads=grads)
+        self._counted = read, self._counts(held)
+        return read
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watch, thread = self._watch, self._watch.thread
@@ -176,9 +185,23 @@ class Optimizers:
             step = thread.open.pop()
             thread.frames.pop()
             if not step.nested and step.reads:
-                step.left = self._read(list(step.reads[-1].grads)).grads
+                step.left = self._left(optimizer, step.reads[-1])
             step.until = watch.tick()
             watch.step_done(step)
+
+    def _left(self, optimizer: Optimizer, read: Read) -> dict[int, TensorSample | None]:
+        """The gradients after the step. Torch's own optimizers write to none without that torch counts it: where it
+        counted no write, they are what the step read."""
+        own = type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
+        before, counts = self._counted
+        if own and before is read and counts == self._counts(read.grads):
+            return dict(read.grads)
+        return self._read(list(read.grads)).grads
+
+    def _counts(self, held: Iterable[int]) -> list[tuple[int, int]]:
+        """For each gradient which tensor it is, and how often that was written to."""
+        grads = [self._watch.table.tensors[index].grad for index in held]
+        return [(id(grad), 0 if grad is None else writes_in_place(grad)) for grad in grads]
 
     def _drop_late(self) -> None:
         for handle in self._late:

@@ -74,5 +74,7 @@ def acts_by_mode(module: nn.Module) -> bool:
 
 def _reads_mode(module: nn.Module) -> bool:
     """Whether a class outside torch reads ``self.training`` in its forward pass."""
+    if type(module).__module__.startswith("torch.nn."):
+        return False
     code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
-    return code is not None and "training" in code.co_names and not type(module).__module__.startswith("torch.nn.")
+    return code is not None and "training" in code.co_names
