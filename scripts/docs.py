@@ -10,6 +10,7 @@ Whole files: ``docs/checks/*.md``. Elsewhere the lines between ``begin: NAME`` a
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop import explain, registry
+from scripts import costs
 
 ROOT = Path(__file__).parents[1]
 CHECKS = ROOT / "docs" / "checks"
@@ -80,6 +82,12 @@ def measured(title: str) -> str:
     return text[start:].partition("\n\n")[0].rstrip() + "\n"
 
 
+def costs_by_check() -> dict[str, str]:
+    """The tables of what ``scripts/costs.py`` measured."""
+    kept = json.loads(costs.KEPT.read_text(encoding="utf-8"))
+    return {"costs by size": costs.by_size(kept), "costs by check": costs.by_check(kept)}
+
+
 def navigation() -> str:
     """The pages of the checks in mkdocs.yml, by family."""
     lines = ["      - checks/index.md"]
@@ -99,6 +107,7 @@ def parts(fast: bool) -> dict[str, str]:
         "navigation": navigation(),
         "costs": measured("figure"),
         "steps": measured("own steps"),
+        **costs_by_check(),
     }
     if fast:
         return made
