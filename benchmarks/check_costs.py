@@ -1,6 +1,6 @@
 """What each check of the battery costs on one size of a project that declares everything, as JSON.
 
-``python benchmarks/check_costs.py "20 ms"``. Times are processor seconds. Bare steps of the same project are timed
+``scripts/costs.py`` runs it, once for each size. Times are processor seconds. Bare steps of the same project are timed
 between the checks, so that other work on the machine slows both alike: ratios are to their median.
 """
 
@@ -11,10 +11,7 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 from declared import project

@@ -26,7 +26,8 @@ LEAST = 0.02
 
 def measured(size: str) -> dict[str, Any]:
     """The figures of one size, by a new process that reads compiled bytecode as a user's does."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "benchmarks" / "check_costs.py"), size]
     done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
     figures: dict[str, Any] = json.loads(done.stdout)
