@@ -59,7 +59,7 @@ class Clips:
         self._unknown.clear()
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        signature = _signature(original) if original.__closure__ is None else inspect.signature(original)
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -166,6 +166,12 @@ class Clips:
             if tensor.numel():
                 found["data", tensor.data_ptr(), tuple(tensor.shape)] = index
         return found
+
+
+@functools.lru_cache(maxsize=8)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """That of one of torch's own functions: it is asked in each run."""
+    return inspect.signature(function)
 
 
 def _stands_for(tensor: torch.Tensor, stand_ins: dict[Any, int]) -> int | None:

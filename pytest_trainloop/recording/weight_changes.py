@@ -93,14 +93,20 @@ class WeightChanges:
     def _note_updates(
         self, step: Step, moved: tuple[int, ...], before: dict[int, _Chunk], now: dict[int, _Chunk]
     ) -> None:
+        """The relative updates of the parameters that a step moved, those of one dtype together."""
+        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
         for i in moved:
             if (before[i][0], len(before[i][1])) == (now[i][0], len(now[i][1])):
-                old, new = _values(*before[i]), _values(*now[i])
-                size = float((new - old).abs().max() / old.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
-                step.updates[i] = max(step.updates.get(i, 0.0), size)
-                moved_by = new - old
-                lengths = torch.linalg.vector_norm(moved_by) * torch.linalg.vector_norm(old)
-                step.along[i] = float(moved_by.flatten() @ old.flatten() / lengths) if lengths else 0.0
+                by_dtype[now[i][0]].append(i)
+        for dtype, indices in by_dtype.items():
+            old, new = (_rows(dtype, [chunks[i][1] for i in indices]) for chunks in (before, now))
+            moved_by = new - old
+            size = moved_by.abs().amax(1) / old.abs().amax(1).clamp_min(torch.finfo(torch.float64).tiny)
+            lengths = torch.linalg.vector_norm(moved_by, dim=1) * torch.linalg.vector_norm(old, dim=1)
+            along = torch.where(lengths == 0, 0.0, (moved_by * old).sum(1) / lengths)
+            for i, relative, direction in zip(indices, size.tolist(), along.tolist(), strict=True):
+                step.updates[i] = max(step.updates.get(i, 0.0), relative)
+                step.along[i] = direction
 
 
 def _sampled(tensors: list[torch.Tensor]) -> list[_Part]:
@@ -130,3 +136,11 @@ def _split(look: _Look) -> dict[int, _Chunk]:
 def _values(dtype: torch.dtype, raw: bytes) -> torch.Tensor:
     values = torch.frombuffer(bytearray(raw), dtype=dtype)
     return (torch.view_as_real(values) if values.is_complex() else values).to(torch.float64)
+
+
+def _rows(dtype: torch.dtype, chunks: list[bytes]) -> torch.Tensor:
+    """A row of values for each chunk, in float64, filled up with zeros."""
+    values = _values(dtype, b"".join(chunks))
+    size = sum(map(len, chunks)) // len(values)
+    counts = [len(chunk) // size for chunk in chunks]
+    return torch.nn.utils.rnn.pad_sequence(list(torch.split(values, counts)), batch_first=True)

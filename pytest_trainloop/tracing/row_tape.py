@@ -11,6 +11,7 @@ entered the model: a row's share.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
-from pytest_trainloop.recording.torch_internals import has_values
+from pytest_trainloop.recording.torch_internals import has_values, past_dispatch_modes
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, axis_of
 from pytest_trainloop.tracing.provenance_queries import ancestors
@@ -40,6 +41,9 @@ LARGEST = 1 << 24
 
 PART = 1 << 18
 """Entries of which a checksum is made at once."""
+
+FEW = 1 << 12
+"""Places up to which their factors are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +249,15 @@ def _rows_axis(tensor: torch.Tensor, rows: int) -> int | None:
 def _checksums(tensor: torch.Tensor, rows: int) -> dict[int, torch.Tensor]:
     if not 0 < tensor.numel() <= LARGEST:
         return {}
-    given = tensor.detach()
-    axes = [d for d, size in enumerate(given.shape) if size == rows]
-    if not axes and given.dim() and len(given) % rows == 0:
-        axes = [0]
-    return {-1: _checksum(given.reshape(1, -1)), **{d: _checksum(given.movedim(d, 0)) for d in axes}}
+    past = past_dispatch_modes() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+    try:
+        given = tensor.detach()
+        axes = [d for d, size in enumerate(given.shape) if size == rows]
+        if not axes and given.dim() and len(given) % rows == 0:
+            axes = [0]
+        return {-1: _checksum(given.reshape(1, -1)), **{d: _checksum(given.movedim(d, 0)) for d in axes}}
+    finally:
+        del past
 
 
 def _checksum(by_rows: torch.Tensor) -> torch.Tensor:
@@ -271,8 +279,18 @@ def _sums(by_rows: torch.Tensor, first: int) -> torch.Tensor:
     """The sums over part of each row, from place ``first`` on."""
     bits = _bits(by_rows)
     each = bits.shape[1] // max(1, by_rows.shape[1])  # 2 for complex numbers
-    places = torch.arange(first * each, first * each + bits.shape[1], device=bits.device)
-    return (bits * (places * 0x5851F42D4C957F2E + 1)).sum(1).cpu()
+    return (bits * _factors(first * each, bits.shape[1], bits.device)).sum(1).cpu()
+
+
+@functools.lru_cache(maxsize=64)
+def _factors_of_few(first: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(first, first + count, device=device) * 0x5851F42D4C957F2E + 1
+
+
+def _factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each place; those of few places are kept."""
+    made = _factors_of_few if count <= FEW else _factors_of_few.__wrapped__
+    return made(first, count, device)
 
 
 def _bits(by_rows: torch.Tensor) -> torch.Tensor:
