@@ -140,7 +140,7 @@ def _values(dtype: torch.dtype, raw: bytes) -> torch.Tensor:
 
 def _rows(dtype: torch.dtype, chunks: list[bytes]) -> torch.Tensor:
     """A row of values for each chunk, in float64, filled up with zeros."""
-    values = _values(dtype, b"".join(chunks))
+    values = _values(dtype, b"".join(chunks)).flatten()
     size = sum(map(len, chunks)) // len(values)
     counts = [len(chunk) // size for chunk in chunks]
     return torch.nn.utils.rnn.pad_sequence(list(torch.split(values, counts)), batch_first=True)
