@@ -78,6 +78,12 @@ CAUSES = {
         settle="give each rank its own rows (DistributedSampler), or another seed to what draws them",
         change=("loader", "seen"),
     ),
+    "rows_left_out": Cause(
+        proof="the ranks' samplers cut different data sets, or different orders: some rows are on several ranks and "
+        "some on none",
+        repair="give DistributedSampler the same data set and the same seed on all ranks",
+        change=("loader", "seen"),
+    ),
     "same_draws_on_every_rank": Cause(
         proof="what the loop draws at this line is the same on all ranks, bit for bit, while their rows differ and "
         "they were given different seeds",

@@ -31,8 +31,9 @@ How it decides
     A rank that waits in a collective which another never enters is found from the calls that each rank makes: no clock
     is asked. What torch raises for parameters without a gradient is named with these. Over the loop's own batches the
     ranks have different seeds. The same losses and the same gradients on all, bit for bit, are the same rows. Weights
-    that differ before the first step are a fault, and advice where the seeds alone make the difference; weights that
-    part later are one where an optimizer steps them. Weights that come together after some steps are averaged on
+    that differ before the first step are a fault, and advice where the seeds alone make the difference: then those of a
+    run under one seed are followed. Weights that part later are a fault where an optimizer steps them; what parts first
+    is named: the rate, the number of steps, the gradient. Weights that come together after some steps are averaged on
     purpose. The same draws on all ranks, batch norms by rank, and buffers that part are advice.
 
 Faulty

@@ -14,6 +14,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence.drift import of_drift
 from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
 from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.of_gradients import judged
+from pytest_trainloop.checks.scale.distributed_equivalence.samplers import of_samplers
 from pytest_trainloop.errors import BrokenRun, CannotDecide, UserCodeError
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.gradients.compare import (
@@ -222,6 +223,7 @@ class Findings:
         same = own_batches.same_everywhere(self._dids)
         if not same:
             yield from own_batches.of_draws(self._dids)
+        yield from self._of_samplers()
         if not self._shared_out:
             return
         alike = 0 if same or self._makes_own else own_batches.same_everywhere(self._dids_under_one_seed())
@@ -237,6 +239,15 @@ class Findings:
                 level="fault" if same else "advice",
                 where=str(first.place) if first is not None else "",
             )
+
+    def _of_samplers(self) -> Iterator[Diagnosis]:
+        """Rows that the samplers leave out: advice where that is so under different seeds only."""
+        for found in of_samplers(self._dids):
+            if any(True for _ in of_samplers(self._dids_under_one_seed())):
+                yield found
+            else:
+                shown = f"{found.shown}; under one seed on all ranks they are shared out"
+                yield replace(found, level="advice", shown=shown)
 
     def _of_comparison(self, compared: Compared, diagnosis: Diagnosis) -> Finding:
         worst = max(compared.agreements, key=lambda a: a.difference)

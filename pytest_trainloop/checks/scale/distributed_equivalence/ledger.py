@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
+from pytest_trainloop.checks.scale.distributed_equivalence.samplers import Shared, noting
 from pytest_trainloop.checks.scale.distributed_equivalence.shards import sampled
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import after_steps, before_steps
@@ -114,6 +116,8 @@ class Seen:
     """By line what was drawn there, as digests."""
     written: dict[str, Place] = field(default_factory=dict)
     """The files that torch.save and safetensors wrote, with the line of each."""
+    samplers: list[Shared] = field(default_factory=list)
+    """The DistributedSamplers that were iterated over."""
     wrapped: Wrapped = field(default_factory=Wrapped)
     strange: list[str] = field(default_factory=list)
     """Weights and buffers that one process does not have, or has in another shape."""
@@ -132,6 +136,7 @@ class Ledger(contextlib.AbstractContextManager[None]):
         for module, name, position in (("torch", "save", 1), ("safetensors.torch", "save_file", 1)):
             if module in sys.modules:
                 patches.put(sys.modules[module], name, functools.partial(self._saving, position))
+        patches.put(DistributedSampler, "__iter__", noting(self.seen.samplers))
         self._exit.enter_context(hooked(before_steps(self._before), after_steps(self._after)))
         self._exit.enter_context(_Draws(self._watch, self.seen))
         with self._watch.suspended(), torch.no_grad():
@@ -210,7 +215,7 @@ class Ledger(contextlib.AbstractContextManager[None]):
 
 
 class _Draws(FunctionMode):
-    """Notes what is drawn from torch's own generator, by line."""
+    """Notes what is drawn, by line."""
 
     def __init__(self, watch: Watch, seen: Seen) -> None:
         super().__init__()
@@ -218,9 +223,9 @@ class _Draws(FunctionMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = super().call(name, func, args, kwargs)
-        if name not in _DRAWING or kwargs.get("generator") is not None or self._watch.is_suspended:
+        if name not in _DRAWING or self._watch.is_suspended:
             return out
-        if isinstance(out, torch.Tensor) and out.numel():
+        if isinstance(out, torch.Tensor) and out.numel() and (kwargs.get("generator") is None or _is_noise(out)):
             kept = self._seen.draws.setdefault(here()[0], [])
             if len(kept) < DRAWN:
                 with self._watch.suspended(), torch.no_grad():
@@ -229,6 +234,11 @@ class _Draws(FunctionMode):
 
 
 _DRAWING = DRAWS | SAMPLES
+
+
+def _is_noise(drawn: torch.Tensor) -> bool:
+    """Of a generator of the project's own: a choice that all ranks have in common is one number, or whole ones."""
+    return drawn.is_floating_point() and drawn.numel() > 1
 
 
 def _values(tensor: torch.Tensor) -> tuple[float, ...]:

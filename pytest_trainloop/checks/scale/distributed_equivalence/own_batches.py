@@ -121,7 +121,8 @@ def of_draws(dids: Sequence[Did]) -> Iterator[Diagnosis]:
     """Lines at which every rank draws the same."""
     logs = [did.seen.draws for did in dids]
     for place, drawn in logs[0].items():
-        if len(drawn) > 1 and place.file and all(other.get(place) == drawn for other in logs[1:]):
+        fresh = len(set(drawn)) > 1  # else it is a constant, whatever draws it
+        if fresh and place.file and all(other.get(place) == drawn for other in logs[1:]):
             yield Diagnosis(
                 "same_draws_on_every_rank",
                 "every rank draws the same random numbers here, for different rows",

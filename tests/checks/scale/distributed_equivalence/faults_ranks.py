@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
@@ -152,6 +152,75 @@ pair(
     faulty=from_a_loader(sharded=False),
     fixed=from_a_loader(sharded=True),
     quick=True,
+)
+
+
+def shared_by_a_sampler(one_seed):
+    """A sampler that is given the seed of the rank's process."""
+
+    def make(ranks=1):
+        dataset = TensorDataset(*data.table(rows=32))
+        rank = dist.get_rank() if ranks > 1 else 0
+        sampler = DistributedSampler(dataset, ranks, rank, seed=3 if one_seed else 3 + rank)
+        model = network()
+        if ranks > 1:
+            model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), batches=loader, fit=fit)
+
+    return make
+
+
+def half_of_a_half(cut_before):
+    """Every rank reads files of its own, and the sampler shares these out once more."""
+
+    def make(ranks=1):
+        dataset = TensorDataset(*data.table(rows=64))
+        rank = dist.get_rank() if ranks > 1 else 0
+        if cut_before:
+            dataset = Subset(dataset, range(rank, 64, ranks))
+        sampler = DistributedSampler(dataset, ranks, rank, shuffle=False)
+        model = network()
+        if ranks > 1:
+            model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), batches=loader, fit=fit)
+
+    return make
+
+
+pair(
+    "sampler_with_the_seed_of_a_rank",
+    "distributed_equivalence",
+    "rows_left_out",
+    faulty=shared_by_a_sampler(one_seed=False),
+    fixed=shared_by_a_sampler(one_seed=True),
+    mentions=("has the seeds 3, 4",),
+    quick=True,
+)
+pair(
+    "cut_by_rank_and_by_the_sampler",
+    "distributed_equivalence",
+    "rows_left_out",
+    faulty=half_of_a_half(cut_before=True),
+    fixed=half_of_a_half(cut_before=False),
+    mentions=("0 rows in common",),
 )
 
 
