@@ -14,7 +14,6 @@ from pytest_trainloop.checks.scale.distributed_equivalence.drift import of_drift
 from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
 from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.of_gradients import judged
-from pytest_trainloop.checks.scale.distributed_equivalence.samplers import of_samplers
 from pytest_trainloop.errors import BrokenRun, CannotDecide, UserCodeError
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.gradients.compare import (
@@ -242,8 +241,8 @@ class Findings:
 
     def _of_samplers(self) -> Iterator[Diagnosis]:
         """Rows that the samplers leave out: advice where that is so under different seeds only."""
-        for found in of_samplers(self._dids):
-            if any(True for _ in of_samplers(self._dids_under_one_seed())):
+        for found in own_batches.of_samplers(self._dids):
+            if any(True for _ in own_batches.of_samplers(self._dids_under_one_seed())):
                 yield found
             else:
                 shown = f"{found.shown}; under one seed on all ranks they are shared out"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
+    from pytest_trainloop.checks.scale.distributed_equivalence.samplers import Shared
     from pytest_trainloop.recording.record import Record
 
 ROUNDING = {"float64": 2.2e-13, "float32": 1.2e-4}
@@ -130,3 +131,38 @@ def of_draws(dids: Sequence[Did]) -> Iterator[Diagnosis]:
                 level="advice",
                 where=str(place),
             )
+
+
+def of_samplers(dids: Sequence[Did]) -> Iterator[Diagnosis]:
+    """Rows that several ranks go over in one epoch, or none does."""
+    world = len(dids)
+    for shares in zip(*(did.seen.samplers for did in dids), strict=False):
+        if any(s.replicas != world for s in shares):
+            continue
+        if len({s.rows for s in shares}) > 1:
+            yield _other_data(shares)
+        elif len({s.seed for s in shares}) > 1 and all(s.shuffle for s in shares):
+            yield _other_seeds(shares)
+
+
+def _other_data(shares: Sequence[Shared]) -> Diagnosis:
+    common = len(set.intersection(*(set(s.rows or range(s.count)) for s in shares)))
+    return Diagnosis(
+        "rows_left_out",
+        f"DistributedSampler shares out a data set that is already another on each rank, with {common} rows in common: "
+        f"of its own part each rank goes over one row in {len(shares)}",
+        f"the subsets that the samplers were given, of {', '.join(str(s.count) for s in shares)} rows",
+        repair="give DistributedSampler the same data set on all ranks: cut it by rank once, and draw splits with a "
+        "generator of one seed",
+    )
+
+
+def _other_seeds(shares: Sequence[Shared]) -> Diagnosis:
+    twice = len(set.intersection(*(set(s.order) for s in shares)))
+    never = shares[0].count - len(set().union(*(s.order for s in shares)))
+    return Diagnosis(
+        "rows_left_out",
+        f"in one epoch {twice} of {shares[0].count} rows are on all ranks, and {never} on none",
+        f"DistributedSampler has the seeds {', '.join(str(s.seed) for s in shares)}, and cuts one order per seed",
+        repair="DistributedSampler(dataset, seed=seed) with the same seed on all ranks",
+    )
