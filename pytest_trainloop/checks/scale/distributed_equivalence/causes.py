@@ -58,6 +58,14 @@ CAUSES = {
         "divide it by the number of rows",
         change=("seen",),
     ),
+    "gathered_without_gradient": Cause(
+        proof="the ranks' losses are those of one process, rows of different ranks interact, and the gradient is none "
+        "of one process",
+        repair="gather with gradients: torch.distributed.nn.functional.all_gather in place of dist.all_gather, which "
+        "cuts the graph",
+        do_not="put back the rank's own rows alone, unless each rank computes the loss of all rows",
+        change=("seen",),
+    ),
     "norm_of_one_shard": Cause(
         proof="the norm by which a rank clips is that of its own part, and in one process that of the whole gradient",
         repair="clip after the gradients are all-reduced, over all parameters; where each rank holds a part, add up "

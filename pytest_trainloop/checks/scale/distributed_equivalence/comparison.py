@@ -18,6 +18,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence.reads import (
     clip_norms,
     ends_of,
     first_arrivals,
+    first_loss,
     first_read,
     first_reads,
     last_weights,
@@ -286,6 +287,14 @@ class Compared:
         if len(parts) != world or any(agreement(g, p).difference > self.bound for g, p in zip(got, parts, strict=True)):
             return ()
         return tuple(tuple(float(i == rank) for i in range(world)) for rank in range(world))
+
+    def same_losses(self, *, each: bool = False, factor: int = 1) -> bool:
+        """Whether the mean of the ranks' first losses is so many times that of one process; ``each``: or their sum is,
+        or every one."""
+        one, losses = factor * first_loss(self.one), [first_loss(record) for record in self.records]
+        known = [sum(losses) / len(losses)] + ([sum(losses)] if each else [])
+        limit = self.bound * abs(one)
+        return any(abs(k - one) <= limit for k in known) or (each and all(abs(x - one) <= limit for x in losses))
 
     def computed_apart(self) -> bool:
         """Whether every rank computes the gradient of its own share, whatever it reads in the end."""

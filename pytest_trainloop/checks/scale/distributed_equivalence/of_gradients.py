@@ -118,7 +118,18 @@ class _Judge:
             )
         ratios = [a.ratio for a in compared.agreements]
         if all(a.cosine > 1 - CLOSE for a in compared.agreements) and max(ratios) - min(ratios) < CLOSE * max(ratios):
-            return in_one_direction(ratios[0], len(ratios))
+            found = in_one_direction(ratios[0], len(ratios))
+            if abs(ratios[0] / len(ratios) - 1) < CLOSE and compared.same_losses(factor=len(ratios)):
+                shown = f"{found.shown}; the ranks' losses are {len(ratios)} times that of one process as well"
+                return replace(found, level="fault", shown=shown, repair="")
+            return found
+        if self._made.shares.window == 1 and self._gathers() and compared.same_losses():
+            return Diagnosis(
+                "gathered_without_gradient",
+                "the ranks compute the loss of one process, and their gradient has another direction: "
+                f"{outside:.1e} of it is no weighted sum of the gradients of their rows",
+                "the mean of the ranks' first losses is that of one process to rounding",
+            )
         raise CannotDecide(
             f"rows of different ranks interact: {outside:.1e} of what the ranks read is no weighted sum of the "
             "gradients of their shares, so that it need not equal that of one process"
@@ -186,9 +197,16 @@ class _Judge:
     def _equal_when(self, layout: Layout) -> bool:
         """Whether the ranks agree with one process when their rows are laid out so."""
         try:
-            return self._made.compared(_ended(self._made.launch(layout), self._made.shares.world)).equal
+            compared = self._made.compared(_ended(self._made.launch(layout), self._made.shares.world))
         except CannotDecide:
             return False
+        # With all rows on every rank, rows that are gathered twice may change the loss and not its gradient.
+        return compared.equal and (layout != "whole" or not self._gathers() or compared.same_losses(each=True))
+
+    def _gathers(self) -> bool:
+        """Whether ranks give each other values in the forward pass of the first step."""
+        calls = self._made.launched[0].collectives
+        return any(c.kind == "all_gather" and not c.in_backward and not c.steps for c in calls)
 
     def _exchanged_often(self) -> Diagnosis | None:
         """Whether the gradients are exchanged with every micro-batch."""

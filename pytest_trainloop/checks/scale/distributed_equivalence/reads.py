@@ -84,6 +84,13 @@ def first_arrivals(record: Record) -> Gradient:
     }
 
 
+def first_loss(record: Record) -> float:
+    """What the first backward pass begins with, summed; NaN where nothing is known of it."""
+    first = next((b for b in record.backwards() if b.arrivals), None)
+    values = [root.value for root in first.roots] if first is not None else []
+    return sum(values) if values else math.nan
+
+
 def clip_norms(record: Record) -> tuple[tuple[float, ...], str]:
     """The norms that torch's clips by norm found before the first step, and the line of the first one."""
     first = min((s.reads[0].at for o in optimizers(record) for s in steps_of(record, o)[:1]), default=0)

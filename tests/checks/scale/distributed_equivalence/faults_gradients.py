@@ -616,3 +616,60 @@ pair(
     fixed=unfrozen(late=False),
     culprits=("body.0.weight",),
 )
+
+
+# gathered features
+
+
+def passages(differentiable):
+    """Queries are scored against the passages of all ranks."""
+
+    def make(ranks=1):
+        raw = nn.ModuleList([nn.Linear(6, 8), nn.Linear(10, 8)])
+
+        class Scores(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.towers = raw
+
+            def forward(self, query, passage):
+                return self.towers[0](query), self.towers[1](passage)
+
+        model = Scores()
+        if ranks > 1:
+            model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def gathered(features):
+            if differentiable:
+                from torch.distributed.nn.functional import all_gather
+
+                return torch.cat(all_gather(features))
+            every = [torch.empty_like(features) for _ in range(ranks)]
+            dist.all_gather(every, features.detach().contiguous())
+            every[dist.get_rank()] = features
+            return torch.cat(every)
+
+        def fit(batches):
+            for left, right in batches:
+                optimizer.zero_grad()
+                query, passage = model(left, right)
+                labels = torch.arange(len(query))
+                if ranks > 1:
+                    passage, labels = gathered(passage), labels + dist.get_rank() * len(query)
+                F.cross_entropy(query @ passage.T, labels).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.views(), fit=fit, rows_interact=True)
+
+    return make
+
+
+pair(
+    "passages_of_other_ranks_without_gradient",
+    "distributed_equivalence",
+    "gathered_without_gradient",
+    faulty=passages(differentiable=False),
+    fixed=passages(differentiable=True),
+    quick=True,
+)
