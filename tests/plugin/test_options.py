@@ -72,7 +72,10 @@ def test_explain_an_unknown_name(run, name, sentence):
         (f"--trainloop-seed={2**63}", f"ERROR: --trainloop-seed is {2**63}; a number from 0 to 2**63 - 1 is needed"),
         ("--trainloop-timeout=0", "ERROR: --trainloop-timeout is 0; a number of seconds above 0 is needed"),
         ("--trainloop-timeout=nan", "ERROR: --trainloop-timeout is nan; a number of seconds above 0 is needed"),
-        ("--trainloop-device=tpu", "*argument --trainloop-device: invalid choice: 'tpu'*"),
+        (
+            "--trainloop-device=tpu",
+            "*--trainloop-device is 'tpu'; auto, cpu, cuda, or one of several as cuda:1, is needed",
+        ),
         ("--trainloop-seed=x", "*argument --trainloop-seed: invalid int value: 'x'"),
     ],
 )

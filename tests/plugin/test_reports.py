@@ -67,7 +67,7 @@ def test_the_closing_section(pytester, run):
 def test_the_header_line_comes_only_with_the_flag(pytester, run):
     pytester.makepyfile("def test_plain(): ...")
     run("--trainloop", "--trainloop-seed=5").stdout.fnmatch_lines(
-        ["trainloop: seed 5, device auto, 120 s a run of fit*"]
+        ["trainloop: seed 5, device auto, at most 120 s a run of fit and 120 s a loop"]
     )
     result = run()
     result.stdout.no_fnmatch_line("trainloop:*")
