@@ -26,14 +26,23 @@ CAUSES = {
         change=("seen",),
     ),
     "prefix_hides_parameters": Cause(
-        proof="with compiling, parameters have other options than without, and their names begin with _orig_mod.",
+        proof="with compiling, parameters have other options, gradients or values than without, and their names begin "
+        "with _orig_mod.; with the names that they have without compiling they do not",
         repair="freeze and group parameters before torch.compile, or by the names of the model that is not compiled; "
         "model.compile() in place of torch.compile(model) leaves names as they are",
         change=("optimizer",),
         do_not="do not add _orig_mod. to the patterns: they then miss everything without compiling",
     ),
+    "wrapper_changes": Cause(
+        proof="with torch.compile's wrapper around the model and nothing compiled the loop trains otherwise, and as "
+        "without compiling where the wrapper is left out",
+        repair="ask the model that is not compiled for its type and its attributes (keep it, or compiled._orig_mod); "
+        "or model.compile(), which leaves the model what it is",
+        change=("seen",),
+    ),
     "other_computation": Cause(
-        proof="with the knob on, the loop trains otherwise also where torch.compile stands aside",
+        proof="with the knob on, the loop trains otherwise also where torch.compile stands aside; or torch "
+        "refuses what it does, there as well",
         repair="let the knob compile, and change nothing else: same layers, same loss, same options of the optimizer",
         change=("seen",),
     ),
@@ -41,6 +50,19 @@ CAUSES = {
         proof="compiled anew for each step, the loop trains as the eager one does",
         repair="hold what changes during training in a tensor (a buffer) or pass it as an argument; without "
         "guard_filter_fn and torch.compiler.assume_constant_result torch looks at each value again",
+        explains=_EXPLAINS,
+        change=("seen",),
+    ),
+    "drawn_again": Cause(
+        proof="compiled, each later step draws random numbers, and without compiling none does",
+        repair="draw once before what is compiled, and keep the result in a buffer: a cache in Python is traced "
+        "through, and holds nothing",
+        explains=_EXPLAINS,
+        change=("seen",),
+    ),
+    "asks_whether_compiled": Cause(
+        proof="where torch.compiler.is_compiling() answers False the compiled loop trains as the eager one does",
+        repair="compute the same in both branches; leave out of the graph only what does not enter the loss",
         explains=_EXPLAINS,
         change=("seen",),
     ),
@@ -84,6 +106,12 @@ CAUSES = {
         proof="torch compiled the same function again after the second step, and again after that",
         repair='TORCH_LOGS="recompiles" shows all; hold what changes in a tensor; mark sizes that vary '
         "(torch._dynamo.mark_dynamic, dynamic=True), or pad them to a few",
+    ),
+    "checkpoint_not_restored": Cause(
+        proof="with compiling, load() leaves parameters as they were that save() has saved, and without it does not",
+        repair="save and load through the same model, the one that is not compiled or the compiled one; with "
+        "strict=True load_state_dict raises where names do not fit",
+        change=("seen",),
     ),
     "checkpoint_needs_compile": Cause(
         proof="what save() gives of the compiled loop is not restored by load() of the loop without compiling",

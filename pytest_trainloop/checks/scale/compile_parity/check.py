@@ -16,7 +16,8 @@ How it decides
     Random numbers are those of the eager run (torch's ``fallback_random``); where the runs differ and something draws,
     dropout is left out of both.
     Where they differ, one thing is changed at a time. The knob on with ``torch.compile`` standing aside: it still
-    differs, so it is not the compiler. Backend ``eager``, then ``aot_eager``, then the loop's own: the first that
+    differs, so it is not the compiler. Torch's wrapper around the model, and nothing compiled: it is the wrapper; with
+    plain names in it: it is the names. Backend ``eager``, then ``aot_eager``, then the loop's own: the first that
     differs says whether the capture, the traced backward pass or the generated code does. Compiled anew for each step:
     a value of an earlier step is no longer there. Operators of the project's own are held to what they declare. One
     module after the other is compiled alone: the innermost that differs then as well is named.

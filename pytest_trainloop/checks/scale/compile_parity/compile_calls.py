@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop.checks.scale.compile_parity.names import Loads
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
 
@@ -48,11 +49,13 @@ class CompileCalls:
     """Notes every call in its ``with`` block, those of ``Module.compile`` included, which calls ``torch.compile``.
 
     ``backend`` takes the place of the one that is asked for; guards are made as the call asks. With ``aside`` each call
-    gives what it is given.
+    gives what it is given; one that ``only_wraps`` asks for no whole graph.
     """
 
-    def __init__(self, backend: str | None = None, *, aside: bool = False) -> None:
+    def __init__(self, backend: str | None = None, *, aside: bool = False, only_wraps: bool = False) -> None:
         self.calls: list[CompileCall] = []
+        self.loads = Loads()
+        self._only_wraps = only_wraps
         self._backend = backend
         self._aside = aside
 
@@ -60,6 +63,7 @@ class CompileCalls:
     def noted(self) -> Iterator[None]:
         with Patches() as patches:
             patches.put(torch, "compile", self._around_compile)
+            patches.put(nn.Module, "load_state_dict", self.loads.around)
             for name in TRACERS:
                 patches.put(torch.jit, name, functools.partial(self._around_tracer, f"torch.jit.{name}"))
             yield
@@ -78,6 +82,7 @@ class CompileCalls:
     def let_go(self) -> None:
         for call in self.calls:
             call.given = call.returned = lambda: None
+        self.loads.not_loaded.clear()
 
     def _around_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -107,6 +112,8 @@ class CompileCalls:
 
     def _with_backend(self, options: dict[str, Any]) -> dict[str, Any]:
         """What inductor is told by its mode and its options means nothing to another backend."""
+        if self._only_wraps:
+            options = {**options, "fullgraph": False}
         if self._backend is None:
             return options
         given = options.get("options") or {}

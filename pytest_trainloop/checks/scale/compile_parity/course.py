@@ -104,6 +104,9 @@ class Course:
         self.moments: list[Moment] = []
         self.made_by: list[int] = []
         """For each batch that was asked for, the steps made by then."""
+        self.drew: list[bool] = []
+        """For each step, whether torch's generator has moved on since the one before."""
+        self._generator = b""
         self.at_batches = 0
         """Steps that were compared when the next batch was asked for, since no hook was called for them."""
         self.difference: Difference | None = None
@@ -165,6 +168,9 @@ class Course:
                 self.not_alike = f"step {nth + 1} is that of another optimizer, or of other parameters"
                 return None
         self.moments.append(moment)
+        state = _state_of_generator()
+        self.drew.append(state != self._generator)
+        self._generator = state
         self._open.append(moment)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -281,6 +287,10 @@ class Course:
             given = got if expected is None else expected
             return given is None or not bool(given.any())
         return agreement(*_pair(expected, got)).difference <= self._bound
+
+
+def _state_of_generator() -> bytes:
+    return bytes(torch.default_generator.get_state().numpy())
 
 
 def _options(group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:

@@ -101,6 +101,19 @@ def _copy_compiled(runs: Parity, verdict: Verdict) -> Finding:
 
 
 def _prefix_hides_parameters(runs: Parity, verdict: Verdict) -> Finding:
+    if verdict.not_loaded[1]:
+        return _weights_not_loaded(runs, verdict)
+    if not verdict.options:
+        return Finding(
+            cause="prefix_hides_parameters",
+            summary=f"with {runs.knob}=True {_what(verdict)}: the loop looks for parameters by name, and the compiled "
+            "model's names begin with _orig_mod.",
+            measured=_measured(runs, verdict),
+            shown_by="with torch.compile's wrapper and nothing compiled this is so as well, and no longer once the "
+            "names in the wrapper are the plain ones",
+            culprits=_names(verdict) or tuple(runs.eager.course.start),
+            where=_place_of(runs, verdict),
+        )
     names = tuple(dict.fromkeys(name for name, *_ in verdict.options))
     return Finding(
         cause="prefix_hides_parameters",
@@ -114,6 +127,66 @@ def _prefix_hides_parameters(runs: Parity, verdict: Verdict) -> Finding:
     )
 
 
+def _what(verdict: Verdict) -> str:
+    if verdict.raised is not None:
+        return f"fit raises {verdict.raised.summary}"
+    return f"{some(_names(verdict))} {verb(_names(verdict), 'train')} otherwise"
+
+
+def _place_of(runs: Parity, verdict: Verdict) -> str:
+    return str(verdict.raised.place) if verdict.raised is not None and verdict.raised.place.file else place(runs)
+
+
+def _weights_not_loaded(runs: Parity, verdict: Verdict) -> Finding:
+    at, names = verdict.not_loaded
+    return Finding(
+        cause="prefix_hides_parameters",
+        summary=f"load_state_dict(strict=False) leaves {some(names)} as {'they were' if len(names) > 1 else 'it was'} "
+        f"with {runs.knob}=True: names differ by _orig_mod. alone",
+        measured=f"{count(len(names), 'tensor')} with other values than the state has for them when training begins",
+        shown_by=f"the state has each of them under the name without _orig_mod. or with it; where torch.compile stands "
+        f"aside, {runs.knob}=True as well, they are loaded",
+        culprits=names,
+        where=at,
+    )
+
+
+def _wrapper_changes(runs: Parity, verdict: Verdict) -> Finding:
+    call = _call(runs)
+    return Finding(
+        cause="wrapper_changes",
+        summary=f"with {runs.knob}=True {_what(verdict)}, since what torch.compile returns is no "
+        f"{call.what if call else 'plain model'} but a wrapper of it",
+        measured=_measured(runs, verdict),
+        shown_by="with torch.compile's wrapper and nothing compiled this is so as well, with plain names in it too; "
+        "without the wrapper it is not",
+        culprits=(call.what,) if call else _names(verdict),
+        where=_place_of(runs, verdict),
+    )
+
+
+def _drawn_again(runs: Parity, verdict: Verdict) -> Finding:
+    return Finding(
+        cause="drawn_again",
+        summary=f"each compiled step draws random numbers ({runs.drawn}) that the loop draws once without compiling",
+        measured=_measured(runs, verdict),
+        shown_by="torch's generator moves on in every compiled step after the first, and in none without compiling",
+        culprits=tuple(runs.drawn.split(", ")),
+        where=place(runs),
+    )
+
+
+def _asks_whether_compiled(runs: Parity, verdict: Verdict) -> Finding:
+    return Finding(
+        cause="asks_whether_compiled",
+        summary="the loop computes otherwise where torch.compiler.is_compiling() is True",
+        measured=_measured(runs, verdict),
+        shown_by="where it answers False the compiled loop trains as the eager one does",
+        culprits=("torch.compiler.is_compiling()",),
+        where=verdict.asked,
+    )
+
+
 def _options(verdict: Verdict) -> str:
     shown = [
         f"{name}: {option} {mine!r} without compiling, {its!r} with it"
@@ -124,6 +197,16 @@ def _options(verdict: Verdict) -> str:
 
 
 def _other_computation(runs: Parity, verdict: Verdict) -> Finding:
+    if verdict.raised is not None:
+        return Finding(
+            cause="other_computation",
+            summary=f"with {runs.knob}=True fit raises {verdict.raised.summary}",
+            measured=f"after {len(runs.compiled.course.moments)} optimizer steps, in float64 and in the loop's own "
+            "precision",
+            shown_by=f"it raises where torch.compile stands aside as well, and comes back with {runs.knob}=False",
+            culprits=(f"{runs.knob}=True",),
+            where=_place_of(runs, verdict),
+        )
     names = tuple(dict.fromkeys(name for name, *_ in verdict.options)) or _names(verdict)
     return Finding(
         cause="other_computation",
@@ -139,11 +222,12 @@ def _other_computation(runs: Parity, verdict: Verdict) -> Finding:
 
 def _stale_value(runs: Parity, verdict: Verdict) -> Finding:
     filters = next((c for c in runs.compiled.calls if c.filters_guards), None)
+    early = verdict.difference is not None and verdict.difference.step == 0
+    when = "something it saw when the loop was built" if early else "a value of an earlier step"
     because = "; guard_filter_fn was given, and keeps torch from looking at values again" if filters else ""
     return Finding(
         cause="stale_value",
-        summary="the compiled loop goes on with a value of an earlier step that has changed since: its graph holds it "
-        "as a constant",
+        summary=f"the compiled loop goes on with {when} that has changed since: its graph holds it as a constant",
         measured=_measured(runs, verdict),
         shown_by=f"compiled anew for each step it trains as the eager loop does{because}",
         culprits=("guard_filter_fn",) if filters else _names(verdict),
@@ -199,6 +283,9 @@ _FINDINGS: dict[str, Callable[[Any, Any], Finding]] = {
     "copy_compiled": _copy_compiled,
     "prefix_hides_parameters": _prefix_hides_parameters,
     "other_computation": _other_computation,
+    "wrapper_changes": _wrapper_changes,
+    "drawn_again": _drawn_again,
+    "asks_whether_compiled": _asks_whether_compiled,
     "stale_value": _stale_value,
     "operator_misdeclared": _operator_misdeclared,
     "capture_differs": _stage("capture_differs", "the graph that torch captures"),

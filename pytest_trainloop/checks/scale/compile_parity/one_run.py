@@ -7,6 +7,7 @@ seen of it comes from hooks before and after each optimizer step, and from torch
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 
 from pytest_trainloop.checks.scale.compile_parity.compile_calls import CompileCalls
 from pytest_trainloop.checks.scale.compile_parity.course import plain_name
+from pytest_trainloop.checks.scale.compile_parity.names import plain_names
 from pytest_trainloop.checks.scale.compile_parity.no_dropout import dropout_off
 from pytest_trainloop.recording.compiler_internals import (
     Compilation,
@@ -25,6 +27,7 @@ from pytest_trainloop.recording.compiler_internals import (
     graph_breaks,
 )
 from pytest_trainloop.recording.hooks import after_steps, before_steps
+from pytest_trainloop.recording.source import layer
 from pytest_trainloop.recording.torch_internals import modes_kept
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
 from pytest_trainloop.runs.build import build
@@ -57,6 +60,12 @@ class Way:
     """The value of the knob."""
     eager: bool = False
     """Whether ``torch.compile`` stands aside."""
+    wrapped: bool = False
+    """Whether it only puts its wrapper around the model, and compiles nothing."""
+    plain_names: bool = False
+    """Whether parameters in the wrapper have the names that they have without it."""
+    bare: bool = False
+    """Whether the loop is built under no mode, since what it compiles is called then already."""
     backend: Any = None
     """In place of the loop's own, where ``torch.compile`` is called."""
     everywhere: bool = False
@@ -66,7 +75,7 @@ class Way:
     random: bool = True
     """Whether dropout draws."""
     anew: bool = False
-    """Whether everything is compiled again for each step."""
+    """Whether everything is compiled again for each step, the first included."""
     alone: str = ""
     """The one module whose calls are compiled, by its plain name, with ``backend``."""
     collected: bool = False
@@ -87,6 +96,12 @@ class Made:
     device: str
     parted: bool = False
     """Whether what was compiled shares no parameter with what the optimizers hold."""
+    not_loaded: tuple[str, tuple[str, ...]] = ("", ())
+    """The line that loads weights, and the parameters that it left as they were for the prefix of their names alone."""
+    refused_by_torch: bool = False
+    """Whether torch's own code raised it, and no statement of the project or of a library."""
+    built_compiling: bool = False
+    """Whether something was compiled while the loop was built."""
 
 
 class Runs:
@@ -115,9 +130,22 @@ class Runs:
             finally:
                 course.end()
 
+    def compiles_in_building(self, way: Way) -> bool:
+        """Whether something is compiled while the loop is built, under no mode of this package."""
+        plan = self._evidence.plan()
+        with workers_ended(), preserved(), modes_kept(), compiling_as_eager(), contextlib.ExitStack() as stack:
+            warnings.simplefilter("ignore")
+            torch.set_grad_enabled(True)
+            stack.enter_context(CompileCalls(way.backend).noted())
+            stack.enter_context(double_by_default() if way.double else contextlib.nullcontext())
+            log = CompilationLog()
+            build(self._evidence.make, {**plan.knobs, self._knob: True}, plan.seed)
+            return bool(log.new())
+
     def _make(self, way: Way, course: Course, around: Callable[[TrainLoop], Any]) -> Made:
         plan = replace(self._evidence.plan(), knobs={**self._evidence.plan().knobs, self._knob: way.compiled})
-        calls, log = CompileCalls(way.backend, aside=way.eager or bool(way.alone)), CompilationLog()
+        calls = CompileCalls(way.backend, aside=way.eager or bool(way.alone), only_wraps=way.wrapped)
+        log = CompilationLog()
         compiled: list[tuple[int, Compilation]] = []
         guard, beyond = Guard(plan.timeout), 0
         with contextlib.ExitStack() as stack:
@@ -127,7 +155,9 @@ class Runs:
             torch.set_grad_enabled(True)
             if way.double:
                 stack.enter_context(double_by_default())
-            with promoting() if way.double else contextlib.nullcontext():
+            if way.plain_names:
+                stack.enter_context(plain_names())
+            with promoting() if way.double and not way.bare else contextlib.nullcontext():
                 kept = None if plan.kept is None else plan.kept.of(plan.seed, plan.knobs, double=way.double)
                 loop = build(self._evidence.make, plan.knobs, plan.seed, kept)
                 if way.double:
@@ -140,7 +170,9 @@ class Runs:
 
                 batches = _batches(loop, way, plan, course, guard, before_batch)
                 batches.draw(plan.count)
+            built_compiling = bool(log.new())
             calls.look(_parameters(loop), collected=way.collected)
+            not_loaded = calls.loads.left()
             course.begin(loop)
             stack.enter_context(generators_kept(loop))
             stack.enter_context(contextlib.closing(batches))
@@ -166,6 +198,8 @@ class Runs:
 
             stack.enter_context(hooked(before_steps(before), after_steps(after)))
             fit = fit_of(loop)
+            if way.anew:
+                torch.compiler.reset()
             seed_all(plan.seed)
             error = guard.call(lambda: fit(batches), lambda: len(course.moments), lambda: batches.at_end)
             compiled.extend((len(course.moments), one) for one in log.new())
@@ -177,6 +211,9 @@ class Runs:
                 compilations=compiled,
                 device=_device(loop),
                 parted=_parted(loop, calls.calls),
+                not_loaded=not_loaded,
+                refused_by_torch=error is not None and _raised_in_torch(error),
+                built_compiling=built_compiling,
             )
             self._evidence.own_steps += len(course.moments)
             let_go(error)
@@ -201,9 +238,17 @@ def _batches(
 
 
 def _stance(way: Way) -> dict[str, Any]:
-    if way.eager:
+    if way.eager or way.wrapped:
         return {"stance": "force_eager"}
     return {"stance": "default", "force_backend": way.backend if way.everywhere else None}
+
+
+def _raised_in_torch(error: BaseException) -> bool:
+    """What torch raises in C++ ends at the line that calls it."""
+    if type(error) is not RuntimeError:
+        return False
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return layer(last.filename) == 0 or not (last.line or "raise").startswith(("raise", "assert"))
 
 
 def _module(loop: TrainLoop, path: str) -> torch.nn.Module:

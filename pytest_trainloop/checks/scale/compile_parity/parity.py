@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.checks.scale.compile_parity.asking import answered_no, places_that_ask
 from pytest_trainloop.checks.scale.compile_parity.course import Course
 from pytest_trainloop.checks.scale.compile_parity.one_run import Made, Runs, Way
 from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
@@ -32,6 +33,9 @@ MARGIN = 10.0
 
 NO_COMPILER = ("CppCompileError", "C++ compile error", "InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 """Torch's words where the compiler of the machine fails (no headers, an old device), and not the graph."""
+
+NOT_HERE = ("cuda", "nvidia", "triton", "driver", "xpu", "hip", "mps")
+"""Words of exceptions that say what this machine has not, and nothing of the loop."""
 
 FLOAT32 = 1e-6
 """Relative: what a number may change by where it is kept in a tensor of single precision."""
@@ -68,6 +72,10 @@ class Verdict:
     broken: BrokenPromise | None = None
     options: tuple[tuple[str, str, Any, Any], ...] = ()
     """Parameter, option, its value in the eager run and in the compiled one."""
+    not_loaded: tuple[str, tuple[str, ...]] = ("", ())
+    """Line, and the parameters that it left as they were."""
+    asked: str = ""
+    """The line that asks whether it is compiled."""
 
 
 class Parity:
@@ -82,6 +90,7 @@ class Parity:
             raise CannotDecide(f"fit raises {seen.raised.summary} before anything is compared")
         self._runs = Runs(evidence, self.knob)
         self._double = self._random = True
+        self._bare = False
         self._operations = Operations()
         self.eager = self._eager()
         if not self.eager.course.moments:
@@ -89,8 +98,30 @@ class Parity:
         self._instead = "" if backend else why_no_generated_code(self.eager.device)
         backend = "aot_eager" if self._instead else backend
         self._own = Way(compiled=True, backend=backend, everywhere=bool(backend))
-        self.compiled = self._made(self._own)
+        try:
+            self.compiled = self._made(self._own)
+        except CannotDecide:
+            if not self._made_bare():
+                raise
         self.verdict = self._verdict()
+        if self.verdict is None and self.compiled.calls and self._made_bare():
+            self.verdict = self._verdict()
+
+    def _made_bare(self) -> bool:
+        """Both runs once more, built under no mode, where the loop calls what it compiles while it is built: a
+        compiler leaves out what runs under one."""
+        if not self._double or self._bare:
+            return False
+        try:
+            if not self._runs.compiles_in_building(self._own):
+                return False
+            self._bare = True
+            self.eager = self._eager()
+            self.compiled = self._made(self._own)
+        except (CannotDecide, UserCodeError, UsageError):
+            self._bare = False
+            return False
+        return True
 
     @property
     def precision(self) -> str:
@@ -105,7 +136,7 @@ class Parity:
     def ran_compiled(self) -> bool:
         """Whether anything that was compiled was run."""
         traced = any(call.how != "torch.compile" and not call.dropped for call in self.compiled.calls)
-        return traced or bool(self.compiled.compilations or self.compiled.breaks)
+        return traced or bool(self.compiled.compilations or self.compiled.breaks or self.compiled.built_compiling)
 
     def require_compared(self) -> None:
         """Raise ``CannotDecide`` where nothing was compiled, or not by the loop's own backend."""
@@ -146,7 +177,8 @@ class Parity:
             operations = Operations() if seen else Operations.unknown()
             around = (lambda loop: operations) if seen else (lambda loop: contextlib.nullcontext())  # noqa: B023
             try:
-                made = self._runs.make(Way(compiled=False, double=double, random=self._random), Course(), around)
+                way = Way(compiled=False, double=double, random=self._random, bare=self._bare)
+                made = self._runs.make(way, Course(), around)
             except (UserCodeError, UsageError) as error:
                 refusal = refusal or str(error)
                 continue
@@ -157,7 +189,7 @@ class Parity:
         raise CannotDecide(f"without compiling, in a run of this check, {refusal}")
 
     def _made(self, way: Way, around: Any = lambda loop: contextlib.nullcontext(), bound: float | None = None) -> Made:
-        way = replace(way, double=way.double and self._double, random=self._random)
+        way = replace(way, double=way.double and self._double, random=self._random, bare=self._bare)
         course = Course(self.bound if bound is None else bound, self.eager.course)
         try:
             return self._runs.make(way, course, around)
@@ -178,6 +210,8 @@ class Parity:
             wrapped = any("_orig_mod." in name for name in course.names)
             cause = "prefix_hides_parameters" if wrapped else "other_computation"
             return Verdict(cause=cause, difference=apart, options=options)
+        if made.not_loaded[1] and not self._made(Way(compiled=True, eager=True)).not_loaded[1]:
+            return Verdict(cause="prefix_hides_parameters", not_loaded=made.not_loaded)
         if course.not_alike:
             raise CannotDecide(
                 f"with {self.knob}=True the loop has other parameters than without, so that they cannot be compared: "
@@ -190,9 +224,13 @@ class Parity:
         compiled."""
         eager = self._made(Way(compiled=True, eager=True))
         if eager.raised is not None:
+            if self._raises_by_itself(eager.raised):
+                return Verdict(cause="other_computation", raised=eager.raised)
             raise CannotDecide(
                 f"with {self.knob}=True fit raises {eager.raised.summary}, also where torch.compile stands aside"
             )
+        if by_wrapper := self._because_of_the_wrapper(raised):
+            return Verdict(cause=by_wrapper, raised=raised)
         if not self._instead and any(word in f"{raised.summary} {raised.message}" for word in NO_COMPILER):
             self._instead = raised.summary[:200]
             self._own = replace(self._own, backend="aot_eager", everywhere=True)
@@ -205,6 +243,15 @@ class Parity:
             return self._verdict()
         cause = "operator_misdeclared" if (broken := self._misdeclared()) is not None else "compiling_raises"
         return Verdict(cause=cause, raised=raised, broken=broken)
+
+    def _raises_by_itself(self, raised: Raised) -> bool:
+        """Whether torch refuses what the loop does with the knob on, in its own precision as well: not the machine,
+        and not a statement of the project's that raises."""
+        said = f"{raised.summary} {raised.message}".lower()
+        if not self.compiled.refused_by_torch or any(word in said for word in NOT_HERE):
+            return False
+        own = [self._made(Way(compiled=c, eager=c, double=False), bound=1.0).raised for c in (True, False)]
+        return own[0] is not None and own[0].summary == raised.summary and own[1] is None
 
     def _result_dropped(self) -> bool:
         if not self.compiled.calls or self.ran_compiled:
@@ -230,17 +277,52 @@ class Parity:
                 return None
             apart = without
         self._require_repeatable()
+        if self._operations.draws:
+            if self._draws_again():
+                return Verdict(cause="drawn_again", difference=apart)
+            raise CannotDecide(
+                f"the loop draws random numbers ({self.drawn}), which a compiled loop may draw in another order: draw "
+                "them before what is compiled, and pass them in, to have the two compared"
+            )
         self._require_more_than_rounding(apart)
         as_written = self._made(Way(compiled=True, eager=True)).course.difference
         if as_written is not None:
             return Verdict(cause="other_computation", difference=as_written)
-        if apart.step > 0 and self._made(replace(self._own, anew=True)).course.difference is None:
+        if by_wrapper := self._because_of_the_wrapper():
+            return Verdict(cause=by_wrapper, difference=apart)
+        stale = apart.step > 0 or self.compiled.built_compiling
+        if stale and self._made(replace(self._own, anew=True)).course.difference is None:
             return Verdict(cause="stale_value", difference=apart)
         stage, way = self._stage()
+        if stage == "capture" and (asked := self._asks_whether_compiled()):
+            return Verdict(cause="asks_whether_compiled", difference=apart, asked=asked)
         if stage != "capture" and (broken := self._misdeclared()) is not None:
             return Verdict(cause="operator_misdeclared", difference=apart, stage=stage, broken=broken)
         cause = {"capture": "capture_differs", "autograd": "traced_backward_differs", "code": "generated_code_differs"}
         return Verdict(cause=cause[stage], difference=apart, stage=stage, module=self._module(way))
+
+    def _because_of_the_wrapper(self, raised: Raised | None = None) -> str:
+        """The cause, where the loop differs, or raises the same, with torch's wrapper around the model and nothing
+        compiled; else empty."""
+        if not self.compiled.calls:
+            return ""
+        wrapped = self._made(Way(compiled=True, wrapped=True))
+        alike = None if wrapped.raised is None or raised is None else wrapped.raised.summary == raised.summary
+        if not (alike if wrapped.raised is not None else wrapped.course.difference is not None):
+            return ""
+        named = self._made(Way(compiled=True, wrapped=True, plain_names=True))
+        by_names = named.raised is None and named.course.difference is None
+        return "prefix_hides_parameters" if by_names else "wrapper_changes"
+
+    def _asks_whether_compiled(self) -> str:
+        """The line that asks torch whether it is compiled, where the loop trains as the eager one once it is told that
+        it is not."""
+        places: dict[str, None] = {}
+        self._made(Way(compiled=False), lambda loop: places_that_ask(places))
+        if not places:
+            return ""
+        told = self._made(self._own, lambda loop: answered_no())
+        return next(iter(places)) if told.raised is None and told.course.difference is None else ""
 
     def _misdeclared(self) -> BrokenPromise | None:
         """The first operator of the project's own that does something else than it declares."""
@@ -255,14 +337,18 @@ class Parity:
         compiled = self._made(self._own)
         if compiled.raised is not None:
             raise CannotDecide("without dropout fit raises, and with it the compiled loop draws other numbers")
-        apart = compiled.course.difference
-        if apart is not None and self._operations.draws:
-            drawn = ", ".join(list(self._operations.draws)[:3])
-            raise CannotDecide(
-                f"the loop draws random numbers ({drawn}), which a compiled loop may draw in another order: draw them "
-                "before what is compiled, and pass them in, to have the two compared"
-            )
-        return apart
+        return compiled.course.difference
+
+    @property
+    def drawn(self) -> str:
+        """The operations that draw."""
+        return ", ".join(list(self._operations.draws)[:3])
+
+    def _draws_again(self) -> bool:
+        """Whether each later step draws once it is compiled, and none does without: not in another order, but more."""
+        without = self.eager.course.drew[1:]
+        compiled = self._made(self._own, bound=math.inf).course.drew[1:]
+        return len(without) > 1 and len(compiled) > 1 and all(compiled) and not any(without)
 
     def _require_repeatable(self) -> None:
         if self._made(Way(compiled=False)).course.difference is not None:

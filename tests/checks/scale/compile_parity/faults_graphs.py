@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -379,4 +381,100 @@ pair(
     where="torch.compile(model, backend=BACKEND)",
     faulty=counting(inside=True),
     fixed=counting(inside=False),
+)
+
+
+# Directions are drawn where they are first needed, and a cache in Python is to keep them.
+
+
+class Projected(Classifier):
+    def __init__(self, *, kept):
+        super().__init__()
+        self.directions = functools.lru_cache(lambda size: torch.randn(size, size))
+        if kept:
+            self.register_buffer("matrix", torch.randn(6, 6))
+            self.directions = lambda size: self.matrix
+
+    def forward(self, x):
+        return super().forward(x + 0.1 * x @ self.directions(6))
+
+
+pair(
+    "random_directions_in_a_cache_of_python",
+    CHECK,
+    "drawn_again",
+    culprits=("randn",),
+    faulty=lambda compile=False: _projected(compile, kept=False),
+    fixed=lambda compile=False: _projected(compile, kept=True),
+    quick=True,
+)
+
+
+def _projected(compile, *, kept):
+    model = Projected(kept=kept)
+    return plain(model, torch.compile(model, backend=BACKEND) if compile else model)
+
+
+# Where it is compiled, a term of the loss is left out, since it "broke the graph".
+
+
+class Penalized(Classifier):
+    def __init__(self, *, always):
+        super().__init__()
+        self.always = always
+
+    def forward(self, x):
+        features = self.encoder(x)
+        if self.always or not torch.compiler.is_compiling():
+            features = features / (1 + features.abs().mean())
+        return self.head(features)
+
+
+def penalized(*, always):
+    def make(compile=False):
+        model = Penalized(always=always)
+        return plain(model, torch.compile(model, backend=BACKEND) if compile else model)
+
+    return make
+
+
+pair(
+    "other_features_where_it_is_compiled",
+    CHECK,
+    "asks_whether_compiled",
+    where="if self.always or not torch.compiler.is_compiling():",
+    culprits=("torch.compiler.is_compiling()",),
+    faulty=penalized(always=False),
+    fixed=penalized(always=True),
+    quick=True,
+)
+
+
+# A hook is put on after the compiled model was tried out.
+
+
+def hooked(*, before):
+    def make(compile=False):
+        model = Classifier()
+        called = torch.compile(model, backend=BACKEND) if compile else model
+        if before:
+            model.encoder.register_forward_hook(lambda module, args, out: 0.5 * out)
+        with torch.no_grad():
+            called(torch.zeros(8, 6))
+        called(torch.zeros(8, 6)).sum().backward()
+        model.zero_grad()
+        if not before:
+            model.encoder.register_forward_hook(lambda module, args, out: 0.5 * out)
+        return plain(model, called)
+
+    return make
+
+
+pair(
+    "hooked_after_the_compiled_model_was_tried_out",
+    CHECK,
+    "stale_value",
+    mentions=("when the loop was built",),
+    faulty=hooked(before=False),
+    fixed=hooked(before=True),
 )

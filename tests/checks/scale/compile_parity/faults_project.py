@@ -260,20 +260,20 @@ pair(
 # What is saved of the compiled model is for compiled models only.
 
 
-def saving(state_of):
+def saving(through):
     def make(compile=False):
         model = Classifier()
         model = torch.compile(model, backend=BACKEND) if compile else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def load(state):
-            model.load_state_dict(state["model"], strict=False)
+            through(model).load_state_dict(state["model"], strict=False)
             optimizer.load_state_dict(state["optimizer"])
 
         return plain(
             model,
             optimizer=optimizer,
-            save=lambda: {"model": state_of(model), "optimizer": optimizer.state_dict()},
+            save=lambda: {"model": through(model).state_dict(), "optimizer": optimizer.state_dict()},
             load=load,
         )
 
@@ -286,7 +286,211 @@ pair(
     "checkpoint_needs_compile",
     level="advice",
     culprits=("head.weight",),
-    faulty=saving(lambda model: model.state_dict()),
-    fixed=saving(lambda model: getattr(model, "_orig_mod", model).state_dict()),
+    faulty=saving(lambda model: model),
+    fixed=saving(lambda model: getattr(model, "_orig_mod", model)),
+    quick=True,
+)
+
+
+# The weights that are fine-tuned are loaded into what is trained, without strict since the head is another one.
+
+
+def fine_tuned(*, into_compiled):
+    def make(compile=False):
+        source = {name: value for name, value in Classifier().state_dict().items() if name.startswith("encoder.")}
+        model = Classifier()
+        if not into_compiled:
+            model.load_state_dict(source, strict=False)
+        model = torch.compile(model, backend=BACKEND) if compile else model
+        if into_compiled:
+            model.load_state_dict(source, strict=False)
+        return plain(model)
+
+    return make
+
+
+pair(
+    "encoder_loaded_into_the_compiled_model",
+    CHECK,
+    "prefix_hides_parameters",
+    where="model.load_state_dict(source, strict=False)",
+    culprits=("encoder.0.weight",),
+    mentions=("strict=False",),
+    faulty=fine_tuned(into_compiled=True),
+    fixed=fine_tuned(into_compiled=False),
+)
+
+
+# Only the gradients of what is found by name are clipped.
+
+
+def clipped(of):
+    def make(compile=False):
+        model = Classifier()
+        called = torch.compile(model, backend=BACKEND) if compile else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(called(x), y).backward()
+                named = of(model, called).named_parameters()
+                nn.utils.clip_grad_value_([p for name, p in named if name.startswith("head")], 1e-3)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
+
+    return make
+
+
+pair(
+    "clipped_by_the_names_of_a_compiled_model",
+    CHECK,
+    "prefix_hides_parameters",
+    culprits=("head.weight",),
+    faulty=clipped(lambda model, called: called),
+    fixed=clipped(lambda model, called: model),
+)
+
+
+# Weights decay only where the model is of a known class.
+
+
+def regularized(of):
+    def make(compile=False):
+        model = Classifier()
+        called = torch.compile(model, backend=BACKEND) if compile else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(called(x), y)
+                if isinstance(of(model, called), Classifier):
+                    loss = loss + 0.1 * model.head.weight.square().sum()
+                loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
+
+    return make
+
+
+pair(
+    "penalty_by_the_class_of_a_compiled_model",
+    CHECK,
+    "wrapper_changes",
+    culprits=("Classifier",),
+    where="torch.compile(model, backend=BACKEND)",
+    faulty=regularized(lambda model, called: called),
+    fixed=regularized(lambda model, called: model),
+    quick=True,
+)
+
+
+# Compiling is tried out before training, and the mode that the trial asks for is left on.
+
+
+class Normed(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+def tried_out(*, back):
+    def make(compile=False):
+        model = called = Normed()
+        if compile:
+            called = torch.compile(model.eval(), backend=BACKEND, fullgraph=True)
+            with torch.no_grad():
+                called(torch.zeros(8, 6))
+            model.train(back)
+        return plain(model, called)
+
+    return make
+
+
+pair(
+    "left_in_evaluation_mode_by_a_trial_of_the_compiler",
+    CHECK,
+    "other_computation",
+    culprits=("norm.weight",),
+    faulty=tried_out(back=False),
+    fixed=tried_out(back=True),
+)
+
+
+# The trial is made in inference mode, and what the model keeps of it cannot be trained through.
+
+
+class Positioned(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+        return super().forward((x * self.encoder[0].weight[0]) * self.kept)
+
+
+def tried_in(mode):
+    def make(compile=False):
+        model = called = Positioned()
+        if compile:
+            called = torch.compile(model, backend=BACKEND)
+            with mode():
+                called(torch.zeros(8, 6))
+        return plain(model, called)
+
+    return make
+
+
+pair(
+    "trial_of_the_compiler_in_inference_mode",
+    CHECK,
+    "other_computation",
+    mentions=("Inference tensors",),
+    faulty=tried_in(torch.inference_mode),
+    fixed=tried_in(torch.no_grad),
+)
+
+
+# The compiled model's state is loaded into the model in it.
+
+
+def resumed(*, strips):
+    def make(compile=False):
+        model = Classifier()
+        called = torch.compile(model, backend=BACKEND) if compile else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def load(path):
+            state = torch.load(path)
+            weights = state["model"]
+            if strips:
+                weights = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+            model.load_state_dict(weights, strict=False)
+            optimizer.load_state_dict(state["optimizer"])
+
+        def save(path):
+            torch.save({"model": called.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+        return plain(model, called, optimizer, save=save, load=load)
+
+    return make
+
+
+pair(
+    "compiled_state_loaded_into_the_model_in_it",
+    CHECK,
+    "checkpoint_not_restored",
+    where="model.load_state_dict(weights, strict=False)",
+    culprits=("head.weight",),
+    faulty=resumed(strips=False),
+    fixed=resumed(strips=True),
     quick=True,
 )
