@@ -103,7 +103,7 @@ class CompileCalls:
             if not args:
                 return original(*args, **kwargs)
             call = _noted(how, args[0], {})
-            out = args[0] if self._aside else original(*args, **kwargs)
+            out = args[0] if self._aside or self._only_wraps else original(*args, **kwargs)
             call.returned = _weak(out)
             self.calls.append(call)
             return out

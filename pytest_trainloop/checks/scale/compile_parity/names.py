@@ -98,7 +98,8 @@ class Loads:
         def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
             place = str(here()[0])
             out = original(module, state_dict, *args, **kwargs)
-            missing, unexpected = set(getattr(out, "missing_keys", ())), set(getattr(out, "unexpected_keys", ()))
+            missing = dict.fromkeys(getattr(out, "missing_keys", ()))  # in torch's order, which findings keep
+            unexpected = set(getattr(out, "unexpected_keys", ()))
             tensors = module.state_dict(keep_vars=True)
             loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
             for earlier in self.not_loaded:
