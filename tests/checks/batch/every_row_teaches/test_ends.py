@@ -16,16 +16,16 @@ WEIGHT = torch.arange(3.0, requires_grad=True)
 class Watch:
     """What the mode asks of a run's watch."""
 
-    stepping, backward, record = False, None, SimpleNamespace(begun=False)
+    backward, record = None, SimpleNamespace(begun=False)
 
     def __init__(self):
-        self.is_suspended = False
+        self.thread = SimpleNamespace(suspended=0, stepping=0)
 
     @contextlib.contextmanager
     def suspended(self):
-        self.is_suspended = True
+        self.thread.suspended += 1
         yield
-        self.is_suspended = False
+        self.thread.suspended -= 1
 
 
 def calls_of(step, *batch):
