@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.guard.baseline.names import plain, same_optimizers
+from pytest_trainloop.checks.guard.baseline.names import same_optimizers
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.wording import be, count, some
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.baselines.trajectory import Digest
 from pytest_trainloop.checks.guard.baseline.bounds import distance, sum_of, without_order
-from pytest_trainloop.checks.guard.baseline.names import plain
+from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

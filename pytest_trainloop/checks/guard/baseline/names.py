@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.checks.guard.baseline.bounds import distance, sum_of, without_order
+from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.baselines.trajectory import Course, Digest, Tensor
 
 How = Literal["same", "wrapped", "renamed", "laid_out", "joined", "split"]
-
-WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts of a name that wrappers of torch put in."""
 
 MOST_JOINED = 8
 """Tensors that are joined to one, at most."""
@@ -71,11 +69,6 @@ class Names:
     def now(self, name: str) -> tuple[str, ...]:
         """What a tensor of the baseline is called now."""
         return next((match.new for match in self.matches if name in match.old), ())
-
-
-def plain(name: str) -> str:
-    """A name without the parts that wrappers put in."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def names_of(old: Course, new: Course, rounding: float) -> Names:

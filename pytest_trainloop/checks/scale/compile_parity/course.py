@@ -14,6 +14,7 @@ import torch
 
 from pytest_trainloop.gradients.compare import Agreement, agreement
 from pytest_trainloop.gradients.tolerances import CANCELLATION
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
 
 Tensors = dict[str, torch.Tensor]
-
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "module.")
-"""What compiling and other wrappers add to names."""
 
 STEPS = 5
 """Optimizer steps that are compared: shapes that vary are compiled again in the second and for good, and what is
@@ -36,20 +34,13 @@ _OPTIONS = ("lr", "weight_decay", "momentum", "betas", "alpha", "eps", "maximize
 """What an optimizer's groups hold that changes an update; ``foreach`` and ``capturable`` only how it is computed."""
 
 
-def plain_name(name: str) -> str:
-    """The name that a parameter has in a model that nothing wraps."""
-    for wrapper in WRAPPERS:
-        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
-    return name
-
-
 def tensors_of(loop: TrainLoop, optimizers: list[Any]) -> Tensors:
     """Every parameter and buffer of the loop's modules by its plain name, and what its optimizers hold besides."""
     found: Tensors = {}
     for prefix, module in loop.modules.items():
         for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
             if readable(tensor) and tensor.layout is torch.strided:
-                found.setdefault(plain_name(name), tensor)
+                found.setdefault(plain(name), tensor)
     known = {id(tensor) for tensor in found.values()}
     for o, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.scale.compile_parity.compile_calls import CompileCalls
-from pytest_trainloop.checks.scale.compile_parity.course import plain_name
 from pytest_trainloop.checks.scale.compile_parity.names import plain_names
 from pytest_trainloop.checks.scale.compile_parity.no_dropout import dropout_off
 from pytest_trainloop.recording.compiler_internals import (
@@ -27,6 +26,7 @@ from pytest_trainloop.recording.compiler_internals import (
     graph_breaks,
 )
 from pytest_trainloop.recording.hooks import after_steps, before_steps
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.source import layer
 from pytest_trainloop.recording.torch_internals import modes_kept
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
@@ -255,7 +255,7 @@ def _module(loop: TrainLoop, path: str) -> torch.nn.Module:
     modules: Iterator[tuple[str, torch.nn.Module]] = (
         found for prefix, top in loop.modules.items() for found in top.named_modules(prefix=prefix)
     )
-    found = [m for name, m in modules if plain_name(f"{name}.").rstrip(".") == path]
+    found = [m for name, m in modules if plain(name) == path]
     return found[-1]  # a wrapper comes before what it wraps
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop.checks.scale.distributed_equivalence import rank_work
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.reads import (
     clip_norms,
     ends_of,
@@ -32,6 +31,7 @@ from pytest_trainloop.gradients.compare import agreement, first_step_difference,
 from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import combination, ends, vectors
 from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import ROUNDING, ends_apart
 from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.recording.events import SchedulerStep, Step
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:

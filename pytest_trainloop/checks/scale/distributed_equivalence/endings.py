@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.ranks.facts import LOST
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Com
 from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
 from pytest_trainloop.checks.scale.distributed_equivalence.drift import of_drift
 from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.of_gradients import judged
 from pytest_trainloop.errors import BrokenRun, CannotDecide, UserCodeError
 from pytest_trainloop.finding import Finding
@@ -24,6 +23,7 @@ from pytest_trainloop.gradients.compare import (
     step_place,
 )
 from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.wording import direction
 

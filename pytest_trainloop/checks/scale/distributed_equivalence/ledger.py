@@ -14,12 +14,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.samplers import Shared, noting
 from pytest_trainloop.checks.scale.distributed_equivalence.shards import sampled
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.samples import places, readable, spaced
 from pytest_trainloop.recording.shards import is_distributed, local
 from pytest_trainloop.recording.source import here

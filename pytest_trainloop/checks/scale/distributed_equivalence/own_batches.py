@@ -7,8 +7,8 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.recording.events import Backward
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.scale.distributed_equivalence.ledger import Ledger, Seen, Wrappers
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.shards import local_part_of
 from pytest_trainloop.compositions.step_runs import StepRuns, Variation
 from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, UsageError, UserCodeError
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.run import run

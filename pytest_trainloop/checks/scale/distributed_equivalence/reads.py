@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.gradients.compare import optimizers
 from pytest_trainloop.gradients.vectors import consumed, steps_of, values
 from pytest_trainloop.recording.events import ClipCall, Step
+from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.checks.scale.compile_parity.course import Course, plain_name
+from pytest_trainloop.checks.scale.compile_parity.course import Course
 from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.recording import plain_names
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from pytest_trainloop.loop import TrainLoop
     ],
 )
 def test_names_without_wrappers(name, plain):
-    assert plain_name(name) == plain
+    assert plain_names.plain(name) == plain
 
 
 def course_of(gradient, other=None, *, lr=0.1, bound=1e-9):

@@ -3,9 +3,9 @@
 from pytest_trainloop.checks.scale.distributed_equivalence import own_batches
 from pytest_trainloop.checks.scale.distributed_equivalence.drift import of_drift
 from pytest_trainloop.checks.scale.distributed_equivalence.ledger import Seen
-from pytest_trainloop.checks.scale.distributed_equivalence.names import plain
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
 from pytest_trainloop.recording.events import Place
+from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.record import Record, Statistics
 
 
