@@ -299,7 +299,7 @@ RIGHT = {
 FAULTY = {
     "trainer-past_the_wrapper": (trainer_past_the_wrapper, "wrapper_bypassed"),
     "trainer-mean_of_each_rank": (trainer_with_a_mean_of_each_rank, "mean_of_means"),
-    "accelerate-model_not_prepared": (accelerated_model_not_prepared, "weights_drift"),  # no collective at all
+    "accelerate-model_not_prepared": (accelerated_model_not_prepared, "never_synchronised"),
     "accelerate-past_the_wrapper": (accelerated_past_the_wrapper, "wrapper_bypassed"),
     "lightning-beside_the_module": (lightning_beside_the_module, "parameters_not_in_wrapper"),
 }

@@ -82,8 +82,9 @@ class Findings:
             undecided = reason
         if found is not None:
             yield self._of_comparison(*found)
-        others = [self._finding(d) for d in self._of_own(parts=found is None or found[1].level != "fault")]
         named = found is not None and found[1].level == "fault"
+        apart = found is not None and found[1].cause == "never_synchronised"  # also where the knob is not read
+        others = [self._finding(d) for d in self._of_own(parts=not named and not apart)]
         if named or any(f.level == "fault" for f in others):  # which says more of the same
             others = [f for f in others if f.level == "fault" or f.cause != "start_differs"]
         yield from others

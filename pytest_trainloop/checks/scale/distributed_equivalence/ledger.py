@@ -22,7 +22,7 @@ from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.samples import places, readable, spaced
 from pytest_trainloop.recording.shards import is_distributed, local
-from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.recording.torch_names import DRAWS, SAMPLES
 from pytest_trainloop.runs.hooks import hooked
 
@@ -41,16 +41,18 @@ DRAWN = 64
 
 @dataclass(slots=True)
 class Wrapped:
-    """The DistributedDataParallel instances of a run."""
+    """The DistributedDataParallel instances of a run, and whether it asked which rank it is."""
 
     built: int = 0
     calls: int = 0
     late: tuple[str, ...] = ()
     """Parameters of the wrapped modules that were not there when they were wrapped."""
+    asks: bool = False
+    """Whether the project, or a library but torch, asked for its rank or for the number of ranks."""
 
 
 class Wrappers:
-    """Follows the DistributedDataParallel instances that are built and called."""
+    """Follows the DistributedDataParallel instances that are built and called, and who asks for its rank."""
 
     def __init__(self) -> None:
         self.wrapped = Wrapped()
@@ -61,6 +63,8 @@ class Wrappers:
         with Patches() as patches:
             patches.put(DistributedDataParallel, "__init__", self._building)
             patches.put(DistributedDataParallel, "forward", self._calling)
+            for name in ("get_rank", "get_world_size"):
+                patches.put(torch.distributed, name, self._asking)
             try:
                 yield
             finally:
@@ -83,6 +87,14 @@ class Wrappers:
             return original(wrapper, *args, **kwargs)
 
         return forward
+
+    def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            self.wrapped.asks = self.wrapped.asks or layer(sys._getframe(1).f_code.co_filename) > 0
+            return original(*args, **kwargs)
+
+        return asked
 
     def _late(self) -> Iterator[str]:
         for wrapper, before in self._live:

@@ -166,7 +166,7 @@ class _Judge:
                 "each rank steps on its own gradient, and the weights are brought together after steps: what such a "
                 "loop is to equal is not known here"
             )
-        if found.cause == "never_synchronised" and not self._calls():
+        if found.cause == "never_synchronised" and not (self._calls() or any(w.asks for w in wrapped)):
             return replace(
                 found,
                 level="advice",

@@ -318,3 +318,18 @@ def step_per_batch(ranks=1) -> TrainLoop:
         optimizer.step()
 
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), step=step)
+
+
+@odd(notes="ranks are simulated in one process: shares of the rows one after the other, and their mean gradient")
+def simulated_ranks(ranks=1) -> TrainLoop:
+    model = nets.mlp(6, 24, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def fit(given):
+        for x, y in given:
+            optimizer.zero_grad()
+            for rank in range(ranks):
+                (F.mse_loss(model(x[rank::ranks]), y[rank::ranks]) / ranks).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
