@@ -47,7 +47,7 @@ class BaselineFile:
     @property
     def is_to_be_recorded(self) -> bool:
         """Whether this run records the baseline instead of comparing it."""
-        return self.mode == "update" or (self.mode == "new" and not self.is_there)
+        return is_written(self.mode, is_there=self.is_there)
 
     def read(self) -> str:
         """The text of the file. Raises ``UsageError`` where it cannot be read."""
@@ -61,6 +61,11 @@ class BaselineFile:
     def repair(self) -> str:
         """What to do about a file that is no baseline."""
         return f"restore it from version control, or record it anew: {self.command}"
+
+
+def is_written(mode: Mode, *, is_there: bool) -> bool:
+    """Whether a stored file is written in this mode."""
+    return mode == "update" or (mode == "new" and not is_there)
 
 
 def write(path: Path, text: str) -> Done:

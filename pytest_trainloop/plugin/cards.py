@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_trainloop.baseline_file import write
+from pytest_trainloop.baseline_file import is_written, write
 from pytest_trainloop.cards.page import Card, Line
 from pytest_trainloop.errors import BrokenCheck
 from pytest_trainloop.plugin import pictures, stored
@@ -120,11 +120,10 @@ class Cards:
             file = self._root / taken.file
             text = file.read_text(encoding="utf-8") if file.is_file() else None
             self._changes[loop] = None if text is None else taken.card.changes(text)
-            if self._updates(is_stored=text is not None) and taken.card.text(text or "") != (text or "").rstrip("\n"):
+            if is_written(self._mode, is_there=text is not None) and taken.card.text(text or "") != (text or "").rstrip(
+                "\n"
+            ):
                 write(file, f"{taken.card.text(text or '')}\n")
-
-    def _updates(self, *, is_stored: bool) -> bool:
-        return self._mode == "update" or (self._mode == "new" and not is_stored)
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """By loop: the lines, the file of the stored card, and the difference from it (None where none is stored)."""

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.loop import TrainLoop
 
-_WIDER = {
+WIDER = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
+"""What a run in float64 computes in, in place of a lower precision."""
 
 
 class _Promote(OperationMode):  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if not _any_to_widen(args) and not (kwargs and _any_to_widen(kwargs.values())):
             out = func(*args, **kwargs)
-            if isinstance(out, torch.Tensor) and out.dtype not in _WIDER:
+            if isinstance(out, torch.Tensor) and out.dtype not in WIDER:
                 return out
             return self._noted(func, out)
         return self._widened(func, args, kwargs)
@@ -80,7 +81,7 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
         """The result, after a look whether it is of a lower precision."""
         if not aliased_arguments(func)[0]:
             for tensor in tensors_in(out):
-                if tensor.dtype in _WIDER and len(self.lower) < MOST:
+                if tensor.dtype in WIDER and len(self.lower) < MOST:
                     self.lower[f"{func} gave {str(tensor.dtype).removeprefix('torch.')}"] = None
         return out
 
@@ -90,18 +91,18 @@ MOST = 8
 
 
 def _wide_dtype(value: Any) -> Any:
-    return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _wide(value: Any) -> Any:
-    return value.to(_WIDER[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in _WIDER else value
+    return value.to(WIDER[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in WIDER else value
 
 
 def _any_to_widen(args: Iterable[Any]) -> bool:
     """Whether a tensor of a lower dtype is among the arguments, or a dtype: seldom, and this is asked of each call."""
     for value in args:
         if isinstance(value, torch.Tensor):
-            if value.dtype in _WIDER:
+            if value.dtype in WIDER:
                 return True
         elif isinstance(value, (list, tuple)):
             if _any_to_widen(value):
@@ -112,12 +113,12 @@ def _any_to_widen(args: Iterable[Any]) -> bool:
 
 
 def _lower_among(args: Iterable[Any]) -> bool:
-    return any(t.dtype in _WIDER for t in tensors_in(args))
+    return any(t.dtype in WIDER for t in tensors_in(args))
 
 
 def _mixed(args: Iterable[Any]) -> bool:
     dtypes = {t.dtype for t in tensors_in(args)}
-    return bool(dtypes & set(_WIDER)) and bool(dtypes & {torch.float64, torch.complex128})
+    return bool(dtypes & set(WIDER)) and bool(dtypes & {torch.float64, torch.complex128})
 
 
 @contextlib.contextmanager
@@ -170,8 +171,8 @@ def widen(loop: TrainLoop) -> None:
     """Widen parameters and buffers that were built in a lower precision all the same (from numpy, from a file)."""
     for module in loop.modules.values():
         for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype in _WIDER and not torch.nn.parameter.is_lazy(tensor):
-                tensor.data = tensor.data.to(_WIDER[tensor.dtype])
+            if tensor.dtype in WIDER and not torch.nn.parameter.is_lazy(tensor):
+                tensor.data = tensor.data.to(WIDER[tensor.dtype])
 
 
 def widen_batch(batch: Any) -> Any:
@@ -179,6 +180,6 @@ def widen_batch(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return _wide(batch)
     for tensor in nested.tensors(batch):
-        if tensor.dtype in _WIDER:
-            tensor.data = tensor.data.to(_WIDER[tensor.dtype])
+        if tensor.dtype in WIDER:
+            tensor.data = tensor.data.to(WIDER[tensor.dtype])
     return batch

@@ -13,17 +13,12 @@ import torch
 
 from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.torch_internals import tree_map
+from pytest_trainloop.runs.float64 import WIDER
 from pytest_trainloop.tracing.loss_slice import CannotReplay, Slice
 
 if TYPE_CHECKING:
     from pytest_trainloop.tracing.loss_slice import Call
 
-_WIDER = {
-    torch.float32: torch.float64,
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.complex64: torch.complex128,
-}
 _CASTS = {"float": torch.Tensor.double, "half": torch.Tensor.double, "bfloat16": torch.Tensor.double}
 
 
@@ -56,7 +51,7 @@ def _wide_call(call: Call) -> Call:
 
 def _wide(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return _WIDER.get(value, value)
-    if isinstance(value, torch.Tensor) and value.dtype in _WIDER:
-        return value.detach().to(_WIDER[value.dtype])
+        return WIDER.get(value, value)
+    if isinstance(value, torch.Tensor) and value.dtype in WIDER:
+        return value.detach().to(WIDER[value.dtype])
     return value

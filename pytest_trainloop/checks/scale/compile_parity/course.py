@@ -285,12 +285,12 @@ def _state_of_generator() -> bytes:
 
 
 def _options(group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
+    def constant(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return float(value) if value.numel() == 1 else None
-        return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
+        return tuple(map(constant, value)) if isinstance(value, (tuple, list)) else value
 
-    found = {name: plain(group[name]) for name in _OPTIONS if name in group}
+    found = {name: constant(group[name]) for name in _OPTIONS if name in group}
     return {**found, "requires_grad": tensor.requires_grad}
 
 
