@@ -22,6 +22,7 @@ from pytest_trainloop.finding import Finding, Result, UserError
 from pytest_trainloop.knobs import DEVICES, is_device, nearest
 from pytest_trainloop.results import broken, checked, error_of, skipped
 from pytest_trainloop.runs.budget import Budget
+from pytest_trainloop.wording import count
 from pytest_trainloop.worth import WATCHED, Cost, Waiting
 
 if TYPE_CHECKING:
@@ -243,6 +244,8 @@ class Subject:
             return self._error(check, raised, reporter)
         if isinstance(verdict, CannotDecide):
             return skipped(check, verdict)
+        if not findings and (ended := self._ended_early(check, evidence)):
+            return skipped(check, CannotDecide(ended))
         return Result(check=check.name, outcome="passed", findings=findings)
 
     def _verdict(self, check: Check, evidence: Any, options: dict[str, Any]) -> Verdict:
@@ -250,9 +253,10 @@ class Subject:
         key = (check.name, repr(sorted(options.items())))
         if key not in self._verdicts:
             try:
-                self._verdicts[key] = tuple(
-                    checked(check, finding, evidence) for finding in check.decide(evidence, **options)
-                )
+                found = tuple(checked(check, finding, evidence) for finding in check.decide(evidence, **options))
+                if not found and check.absent is not None and (why := check.absent(evidence)):
+                    raise DoesNotApply(why)
+                self._verdicts[key] = found
                 self._waiting.note(check.steps)
             except (CannotDecide, TimeRanOut, Unreliable, UserCodeError) as reason:
                 over = self._budget.over() if isinstance(reason, TimeRanOut) else None
@@ -283,6 +287,16 @@ class Subject:
         if not explaining:
             _require_looked_at(causal, verdicts)
         return explaining
+
+    def _ended_early(self, check: Check, evidence: Any) -> str:
+        """Why a check that found nothing saw only a part of the run; empty where it saw all of it."""
+        if check.subject != "loop" or "run" not in evidence.offers:
+            return ""
+        record = evidence.run()
+        if record.raised is None:
+            return ""
+        steps = count(record.steps, "optimizer step")
+        return f"fit raised after {steps}, and what would follow was not seen: {record.raised.summary}"
 
     def _raised_in_fit(self, check: Check, evidence: Any) -> UserError | None:
         """The exception that ended ``fit``, where no check found its cause."""

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
 
     Property = Callable[..., Iterable[Finding]]
+    Absent = Callable[[Any], str]
 
 Judged = Literal["loop", "loss"]
 """What a check judges: a ``TrainLoop``, or a ``LossContract``."""
@@ -97,6 +98,8 @@ class Check:
     """Whether it makes long runs: it is not asked what made ``fit`` raise."""
     steps: int = STEPS
     """What it costs on a right loop beside the watched run, in bare optimizer steps, by order of magnitude."""
+    absent: Absent | None = None
+    """Says, of a loop on which it found nothing, why there was nothing of its kind to look at; empty if there was."""
 
     @property
     def worth(self) -> float:
@@ -127,6 +130,7 @@ def check(
     names: str = "operation",
     long: bool = False,
     steps: int = STEPS,
+    absent: Absent | None = None,
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.
 
@@ -137,8 +141,10 @@ def check(
     loss function. ``instrument`` names what must record during the single run of ``observe()``, as ``module:class``.
     ``names`` says what a culprit is that is no parameter, buffer, module, input or call: "attribute" of the state of a
     loop. ``steps`` is what the check costs on a right loop beside the watched run, in bare optimizer steps: with the
-    number of its causes it says what is left out first where time is short. Raises ``ValueError`` for a name that
-    another module has registered, and for no causes.
+    number of its causes it says what is left out first where time is short. ``absent`` is asked where the check found
+    nothing: a function from evidence to the reason why the loop has nothing of the check's kind ("no GradScaler is
+    called"), or to an empty text if it has. With a reason the check does not apply; without one it passed. Raises
+    ``ValueError`` for a name that another module has registered, and for no causes.
 
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
     ... def steps_at_all(evidence): ...
@@ -169,6 +175,7 @@ def check(
             names=names,
             long=long,
             steps=steps,
+            absent=absent,
         )
         return function
 

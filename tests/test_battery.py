@@ -256,14 +256,15 @@ def test_what_fit_raised_is_reported_once():
 
 def test_what_fit_raised_is_not_reported_beside_the_fault_behind_it():
     results = {r.check: r for r in check_loop(Loops(detached), only=WATCHING, raises=False).results}
-    assert {r.outcome for r in results.values()} == {"passed", "failed"}
+    assert {r.outcome for r in results.values()} == {"skipped", "failed"}
     assert [c for c, r in results.items() if r.outcome == "failed"] == ["gradient_reaches_every_param"]
+    assert "fit raised after 0 optimizer steps, and what would follow was not seen" in results["step_order"].reason
 
 
 def test_a_fault_outweighs_what_fit_raised(only_these):
     only_these(a_check("one", says()), a_check("two", says(FAULT)), a_check("three", says(CannotDecide("too short"))))
     mine = subject(Loops(raising))
-    assert [mine.run_check(n).outcome for n in ("one", "two", "three")] == ["passed", "failed", "skipped"]
+    assert [mine.run_check(n).outcome for n in ("one", "two", "three")] == ["skipped", "failed", "skipped"]
 
 
 def test_the_verdict_does_not_depend_on_the_order():
@@ -271,7 +272,7 @@ def test_the_verdict_does_not_depend_on_the_order():
         mine = subject(Loops(detached))
         results = {name: mine.run_check(name) for name in order}
         assert results["gradient_reaches_every_param"].findings[0].cause == "graph_cut"
-        assert [results[n].outcome for n in WATCHING] == ["passed", "failed", "passed"]
+        assert [results[n].outcome for n in WATCHING] == ["skipped", "failed", "skipped"]
 
 
 def test_the_time_is_up(monkeypatch):

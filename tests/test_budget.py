@@ -74,7 +74,7 @@ def test_two_seconds_a_step(slow):
     report = check_loop(slow(2.0), raises=False)
     results = {result.check: result for result in report.results}
     left_out = [name for name, result in results.items() if not result.looked_at]
-    assert {results[name].outcome for name in NEED_ONE_RUN} == {"passed"}
+    assert all(results[name].outcome == "passed" or not results[name].applies for name in NEED_ONE_RUN)
     assert "overfit_one_batch" in left_out
     assert {results[name].outcome for name in left_out} == {"skipped"}
     (reason,) = {results[name].reason for name in left_out}
@@ -108,7 +108,7 @@ def test_the_order_in_which_checks_are_asked_for_is_not_that_in_which_time_is_sp
     assert subject.seconds_left == float("inf")
     asked = sorted(known, key=lambda name: known[name].worth)
     results = {name: subject.run_check(name) for name in asked}
-    assert {results[name].outcome for name in NEED_ONE_RUN} == {"passed"}
+    assert all(results[name].outcome == "passed" or not results[name].applies for name in NEED_ONE_RUN)
     assert not results["overfit_one_batch"].looked_at
     assert subject.seconds_left <= 120.0
 

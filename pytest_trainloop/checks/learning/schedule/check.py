@@ -77,7 +77,18 @@ if TYPE_CHECKING:
 CAUSES = {**RATE_CAUSES, **PLAN_CAUSES}
 
 
-@check(needs={"run"}, causes=CAUSES, rank=5, steps=2)
+def _no_schedule(evidence: Evidence) -> str:
+    from pytest_trainloop.records.learning_rates import rates
+
+    record = evidence.run()
+    if not record.steps:
+        return "no optimizer step was seen"
+    if record.schedulers or any(not group.constant for group in rates(record)):
+        return ""
+    return "the learning rate is constant, and no scheduler is used"
+
+
+@check(needs={"run"}, causes=CAUSES, rank=5, steps=2, absent=_no_schedule)
 def schedule(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule.planned import planned
 

@@ -142,7 +142,14 @@ _PLURAL: dict[Kind, tuple[str, str]] = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=50, steps=10)
+def _no_decay(evidence: Evidence) -> str:
+    from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
+
+    groups = evidence.shared(DecayGroups.of)
+    return "" if any(g.decay > 0 for g in groups.groups) else "no optimizer that steps has weight decay"
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=50, steps=10, absent=_no_decay)
 def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups

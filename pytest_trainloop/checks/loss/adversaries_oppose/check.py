@@ -99,7 +99,13 @@ CAUSES = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=15, steps=1)
+def _no_adversaries(evidence: Evidence) -> str:
+    from pytest_trainloop.checks.loss.adversaries_oppose.scores import ScoreRecorder
+
+    return "" if evidence.shared(ScoreRecorder.of) else "no network scores what another trained network makes"
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=15, steps=1, absent=_no_adversaries)
 def adversaries_oppose(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.adversaries_oppose.scores import (
         LEAST,

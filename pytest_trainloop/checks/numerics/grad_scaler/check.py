@@ -186,7 +186,18 @@ FALL = 10
 """Powers of two that a scale must fall by, once a step was made, to be suspicious."""
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=25, steps=1)
+def _no_scaler(evidence: Evidence) -> str:
+    from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
+
+    if evidence.run().scaler_calls():
+        return ""
+    if "precision" not in evidence.knobs or not evidence.repeatable:
+        return "no GradScaler is called"
+    called = EnabledScaler.enabled_in(evidence.shared(EnabledScaler).run())
+    return "" if called else "no GradScaler is called, with the knob precision= in float16 neither"
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=25, steps=1, absent=_no_scaler)
 def grad_scaler(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
 

@@ -115,7 +115,7 @@ GROWN = 10.0
 def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.steps:
-        return
+        raise CannotDecide("no optimizer step was seen")
     from pytest_trainloop.checks.numerics.optimizer_numerics.betas import growing_steps
     from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import FirstSteps
 

@@ -115,7 +115,18 @@ NOTABLE = 0.1
 LEAST_STEPS = 3
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=20, steps=1)
+def _nothing_low(evidence: Evidence) -> str:
+    from pytest_trainloop.checks.numerics.parameter_precision.running_values import RunningValues
+
+    record = evidence.run()
+    if any(p.dtype in LOW for p in record.parameters):
+        return ""
+    if evidence.repeatable and evidence.shared(RunningValues).candidates:
+        return ""
+    return f"no parameter, average or running value is kept in {' or '.join(LOW)}"
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=20, steps=1, absent=_nothing_low)
 def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.records.stepped_parameters import low_precision_stepped
 

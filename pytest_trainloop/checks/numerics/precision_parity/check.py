@@ -91,7 +91,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import share
@@ -181,7 +181,8 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.precision_parity.single_tensors import lost_tensor
     from pytest_trainloop.checks.numerics.precision_parity.tensor_errors import TensorErrors
 
-    judged, undecided, absent = 0, list[CannotDecide](), list[CannotDecide]()
+    nothing_low = False
+    judged, imposed, undecided, absent = 0, False, list[CannotDecide](), list[CannotDecide]()
     made: list[tuple[Record, Again]] = [
         (evidence.run(), lambda contexts, rounds=1: _to_step(evidence, contexts, rounds))
     ]
@@ -196,7 +197,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
         except CannotDecide as reason:
             undecided.append(reason)
             continue
-        judged += 1
+        judged, imposed = judged + 1, runs.imposed
         if parity is not None and parity.ratio > (FAILS if runs.imposed else PASSES):
             evidence.shared(TensorErrors).runs = runs
             found = locate(runs, parity)
@@ -210,10 +211,17 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             evidence.shared(TensorErrors).runs = runs
             yield _lost_tensor(evidence, runs, small)
             break
+    else:
+        nothing_low = imposed
     inside = list(_weights_cast_once(made)) or list(_backward_under_autocast(made))
     yield from inside
     if not judged and not inside and (undecided or absent):
         raise (undecided or absent)[0]
+    if nothing_low and not inside:
+        raise DoesNotApply(
+            "the loop computes nothing in low precision and has no knob precision=; under an autocast of this check "
+            "its gradient agrees with float64"
+        )
 
 
 def _finding(evidence: Evidence, runs: LowPrecisionRuns, parity: Parity, found: Located, *, fault: bool) -> Finding:

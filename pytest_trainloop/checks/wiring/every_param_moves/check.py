@@ -44,6 +44,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import some, verb
@@ -91,6 +92,8 @@ def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import bit_equal, low_precision_by_torch
 
     record = evidence.run()
+    if not record.steps and not record.changed():
+        raise CannotDecide("no optimizer step was seen, and no weight changed")
     unmoved = bit_equal(record)
     low = low_precision_by_torch(record, LOW)
     if unmoved:

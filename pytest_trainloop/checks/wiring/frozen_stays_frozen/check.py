@@ -111,7 +111,16 @@ _SHOWN = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=60, steps=1)
+def _nothing_frozen(evidence: Evidence) -> str:
+    from pytest_trainloop.recording.events import Step
+
+    record = evidence.run()
+    if record.frozen or any(not p.trainable for p in record.parameters) or any(s.frozen for s in record.of(Step)):
+        return ""
+    return "no parameter is frozen: all require gradients, and frozen= names none"
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=60, steps=1, absent=_nothing_frozen)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.buffers import FrozenModules
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import drifting

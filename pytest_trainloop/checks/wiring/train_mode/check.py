@@ -100,7 +100,17 @@ CAUSES = {
 INSTRUMENT = "pytest_trainloop.tracing.dropout_in_evaluation:DropoutInEvaluation"
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=40, steps=1, instrument=INSTRUMENT)
+def _no_modes(evidence: Evidence) -> str:
+    from pytest_trainloop.recording.events import Forward
+
+    forwards = evidence.run().of(Forward)
+    if not forwards:
+        return "no module was called"
+    acts = any(f.in_training or f.in_eval for f in forwards)
+    return "" if acts else "no module of the model acts by mode (as dropout and batch norm do)"
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=40, steps=1, instrument=INSTRUMENT, absent=_no_modes)
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
     found = list(_inside_fit(evidence))
     yield from found
