@@ -18,7 +18,7 @@ from pytest_trainloop.cards.page import Card, Line
 from pytest_trainloop.errors import BrokenCheck
 from pytest_trainloop.plugin import pictures, stored
 from pytest_trainloop.plugin.collect import marked_function
-from pytest_trainloop.plugin.nodeids import CARD, loop_of
+from pytest_trainloop.plugin.nodeids import CARD, check_in, loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -52,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
         ordered += [] if id(item) in moved else [item]
         ordered += [behind[number]] if number in behind else []
     items[:] = ordered
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Count cards apart from passed tests: a card checks nothing."""
+    made = report.when == "call" and report.passed and check_in(report.nodeid) == CARD
+    return ("cards", "c", "CARD") if made and PROPERTY in dict(report.user_properties) else None
 
 
 def take(item: pytest.Function, loop: str, subject: Subject, results: Mapping[str, Result]) -> None:
