@@ -196,6 +196,8 @@ def _run(make: Make, plan: RunPlan) -> Record:
         let_go(error)
     record.cut_short = batches.cut_short or batches.held_back
     record.ended = error is None and not guard.stopped
+    if error is None and not batches.taken and plan.further:
+        raise CannotDecide("fit came back without taking a batch when it was run again")
     if error is None and not batches.taken:
         how = "fit came back without taking a batch; it must iterate over the batches it is given"
         raise loop.located(UsageError(how))

@@ -122,7 +122,7 @@ def test_the_fault_is_named_and_the_repaired_loop_passes_whichever_way_data_come
     if way == "inside" and pair.check in {PAIRS[name].check for name in COMPOSED}:
         assert needs_data(result)
     else:
-        assert result.outcome == "passed", described(report)
+        assert result.outcome == "passed" or not result.applies, described(report)
 
 
 def test_every_check_is_there_but_those_that_judge_how_data_are_handed_over_and_what_was_recorded():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.steering import steers
 from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.reach.copies import same_bits
+from pytest_trainloop.recording.events import ModeCall, Step
 from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation
 
@@ -198,7 +200,7 @@ class _Judging:
         causes = {cause_of(group, len(run.seen.stepped)) for group in guilty}
         if "evaluation_trains" in causes:  # its gradients and moments are a part of that
             guilty = [group for group in guilty if group.kind == "weight"]
-        self._made.left += [self._described(cut, run, group) for group in guilty]
+        self._made.left += [self._described(cut, run, group) for group in guilty if not self._set_again(cut, group)]
         return True
 
     def _guilty(self, cut: _Cut, found: Sequence[Group]) -> list[Group]:
@@ -308,7 +310,8 @@ class _Judging:
         if not chosen or inside.differs(inside.interposed.run(lambda d: d.leaf.path in paths)):
             return
         for group in self._guilty(inside, chosen):
-            self._made.left.append(self._described(inside, there, group))
+            if not self._set_again(inside, group):
+                self._made.left.append(self._described(inside, there, group))
 
     def _before_first_step(self, cut: _Cut, found: bool) -> Seen | None:
         """Look at evaluation before the first step; what it showed, unless it raises there."""
@@ -366,6 +369,15 @@ class _Judging:
         the middle of it."""
         called_there = getattr(self._evidence.fresh_loop().evaluate, "within_fit", False)
         return cut.moment == "inside" and group.kind in WITHIN_FIT and not called_there
+
+    def _set_again(self, cut: _Cut, group: Group) -> bool:
+        """Whether ``fit`` calls ``train()`` again after steps, as at the start of each epoch: then evaluation belongs
+        between epochs, and what it leaves in the middle of one does not matter."""
+        if not self._inside_only(cut, group) or group.kind != "mode":
+            return False
+        record = cut.without.record
+        first = next((step.at for step in record.of(Step)), math.inf)
+        return any(call.on and call.at > first for call in record.of(ModeCall))
 
     def _line(self, cut: _Cut, paths: Sequence[str]) -> str:
         place = cut.interposed.up_to_cut().run(watched=paths).seen.place

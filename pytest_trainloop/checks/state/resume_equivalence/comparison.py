@@ -101,7 +101,13 @@ def _both(evidence: Evidence) -> tuple[Uninterrupted, Resumed | None, Renewed]:
 
 
 def _stopped(a: Uninterrupted) -> bool:
-    return bool(a.unreadable) or a.save_error is not None or a.ended.raised is not None or not a.ended.made.end
+    made = a.ended.made
+    return (
+        bool(a.unreadable)
+        or a.save_error is not None
+        or a.ended.raised is not None
+        or not (made.end and made.steps[-1])
+    )
 
 
 def _require_written(a: Uninterrupted, b: Resumed, raised: Raised) -> None:

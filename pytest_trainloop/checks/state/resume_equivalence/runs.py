@@ -213,7 +213,24 @@ class Uninterrupted:
         if not steps or not steps[0]:
             raise CannotDecide("fit made no optimizer step on its first batches")
         if not steps[-1]:
-            raise CannotDecide("fit makes no optimizer step when it is called a second time")
+            raise CannotDecide(f"fit makes no optimizer step when it is called a second time{self._run_out()}")
+
+    def _run_out(self) -> str:
+        """The counter that may have ended the second call of ``fit``: a number that the first one moved to the value of
+        another one; empty where there is none."""
+        assert self.saved is not None
+        saved, fresh = self.saved, Reach.of(self.evidence.fresh_loop()).snapshot()
+        both = [p for p, leaf in saved.leaves.items() if leaf.kind == "scalar" and p in fresh.leaves]
+        numbers = {p: saved.value(p) for p in both if type(saved.value(p)) is int}
+        moved = {p: v for p, v in numbers.items() if v > 0 and fresh.value(p) != v}
+        for path, value in moved.items():
+            for limit, other in numbers.items():
+                if limit not in moved and other == value:
+                    return (
+                        f": {path} is {value} by then, and so is {limit}, where fit may stop. Let the test's fit train "
+                        f"on: set {limit} = {path} + {value} before it calls the trainer"
+                    )
+        return ""
 
 
 class Resumed:

@@ -266,3 +266,17 @@ def test_a_result_that_happens_to_be_equal_clears_no_average():
     assert (finding.cause, finding.level) == ("average_lost", "advice")
     assert "evaluate() gives 1 with and without it" in finding.measured
     assert "an accuracy is often equal" in finding.shown_by
+
+
+def test_a_trainer_whose_counted_epochs_are_over_is_told_which_counter_ended_it():
+    from tests.checks.state.resume_equivalence.unusual_counters import counted_epochs_that_are_moved_on as moved_on
+    from tests.checks.state.resume_equivalence.unusual_counters import epochs_are_counted_and_over as over
+
+    (result,) = check_loop(over, only=["resume_equivalence"]).results
+    assert result.reason == (
+        "fit makes no optimizer step when it is called a second time: trainer.epoch is 3 by then, and so is "
+        "trainer.config.epochs, where fit may stop. Let the test's fit train on: set trainer.config.epochs = "
+        "trainer.epoch + 3 before it calls the trainer"
+    )
+    (result,) = check_loop(moved_on, only=["resume_equivalence"]).results
+    assert result.outcome == "passed"
