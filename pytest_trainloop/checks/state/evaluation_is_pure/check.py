@@ -28,7 +28,8 @@ How it decides
     *Feedback*: what ``fit`` itself never changes, and what evaluation sets by the model's score or moves on each time
     (a rate on a plateau, a curriculum, weights of classes), steers training on purpose: advice.
     *Inside fit*: where evaluation changes mode, gradients or switches, and ``fit`` sets them anew as it begins, it is
-    also called between two steps of one ``fit``. What differs there alone is advice.
+    also called between two steps of one ``fit``. What differs there alone is advice, but not a mode that ``fit`` sets
+    again later, at the start of an epoch.
 
 Faulty
     >>> def evaluate():
