@@ -19,6 +19,12 @@ CAUSES = {
         explains=LEARNING,
         change=("seen",),
     ),
+    "count_rounded_down": Cause(
+        proof="the gradient is (rows // k) * k / rows of what it is in one batch, and right where k divides the rows",
+        repair="weigh a micro-batch by the rows that it has, len(x) / rows, not by rows // accumulate",
+        change=("seen",),
+        settle="or choose a number of micro-batches that divides the rows of a batch",
+    ),
     "only_last_counts": Cause(
         proof="the first micro-batches of a window weigh nothing",
         repair="call zero_grad() once for each step, right after it, not once for each micro-batch",

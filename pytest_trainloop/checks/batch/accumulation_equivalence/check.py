@@ -27,8 +27,10 @@ How it decides
     A loop whose gradients differ and whose weights do not is right: its learning rate is scaled to match, or its
     optimizer gathers gradients. Each optimizer is judged by itself: next to one that waits for the end of the window,
     one may step with each micro-batch's own gradient, undivided. Where the factor is 1/k, windows of k whole batches
-    separate a loss that is divided twice from one that is divided by a constant. Batch norm uses its running
-    statistics. Hypothesis then shrinks the rows: ``smallest`` is the smallest composition that still shows the fault.
+    separate a loss that is divided twice from one that is divided by a constant. A factor of (n // k) k / n, with n the
+    rows of the loop's batch, comes from a weight of n // k rows where k does not divide n: advice. Batch norm uses its
+    running statistics. Hypothesis then shrinks the rows: ``smallest`` is the smallest composition that still shows the
+    fault.
     A loss of which one term is a sum over rows and another a mean is found with or without the knob: with every row
     twice one part of the gradient doubles and the other stays. It is named where two rows confirm it exactly, one part
     being the sum of theirs and the other the mean; where rows interact nothing confirms it, and a penalty on weights is
@@ -203,7 +205,7 @@ def _explained(
     if first.windows[0].difference <= first.bound:
         return _later_window(made, first)
     if len(wrong) == len(splits) > 1 and (factor := exact_factor(wrong)):
-        return _finding(first, scaled(made, first, wrong, factor, len(splits)))
+        return _finding(first, scaled(made, first, wrong, factor, splits))
     weighing = made.weigh(first)
     noise = made.difference_when_reversed(first)
     if noise * 1e3 > first.windows[0].difference:

@@ -86,6 +86,11 @@ class Accumulation:
         """The same over the first batch alone."""
         return Accumulation(self._gradients.cut_as(replace(self.cut, batches=self.cut.batches[:1])))
 
+    @property
+    def rows(self) -> int:
+        """The rows of the loop's own batch."""
+        return len(self.cut.valid.order)
+
     def sizes(self) -> list[int]:
         """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
         return self.cut.sizes()

@@ -57,7 +57,7 @@ def by_weights(
     if pattern == "absent":
         return _lost(split, len(weighing.absent))
     if pattern in ("scaled", "scaled_means"):
-        return scaled(made, split, wrong, weighing.factor, len(splits))
+        return scaled(made, split, wrong, weighing.factor, splits)
     if pattern == "means":
         return mean_of_means(weighing)
     if pattern == "other":
@@ -127,7 +127,9 @@ def mean_of_means(weighing: Weighing) -> Diagnosis:
     )
 
 
-def scaled(made: Accumulation, split: Split, wrong: Sequence[Split], factor: float, tried: int) -> Diagnosis:
+def scaled(
+    made: Accumulation, split: Split, wrong: Sequence[Split], factor: float, splits: Sequence[Split]
+) -> Diagnosis:
     """A gradient of the right direction and the wrong length. A loss that is divided by a constant (the batch size of
     the settings, an expected length) is right for micro-batches of that size, and cannot be judged."""
     if factor < 1 and made.divides_by_a_constant(split):
@@ -136,11 +138,28 @@ def scaled(made: Accumulation, split: Split, wrong: Sequence[Split], factor: flo
             "and parts of it, with fewer rows, give less; give split_batch= where micro-batches of fixed size are due",
             needs="split_batch=",
         )
+    rows = made.rows
+    if all(abs(s.windows[0].ratio - (rows // s.accumulate) * s.accumulate / rows) < CLOSE for s in splits):
+        k = split.accumulate
+        return Diagnosis(
+            "count_rounded_down",
+            f"{k} micro-batches give {factor:.4g} times the gradient of one batch: {rows} does not divide by {k}",
+            f"the factor is exactly ({rows} // k) * k / {rows} for splits into {_listed_sizes(splits)}",
+            level="advice",
+        )
     power = 1 if factor > 1 else -1
     exact = "the number of micro-batches" if power > 0 else "one over the number of micro-batches"
     by_count = all(abs(w.windows[0].ratio * w.accumulate**-power - 1) < CLOSE for w in wrong)
+    if not by_count and len(wrong) < len(splits):
+        right = [s for s in splits if s not in wrong]
+        return Diagnosis(
+            "update_differs",
+            f"{split.accumulate} micro-batches give {factor:.4g} times the gradient of the same examples in one batch",
+            f"splits into {_listed_sizes(right)} give the gradient of one batch: a count was rounded, or a constant is "
+            "right for one number of micro-batches only",
+            level="advice",
+        )
     shown = f"the factor is exactly {exact}" if by_count else f"the factor is {factor:.3g}"
-    sizes = " and ".join(", ".join(str(w.accumulate) for w in wrong).rsplit(", ", 1))
     whole = abs(split.windows[0].ratio / factor - 1) < CLOSE
     return Diagnosis(
         "loss_not_divided" if factor > 1 else "divided_twice",
@@ -148,8 +167,12 @@ def scaled(made: Accumulation, split: Split, wrong: Sequence[Split], factor: flo
         if whole
         else f"{split.accumulate} micro-batches all weigh the same, and in the mean {factor:.2f} times what they do in "
         "one batch",
-        f"{shown} for splits into {sizes}" if len(wrong) == tried else shown,
+        f"{shown} for splits into {_listed_sizes(wrong)}" if len(wrong) == len(splits) else shown,
     )
+
+
+def _listed_sizes(splits: Sequence[Split]) -> str:
+    return " and ".join(", ".join(str(s.accumulate) for s in splits).rsplit(", ", 1))
 
 
 def stepped_inside(split: Split) -> Diagnosis:

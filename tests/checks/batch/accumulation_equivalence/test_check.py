@@ -48,6 +48,8 @@ def split(k=2, *, first=SAME, second=SAME, **fields):
 class Windows:
     """Comparisons made beforehand: ``weights`` are those of the whole batch and of the window."""
 
+    rows = 24
+
     def __init__(
         self, made, weights=(), *, outside=0.0, by_counts=False, carried=None, grows=False, noise=1e-16, **more
     ):
