@@ -2,38 +2,33 @@
 
 A hook, a mode or a patch stands in a call of the project. What goes wrong in it must not end a script that ends well
 alone: the call goes on as torch makes it, and the checks that read the record end as errors. Each place where the
-project's calls come through this package (a seam) asks ``passed_over``; one that makes the project's call itself is
-``seam``, and makes that call by ``passed_on``.
+project's calls come through this package asks ``passed_over``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_trainloop.paths import PACKAGE
 from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
+from pytest_trainloop.recording.seams import closed, opened
 from pytest_trainloop.recording.source import layer
+from pytest_trainloop.recording.torch_internals import MODULE_CALLS
 from pytest_trainloop.whose import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import CodeType
+
+    from pytest_trainloop.recording.seams import Seam
 
 MOST = 100
 """Mistakes that are noted, at most."""
 
 _RECORDS: list[list[str]] = []
 """Where the runs under way note mistakes, the innermost last."""
-
-_MODULE_CALLS = frozenset(
-    getattr(torch.nn.Module, name).__code__ for name in ("_call_impl", "_wrapped_call_impl") if hasattr(torch.nn.Module, name)
-)
 
 _OWN_CALLS = frozenset({"__call__", "__init__", "__iter__", "__next__", "__getitem__"})
 """Methods with underscores that this package calls for what they do; the others are asked by looking at an object."""
@@ -74,7 +69,7 @@ def _is_theirs(error: Exception) -> bool:
     """Whether a function or a module of the project raised it, and not an object that was only looked at."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if code in _MODULE_CALLS:
+        if code in MODULE_CALLS:
             return True
         if layer(code.co_filename) == 2 and not is_stand_in(code):
             name = code.co_name
@@ -105,73 +100,50 @@ class PassingOver:
         return isinstance(error, Exception) and passed_over(error)
 
 
-class Seam:
-    """One call of the project that is under way in a seam: whether it was made, and what came of it."""
-
-    __slots__ = ("error", "made", "out")
-
-    def __init__(self) -> None:
-        self.made = False
-        self.out: Any = None
-        self.error: BaseException | None = None
-        """What it raised."""
-
-    def goes_on(self, error: Exception) -> bool:
-        """Whether the call goes on after an exception in the seam, by ``ended``."""
-        return error is not self.error and passed_over(error)
-
-    def ended(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the project's call gives or raises; it is made where it was not yet."""
-        if self.made:
-            return self.out
-        if self.error is not None:
-            raise self.error
-        return as_caller(func, args, kwargs)
+PASSING_OVER = PassingOver()
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.seams: list[Seam] = []
-        """The seams that this thread is in, the innermost last."""
+def goes_on(seam: Seam, error: Exception) -> bool:
+    """Whether the project's call goes on after an exception in this seam (``ended``). What the call itself raised is
+    the project's."""
+    return error is not seam.error and passed_over(error)
 
 
-_HERE = _Here()
+def ended(seam: Seam, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the project's call gives or raises; it is made where it was not yet."""
+    if seam.made:
+        return seam.out
+    if seam.error is not None:
+        raise seam.error
+    return as_caller(func, args, kwargs)
 
 
-def opened() -> Seam:
-    """A seam that this thread enters; ``closed`` must follow."""
-    seam = Seam()
-    _HERE.seams.append(seam)
+def guarded(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this package that stands in the place of one of the project's or of torch: a mistake in it gives
+    what the original gives. It must call that by ``passed_on`` or ``as_caller``."""
+
+    @functools.wraps(own)
+    def seam(*args: Any, **kwargs: Any) -> Any:
+        call = opened()
+        try:
+            try:
+                return own(*args, **kwargs)
+            except Exception as error:
+                if not goes_on(call, error):
+                    raise
+            return ended(call, original, args, kwargs)
+        finally:
+            closed(call)
+
     return seam
 
 
-def closed(seam: Seam) -> None:
-    """Leave a seam."""
-    seams = _HERE.seams
-    while seams and seams.pop() is not seam:  # one that a stop has interrupted
-        pass
-    seam.error = None  # its traceback holds the frame that holds the seam
+def unnoticed(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this package that Python or torch calls beside the project's own: a mistake in it gives None."""
 
+    @functools.wraps(own)
+    def seam(*args: Any, **kwargs: Any) -> Any:
+        with PASSING_OVER:
+            return own(*args, **kwargs)
 
-def passed_on(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the project's call in a seam."""
-    return _kept(func, args, kwargs)
-
-
-def passed_on_as_caller(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The same, as from the project's own line (``as_caller``)."""
-    return _kept(as_caller, (func, args, kwargs), {})
-
-
-def _kept(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    seams = _HERE.seams
-    if not seams:
-        return func(*args, **kwargs)
-    seam = seams[-1]
-    try:
-        out = func(*args, **kwargs)
-    except BaseException as error:
-        seam.error = error
-        raise
-    seam.made, seam.out, seam.error = True, out, None
-    return out
+    return seam
