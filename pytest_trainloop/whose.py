@@ -20,7 +20,7 @@ SIGNALS = (BrokenRun, CannotDecide, TimeRanOut, TrainLoopError, Unreliable, User
 
 _RAISES = frozenset({opcode.opmap["RAISE_VARARGS"], opcode.opmap["RERAISE"]})
 
-_PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__"})
+_PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__", "passed_on"})
 """Functions that only pass a call of the project on: what C code raises in them is the project's."""
 
 

@@ -45,6 +45,8 @@ def _head(record: Record) -> Iterator[str]:
     if record.raised is not None:
         yield f"fit raised {record.raised.summary}"
     yield from record.notes
+    for mistake in record.mistakes:
+        yield f"pytest-trainloop raised at {mistake}"
 
 
 def _weights(record: Record) -> Iterator[str]:

@@ -22,6 +22,7 @@ from pytest_trainloop.optimizers.lost_updates import EntryUpdates, LostUpdates, 
 from pytest_trainloop.optimizers.replay import kind_of, step
 from pytest_trainloop.optimizers.spacing import lr_growth, spacings
 from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import has_step_hooks, is_patched_by_scheduler
 from pytest_trainloop.runs.hooks import around_steps
 
@@ -201,8 +202,10 @@ def _name(tensor: torch.Tensor) -> str:
 class _NoHalves(OperationMode):  # type: ignore[no-untyped-call]
     """Replaces every half-precision dtype among the arguments of an operation by float32."""
 
+    changes = True
+
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*map(_dtype, args), **{name: _dtype(value) for name, value in kwargs.items()})
+        return passed_on(func, tuple(map(_dtype, args)), {name: _dtype(value) for name, value in kwargs.items()})
 
 
 def _dtype(value: Any) -> Any:

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.recording.seams import HERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,8 +34,10 @@ def _template(__trainloop_func: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def as_caller(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function as from the line that called this package, or the function of torch that did."""
+    """Call a function as from the line that called this package, or the function of torch that did; in a seam, this is
+    the project's call."""
     frame: FrameType | None = sys._getframe(1)
+    made: FunctionType | None = None
     while frame is not None:
         code = frame.f_code
         if _OURS.get(code.co_filename) or (code.co_filename not in _OURS and _is_ours(code.co_filename)):
@@ -44,8 +47,17 @@ def as_caller(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         else:
             known = _KNOWN.get((id(code), frame.f_lasti))
             made = known[1] if known is not None and known[0] is code else _made(frame)
-            return made(func, args, kwargs)
-    return func(*args, **kwargs)
+            break
+    seam = HERE.seams[-1] if HERE.seams else None
+    try:
+        out = func(*args, **kwargs) if made is None else made(func, args, kwargs)
+    except BaseException as error:
+        if seam is not None:
+            seam.error = error
+        raise
+    if seam is not None:
+        seam.made, seam.out, seam.error = True, out, None
+    return out
 
 
 def is_stand_in(code: CodeType) -> bool:

@@ -14,6 +14,7 @@ from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Arrival, Backward, Root
 from pytest_trainloop.recording.function_mode import is_aside
 from pytest_trainloop.recording.hooks import on_gradient
+from pytest_trainloop.recording.mistakes import PASSING_OVER
 from pytest_trainloop.recording.shards import GradientsByHand
 from pytest_trainloop.recording.source import NOWHERE, here
 from pytest_trainloop.recording.torch_internals import has_values, is_functorch, is_traced
@@ -67,12 +68,15 @@ class Gradients:
         if watch.backward is not None or is_aside() or is_traced():
             return as_caller(function, args, kwargs)
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
-        roots = _roots(args, kwargs)
-        if roots and not any(has_values(t) or is_functorch(t) for t in roots):  # nothing trains on them
+        event = by_hand = None
+        with PASSING_OVER, watch.suspended():
+            roots = _roots(args, kwargs)
+            if not roots or any(has_values(t) or is_functorch(t) for t in roots):  # else nothing trains on them
+                event = self._open(kind, args, kwargs)
+                by_hand = GradientsByHand(watch.table.tensors) if watch.full and event.kind == "backward" else None
+        if event is None:
+            watch.backward = None
             return as_caller(function, args, kwargs)
-        with watch.suspended():
-            event = self._open(kind, args, kwargs)
-            by_hand = GradientsByHand(watch.table.tensors) if watch.full and event.kind == "backward" else None
         try:
             out = as_caller(function, args, kwargs)
             if by_hand is not None:

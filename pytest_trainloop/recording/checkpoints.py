@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import CheckpointCall
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of, checkpoint_generators
 
@@ -33,7 +34,7 @@ class Checkpoints:
     def _reentrant(self, original: Callable[..., Any]) -> Any:
         def apply(cls: type, function: Any, preserves: bool, *args: Any) -> Any:
             self._note(args, reentrant=True, preserves=preserves)
-            return apply_of(cls, original)(function, preserves, *args)
+            return passed_on(apply_of(cls, original), (function, preserves, *args), {})
 
         return classmethod(apply)
 

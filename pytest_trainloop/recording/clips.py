@@ -15,6 +15,7 @@ import torch
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import ClipCall, GradWrite
 from pytest_trainloop.recording.function_mode import is_aside
+from pytest_trainloop.recording.mistakes import PASSING_OVER, guarded
 from pytest_trainloop.recording.samples import _dense, readable
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.source import here
@@ -37,7 +38,7 @@ class Clips:
         self._unknown: list[tuple[ClipCall, int, torch.Tensor, torch.Tensor | None]] = []
         self._originals = [(cell, cell.cell_contents) for cell in clip_cells().values()]
         for name, cell in clip_cells().items():
-            cell.cell_contents = self._watched(name, cell.cell_contents)
+            cell.cell_contents = guarded(self._watched(name, cell.cell_contents), cell.cell_contents)
 
     def remove(self) -> None:
         for cell, original in self._originals:
@@ -84,13 +85,16 @@ class Clips:
         exhausted = isinstance(given, types.GeneratorType) and not tensors
         if isinstance(given, Iterator):
             bound.arguments["parameters"] = tensors
-        with self._watch.suspended(), torch.no_grad():
+        call = None
+        with PASSING_OVER, self._watch.suspended(), torch.no_grad():
             call = self._open(name, bound, given, tensors)
         if exhausted:
             self._warn(original, bound)
         out = as_caller(original, bound.args, bound.kwargs)
-        with self._watch.suspended(), torch.no_grad():
-            if name == "clip_grad_value_":
+        with PASSING_OVER, self._watch.suspended(), torch.no_grad():
+            if call is None:
+                pass
+            elif name == "clip_grad_value_":
                 for i in call.parts[-1]:
                     self._norm(self._watch.table.tensors[i], call.left, i)
             elif isinstance(out, torch.Tensor):

@@ -18,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.recording.as_caller import as_caller
+from pytest_trainloop.recording.mistakes import ended, goes_on
+from pytest_trainloop.recording.seams import closed, opened, passed_on
 from pytest_trainloop.recording.torch_internals import DispatchMode, is_traced, put_below, take_off
 
 if TYPE_CHECKING:
@@ -97,11 +99,30 @@ class FunctionMode(TorchFunctionMode):
     ) -> Any:
         if is_traced() or _HERE.aside or called_by_sharding():
             return func(*args, **(kwargs or {}))
-        return self.call(getattr(func, "__name__", ""), func, args, kwargs or {})
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        seam = opened()
+        try:
+            try:
+                return (self.call if self.looks() else self.left)(name, func, args, kwargs)
+            except Exception as error:
+                if not goes_on(seam, error):
+                    raise
+            return ended(seam, func, args, kwargs)
+        finally:
+            closed(seam)
+
+    def looks(self) -> bool:
+        """Whether ``call`` gets the calls that are made now, or ``left``."""
+        return True
+
+    def left(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call gives that the mode does not look at."""
+        return FunctionMode.call(self, name, func, args, kwargs)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call gives. Its caller is two frames up. ``name`` is "__get__" where an attribute is read."""
-        return func(*args, **kwargs) if name == "__get__" else as_caller(func, args, kwargs)
+        """What the call gives, made by ``passed_on`` or ``as_caller``. Its caller is two frames up. ``name`` is
+        "__get__" where an attribute is read."""
+        return passed_on(func, args, kwargs) if name == "__get__" else as_caller(func, args, kwargs)
 
 
 class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]
@@ -109,6 +130,9 @@ class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]
 
     The mode is off while ``operate`` runs. It stands aside while torch is tracing (``is_traced``).
     """
+
+    changes = False
+    """Whether it computes something else on purpose: the run cannot go on without it then."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,11 +142,21 @@ class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if is_traced():
             return func(*args, **(kwargs or {}))
-        return self.operate(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        seam = opened()
+        try:
+            try:
+                return self.operate(func, args, kwargs)
+            except Exception as error:
+                if self.changes or not goes_on(seam, error):
+                    raise
+            return ended(seam, func, args, kwargs)
+        finally:
+            closed(seam)
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operation gives."""
-        return func(*args, **kwargs)
+        """What the operation gives, made by ``passed_on``."""
+        return passed_on(func, args, kwargs)
 
 
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 Two rules hold for all of them. No hook sits on an object of the project's, where a copy, a pickle or a script of it
 would take it along: hooks of modules and optimizers are torch's global ones, and those of tensors are left out of what
 is saved. And all of them stand aside while torch is tracing (``is_traced``): there are no values then, and what is
-called for them would become part of the trace.
+called for them would become part of the trace. A mistake in a hook changes nothing for the loop (``mistakes``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import unserializable_hook
 
+from pytest_trainloop.recording.mistakes import passed_over
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.torch_internals import is_traced, is_transformed
 
@@ -96,6 +97,11 @@ def _aside(hook: Callable[..., Any]) -> Callable[..., Any]:
     def asked(*args: Any, **kwargs: Any) -> Any:
         if is_traced():
             return None
-        return hook(*args, **kwargs)
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:
+            if not passed_over(error):
+                raise
+        return None
 
     return asked

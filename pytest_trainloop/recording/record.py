@@ -246,6 +246,9 @@ class Record:
     """``TrainLoop.frozen``."""
     notes: list[str] = field(default_factory=list)
     """Remarks for whoever reads the record."""
+    mistakes: list[str] = field(default_factory=list)
+    """Mistakes of this package that were passed over while the run went on, a line each with its file and line:
+    whatever else the record holds may be incomplete."""
 
     def of(self, kind: type[E_]) -> list[E_]:
         """The events of one kind, in order."""

@@ -108,7 +108,7 @@ def rates_of(groups: Any, reader: Reader, event: Any, name: str) -> None:
 
 def _under_construction() -> bool:
     """Whether torch itself steps the scheduler for the first time, inside its constructor."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)  # past the patch, and what guards it
     while frame is not None and frame.f_globals.get("__name__") == LRScheduler.__module__:
         if frame.f_code.co_name in ("__init__", "_initial_step"):
             return True

@@ -99,12 +99,11 @@ def frame_in(filename: str, limit: int = 60) -> FrameType | None:
 
 
 def frames_called(substring: str, limit: int = 12) -> FrameType | None:
-    """The nearest frame within ``limit`` whose function name contains the text."""
+    """The nearest frame whose function name contains the text, within ``limit`` frames that are not this package's."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(limit):
-        if frame is None:
-            return None
+    while frame is not None and limit > 0:
         if substring in frame.f_code.co_name:
             return frame
+        limit -= not frame.f_code.co_filename.startswith(PACKAGE)
         frame = frame.f_back
     return None

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import ClipCall, GradWrite, LossCall, Place
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import frames_called, here
 from pytest_trainloop.recording.torch_names import (
     ATTENTION,
@@ -59,7 +60,7 @@ class Functions(FunctionMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "__get__" and getattr(func, "__self__", None) not in _READ:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         if not self._active:
             return as_caller(func, args, kwargs)
         watch = self._watch
@@ -136,7 +137,7 @@ class Functions(FunctionMode):
             return
         value = args[1] if name == "__set__" and len(args) > 1 else None
         if value is None:
-            zeroing = frames_called("zero_grad", 5)
+            zeroing = frames_called("zero_grad", 3)
             if zeroing is not None:
                 self._note_optimizer(zeroing)
             self._note("none", [index], "grad = None" if zeroing is None else "zero_grad")
@@ -149,9 +150,9 @@ class Functions(FunctionMode):
         if not written or name == UNSCALING:
             return as_caller(func, args, kwargs)
         if name in ZEROING or (name == "fill_" and args[1:] == (0,)):
-            self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 7) else name)
+            self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 4) else name)
             return as_caller(func, args, kwargs)
-        clip = frames_called("clip_grad_norm_", 9) or frames_called("clip", 9)
+        clip = frames_called("clip_grad_norm_", 6) or frames_called("clip", 6)
         if clip is None:
             self._note("altered", list(written), name)
             return as_caller(func, args, kwargs)

@@ -34,6 +34,7 @@ __all__ = [
     "DROPOUT_MODULES",
     "FILES_OF_MODES",
     "FIRST_KERNEL",
+    "MODULE_CALLS",
     "NORM_MODULES",
     "DispatchMode",
     "aliased_arguments",
@@ -452,6 +453,9 @@ def hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
     found = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hooks for hooks in found if hooks]
 
+
+MODULE_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
+"""The code that calls a module: ``_wrapped_call_impl`` and ``_call_impl``."""
 
 DROPOUT_MODULES = torch.nn.modules.dropout._DropoutNd
 """The base of torch's dropout modules: ``_DropoutNd``."""

@@ -20,6 +20,7 @@ from pytest_trainloop.recording.copied_rates import StateDicts
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.graphs import Graphs
+from pytest_trainloop.recording.mistakes import PASSING_OVER, noted_on
 from pytest_trainloop.recording.parameters import ParameterTable
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Record
@@ -93,6 +94,7 @@ class Watch:
         self._patches = Patches()
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
+            undo.enter_context(noted_on(self.record.mistakes))
             undo.callback(self._patches.remove)
             self.graphs = Graphs(self)
             self.gradients = Gradients(self, self._patches)
@@ -125,12 +127,13 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with self.suspended():
+            with PASSING_OVER, self.suspended():
                 self._note_end()
+            with PASSING_OVER:
+                self._finish()
         finally:
             self._exit.close()
             self.items = lambda: 0  # the batches hold the project's DataLoader
-        self._finish()
 
     def _leave_exports_alone(self) -> None:
         def around(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from pytest_trainloop.recording.checkpoints import bound, needs_grad
 from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import apply_of, checkpoint_generators
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any
     def apply(cls: type, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
         piece = how(Asked(True, bool(preserves), needs_grad(args))) if cls is CheckpointFunction else None
         if piece is None:
-            return apply_of(cls, original)(function, preserves, *args)
+            return passed_on(apply_of(cls, original), (function, preserves, *args), {})
         if piece.plain:
             return function(*args)
         if piece.modern:
@@ -94,7 +95,7 @@ def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any
             with piece.first() if times == 1 else piece.again():
                 return function(*given)
 
-        return apply_of(cls, original)(around, preserves or piece.preserves, *args)
+        return passed_on(apply_of(cls, original), (around, preserves or piece.preserves, *args), {})
 
     return classmethod(apply)
 

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import aliased_arguments, tree_map
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
     that were asked for and turned into float64.
     """
 
+    changes = True
+
     def __init__(self) -> None:
         super().__init__()
         self.asked: set[torch.dtype] = set()
@@ -55,9 +58,9 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.copying:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         if not _any_to_widen(args) and not (kwargs and _any_to_widen(kwargs.values())):
-            out = func(*args, **kwargs)
+            out = passed_on(func, args, kwargs)
             if isinstance(out, torch.Tensor) and out.dtype not in WIDER:
                 return out
             return self._noted(func, out)
@@ -69,10 +72,10 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
         kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}
         aliased, written = aliased_arguments(func)
         if func is torch.ops.aten.copy_.default:
-            return func(*args, **kwargs)  # it converts by itself
+            return passed_on(func, args, kwargs)  # it converts by itself
         if _lower_among(args) and (not aliased or _mixed(args)):
             args = tuple(a if i in written or i in aliased else tree_map(_wide, a) for i, a in enumerate(args))
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default and not aliased:
             out = tree_map(_wide, out)
         return self._noted(func, out)

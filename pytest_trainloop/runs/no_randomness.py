@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import on_in_engine
 from pytest_trainloop.recording.torch_names import DROPOUTS, RECURRENT
 from pytest_trainloop.runs.shared_draws import shared
@@ -36,7 +37,7 @@ class NoRandomness(FunctionMode):
                 return torch.autograd.backward(*_of_backward(*args, **kwargs))
         if func is torch.autograd.backward:
             with on_in_engine(self):
-                return func(*args, **kwargs)
+                return passed_on(func, args, kwargs)
         if name in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":
@@ -47,7 +48,7 @@ class NoRandomness(FunctionMode):
             args = tuple(0.0 if isinstance(a, float) else a for a in args)
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         return out if self._keeps(name) else self.replaced(name, out, args, kwargs)
 
     def replaced(self, name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ import random
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ class _Lines:
         finally:
             sys.settrace(before)
 
+    @unnoticed
     def _called(self, frame: FrameType, _event: str, _arg: Any) -> Callable[..., Any] | None:
         if self.found or layer(frame.f_code.co_filename) < 2:
             return None
         return self._on_line
 
+    @unnoticed
     def _on_line(self, frame: FrameType, event: str, _arg: Any) -> Callable[..., Any] | None:
         if self.found:
             return None

@@ -13,6 +13,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
+from pytest_trainloop.recording.mistakes import noted_on
 from pytest_trainloop.recording.torch_internals import modes_kept
 from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
@@ -120,7 +121,8 @@ def run(make: Make, plan: RunPlan) -> Record:
 
 
 def _run(make: Make, plan: RunPlan) -> Record:
-    with preserved(), modes_kept(), contextlib.ExitStack() as precision:
+    mistakes: list[str] = []
+    with preserved(), modes_kept(), noted_on(mistakes), contextlib.ExitStack() as precision:
         if plan.further:
             _show_no_warnings(plan)
         torch.set_grad_enabled(True)
@@ -180,6 +182,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
         record.double = wide is not None and not wide.lower
         record.lower = () if wide is None else tuple(wide.lower)
         record.asked = () if wide is None else wide.halves()
+    record.mistakes += mistakes  # while the loop was built, and as the contexts were left
     record.knobs = dict(plan.knobs)
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     if isinstance(error, UsageError):

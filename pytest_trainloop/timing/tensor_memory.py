@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 
-from pytest_trainloop.recording.torch_internals import DispatchMode, tree_leaves
+from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.seams import passed_on
+from pytest_trainloop.recording.torch_internals import tree_leaves
 
 
-class TensorMemory(DispatchMode):  # type: ignore[no-untyped-call]
+class TensorMemory(OperationMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of each storage from the first operation that gives a tensor on it until it is freed.
 
     The count is the same on every machine. It is blind to what a kernel needs for itself while it runs.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.peak = 0
         self._live = 0
         self._known: dict[int, weakref.ref[Any]] = {}
@@ -41,7 +43,7 @@ class TensorMemory(DispatchMode):  # type: ignore[no-untyped-call]
         self._live += size
         self.peak = max(self.peak, self._live)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = passed_on(func, args, kwargs)
         self.hold(out)
         return out

@@ -16,6 +16,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, IN_PLACE_OPERATORS
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -153,7 +154,7 @@ class Calls(WatchingMode):
             with watch.suspended():
                 self.roots += [self.of(t) for t in tensors_in(args[:1], kwargs.get("tensors"))]
         if name in AUTOGRAD_CALLS or not watched(name) or len(self.calls) >= MOST:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with watch.suspended():
             made = Call(
                 len(self.calls),
@@ -168,7 +169,7 @@ class Calls(WatchingMode):
             self.looked_at(made, args, kwargs)
             self.calls.append(made)
         other = self.others.get(made.number)
-        out = func(*args, **kwargs) if other is None else other(func, args, kwargs)
+        out = passed_on(func, args, kwargs) if other is None else other(func, args, kwargs)
         if name == "__iter__":
             rows = list(out)
             out = iter(rows)

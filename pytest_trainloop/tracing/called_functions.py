@@ -6,6 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.source import layer
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class CalledFunctions:
         finally:
             sys.setprofile(None)
 
+    @unnoticed
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
         if event != "call":
             return

@@ -13,6 +13,7 @@ import torch
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of
 from pytest_trainloop.recording.torch_names import (
@@ -104,20 +105,20 @@ class Tracer(WatchingMode):
         name = _name(func)
         if name == SET_GRAD_ENABLED:
             self._region = here() if args and args[0] is False else None
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         given = list(tensors_in(args, kwargs))
         if self._chosen and name == "__set__" and given and given[0].grad_fn is not None and _sets_requires_grad(func):
             return None  # it has its history now, and torch sets the flag of leaves only
         off = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
         if off and self._left_out("grad_off", self._region_site()):
             with torch.inference_mode(False), torch.enable_grad():
-                return func(*args, **kwargs)
+                return passed_on(func, args, kwargs)
         if name in ("data", "detach"):
-            self._detached = [*self._detached[-63:], out := func(*args, **kwargs)]
+            self._detached = [*self._detached[-63:], out := passed_on(func, args, kwargs)]
             if not given[0].requires_grad:
                 return out
         if not any(t.requires_grad for t in given):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         return self._with_history(name, func, args, kwargs, given)
 
     def _with_history(
@@ -127,7 +128,7 @@ class Tracer(WatchingMode):
         kind: Kind | None
         if chosen := self._chosen.get((name, site)):
             return self._changed(chosen, func, args, kwargs, given)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if any(t.requires_grad for t in tensors_in(out)) and not name.startswith("__get"):
             self._touch(given)  # what is only asked for its device or its gradient is not computed with
         kind = "value" if _writes(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
@@ -178,13 +179,13 @@ class Tracer(WatchingMode):
         if self._nudge and _writes(chosen.op):
             with torch.no_grad():
                 args = (args[0], *(_nudged(a) if isinstance(a, torch.Tensor) else a for a in args[1:]))
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         if self._nudge:
             with torch.no_grad():
-                return _nudged(func(*args, **kwargs))
+                return _nudged(passed_on(func, args, kwargs))
         if chosen.op in _NOT_A_TENSOR or (_writes(chosen.op) and chosen.kind == "value"):
-            return func(*args, **kwargs)
-        return _straight_through(given[0], func(*args, **kwargs))
+            return passed_on(func, args, kwargs)
+        return _straight_through(given[0], passed_on(func, args, kwargs))
 
     def _patched_apply(self, original: Callable[..., Any]) -> Any:
         """Watch the project's own autograd functions: a gradient at the output must go on to each input."""
@@ -193,7 +194,7 @@ class Tracer(WatchingMode):
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             self._inside += 1  # autograd switches gradients off in there, which is no cut
             try:
-                out = apply_of(cls, original)(*args, **kwargs)
+                out = passed_on(apply_of(cls, original), args, kwargs)
             finally:
                 self._inside -= 1
             inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]

@@ -19,6 +19,7 @@ from torch import nn
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import around_modules
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.recording.torch_names import EMBEDDINGS, LOSSES
@@ -225,13 +226,13 @@ class ForwardPass(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, name = self.watch, name_of(func)
         if not watched(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with watch.suspended():
             if name in LOSSES:
                 self.at_loss(self, name, args, kwargs)
             parents = self.lineage.before(name, args, kwargs)
             op = Op(self._count, name, func, args, kwargs, here()[0], watch.module_path())
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if self._depth or self.everywhere:
             out = self._kept(watch, op, out)
         with watch.suspended():

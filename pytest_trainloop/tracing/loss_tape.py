@@ -23,6 +23,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import storage_of
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, tree_map, writes_in_place
 from pytest_trainloop.recording.torch_names import (
@@ -146,10 +147,10 @@ class LossTape(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
         if not watched(name) or name in _NO_RESULT:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with self.watch.suspended():
             seen = self._opened(name, func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if seen is not None:
             with self.watch.suspended():
                 self._closed(seen, args, out)
@@ -299,7 +300,7 @@ class _AtBackward(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ("backward", "grad"):  # of an attribute that is read the name is "__get__"
             self._tape.backpropagated(args, kwargs)
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
 
 def _is_packed(value: Any) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.recording.function_mode import FunctionMode, called_by_sharding, is_aside
-from pytest_trainloop.recording.torch_internals import functorch_level, is_traced
+from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.torch_internals import functorch_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -62,16 +62,10 @@ class WatchingMode(FunctionMode):
         thread = watch.thread
         return not (thread.suspended or thread.stepping or watch.backward is not None)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if is_traced() or is_aside() or called_by_sharding():
-            return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if self._watch is None or functorch_level() is not None or not self.active():
-            return super().call(name, func, args, kwargs or {})
-        return self.call(name, func, args, kwargs or {})
+    def looks(self) -> bool:
+        """Whether ``call`` gets the calls that are made now."""
+        return self._watch is not None and functorch_level() is None and self.active()
+
+    def left(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call gives that this mode does not look at: another base of the class may."""
+        return super().call(name, func, args, kwargs)

@@ -18,6 +18,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, on_gradient
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
@@ -242,14 +243,14 @@ class NonFiniteOrigins(WatchingMode):
         if name == "backward":
             self._backward(watch, args, kwargs)
         if name in _LOOKS:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with watch.suspended(), torch.no_grad():
             self._forget(watch)
             inputs = floats(tensors_in(args, kwargs))
             bad = [t for t in inputs if not _finite(t)]
             lost = {id(t) for t in bad if _lost(t)}
             bounds = _range(inputs)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         with watch.suspended():
             results = floats(tensors_in(args[0] if in_place(name) else out))
             literal = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))

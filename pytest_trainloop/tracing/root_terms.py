@@ -21,6 +21,7 @@ from pytest_trainloop.recording.function_mode import is_aside, tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import is_transformed
 from pytest_trainloop.recording.torch_names import (
@@ -222,18 +223,18 @@ class RootTerms(WatchingMode):
         lineage = self._lineage
         reads, name = name == "__get__", name_of(func)
         if lineage is None or self._nodes > MOST_NODES:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         if name == "grad":
             return self._derivative(func, args, kwargs, reads=reads)
         if not watched(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         if name == "backward":
             return self._backward(func, args, kwargs)
         with self.watch.suspended():
             parents = lineage.before(name, args, kwargs)
             if self._look is not None:
                 self._look(name, args, self._scalar_of)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         with self.watch.suspended():
             lineage.note(self.watch, func, name, args, kwargs, parents, out)
             for result in tensors_in(args[0] if name.startswith("__i") and args else out):
@@ -245,7 +246,7 @@ class RootTerms(WatchingMode):
             self._root(args[0] if args else kwargs.get("tensors"))
         self._in_backward = True
         try:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         finally:
             self._in_backward = False
 
@@ -300,7 +301,7 @@ class RootTerms(WatchingMode):
         """A call of ``autograd.grad``, or the gradient of a tensor that is no parameter, read."""
         lineage = self._lineage
         if lineage is None:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with self.watch.suspended():
             outputs = list(tensors_in(args[:1], kwargs.get("outputs", ())))
             inputs = [] if reads else list(tensors_in(args[1:2], kwargs.get("inputs", ())))
@@ -309,7 +310,7 @@ class RootTerms(WatchingMode):
                 self._root(outputs[0])
             parents = tuple(lineage.of(t) for t in (*outputs, *inputs))
             of_weights = [_is_weight(lineage.of(t)) for t in (outputs if reads else inputs)]
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         with self.watch.suspended():
             if not any(known) and not all(of_weights):
                 place, site = here()

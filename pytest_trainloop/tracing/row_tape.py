@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import has_values, past_dispatch_modes
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, axis_of
@@ -231,7 +232,7 @@ class _AtBackward(FunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "backward" and args:
             self._tape.backpropagated(args, kwargs)
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
 
 def _readable(tensor: torch.Tensor) -> bool:

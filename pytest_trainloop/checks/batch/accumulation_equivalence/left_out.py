@@ -11,6 +11,7 @@ from pytest_trainloop.recording.events import Backward, Place, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules, before_steps
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here, place_of
 from pytest_trainloop.recording.torch_internals import hooks_of
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS, ZEROING
@@ -68,12 +69,12 @@ class LeftOut(FunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self._watch
         if not args or watch.is_suspended or watch.stepping or watch.backward is not None or not _writes(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with watch.suspended():
             left_out = self._inside() and self._is_left_out(name, func, args)
         if left_out:
             return args[0] if name != "__set__" else None
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
     def _is_left_out(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether the call is a write to gradients; writes to a state are noted, and undone later."""

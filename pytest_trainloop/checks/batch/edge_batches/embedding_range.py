@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
 from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -48,7 +49,7 @@ class LookUps(WatchingMode):
             ids, weight = (*args, kwargs.get("input"), kwargs.get("weight"))[:2]
             with watch.suspended():
                 self.found.append(LookUp(ids.detach().clone(), len(weight), watch.module_path(), here()[0]))
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)

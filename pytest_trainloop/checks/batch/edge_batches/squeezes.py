@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -54,10 +55,10 @@ class Squeezes(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in ("squeeze", "squeeze_"):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         frame = sys._getframe(2)
         if not layer(frame.f_code.co_filename):
-            return func(*args, **kwargs)  # torch's own calls
+            return passed_on(func, args, kwargs)  # torch's own calls
         tensor = args[0] if args else kwargs["input"]
         at = frame.f_code.co_filename, frame.f_lasti
         key = (*at, self._passed[at])
@@ -69,7 +70,7 @@ class Squeezes(WatchingMode):
         self.calls[key] = SqueezeCall(tuple(tensor.shape), _removed(tuple(tensor.shape), dims), call, place)
         other = self._instead.get(key)
         if other is None or len(other.shape) != tensor.dim():
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         kept = tuple(sorted(other.removed))
         return func(tensor, kept) if kept else tensor
 

@@ -11,6 +11,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -58,7 +59,7 @@ class StepValues(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, name = self.watch, name_of(func)
         if not watched(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with watch.suspended():
             parents = self._lineage.before(name, args, kwargs)
             given = list(tensors_in(args, kwargs))
@@ -66,7 +67,7 @@ class StepValues(WatchingMode):
                 for tensor in given:
                     if not tensor.requires_grad and tensor.is_floating_point():
                         self._meets(tensor, name, bool(watch.module_path()))
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         with watch.suspended():
             self._lineage.note(watch, func, name, args, kwargs, parents, out)
             target = args[0] if name == "__setitem__" and args else out

@@ -76,7 +76,7 @@ class HandedNames:
         @functools.wraps(original)
         def named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
             made = original(module, *args, **kwargs)
-            return made if layer(sys._getframe(1).f_code.co_filename) == 0 else self._handed(made)
+            return made if layer(sys._getframe(2).f_code.co_filename) == 0 else self._handed(made)
 
         return named_parameters
 

@@ -20,6 +20,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules, on_gradient
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
 from pytest_trainloop.records.gradient_ledger import gradient_ledger
@@ -136,7 +137,7 @@ class ScoreRecorder(WatchingMode):
                 self._tags.clear()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         name = name_of(func)
         if not watched(name):
             return out

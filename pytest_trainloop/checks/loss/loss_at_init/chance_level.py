@@ -19,6 +19,7 @@ from torch import nn
 from pytest_trainloop.checks.loss.loss_at_init.unit_inputs import UnitInputs
 from pytest_trainloop.losses.table.lookup import OF_TORCH, lookup
 from pytest_trainloop.recording.hooks import after_modules
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.runs.hooks import hooked
@@ -76,7 +77,7 @@ class InitialLosses(WatchingMode):
         return not (self.watch.is_suspended or self.watch.record.begun or len(self.recorded) >= MOST)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if name not in LOSSES or getattr(F, name, None) is not func:
             return out
         if isinstance(out, torch.Tensor) and out.requires_grad:

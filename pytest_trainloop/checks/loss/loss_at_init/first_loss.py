@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS, NEGATIONS
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
@@ -60,12 +61,12 @@ class _FirstBackward(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
         if not watched(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with self.watch.suspended():
             if name == "backward":
                 self._look(list(tensors_in(args[:1], kwargs.get("tensors", ()))))
             parents = self._lineage.before(name, args, kwargs)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         with self.watch.suspended():
             self._lineage.note(self.watch, func, name, args, kwargs, parents, out)
         return out

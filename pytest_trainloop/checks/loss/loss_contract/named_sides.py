@@ -20,6 +20,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ADDITIONS, DIVISIONS, MULTIPLICATIONS, NEGATIONS, SUBTRACTIONS
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -105,13 +106,13 @@ class NamedSides(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
         if not watched(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with self.watch.suspended():
             given = list(tensors_in(args, kwargs))
             marks = [self._of(t) for t in given]
             parents = self._lineage.before(name, args, kwargs)
             self._meet(given, marks, parents)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         with self.watch.suspended():
             self._lineage.note(self.watch, func, name, args, kwargs, parents, out)
             mark = 0

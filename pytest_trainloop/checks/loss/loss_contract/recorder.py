@@ -31,6 +31,7 @@ from pytest_trainloop.checks.loss.loss_contract.running_calls import RunningCall
 from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, writes_in_place
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
@@ -202,14 +203,14 @@ class LossCallRecorder(WatchingMode):
         with watch.suspended():
             self._running.before()
         if not watched(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with watch.suspended():
             if name == "backward":
                 self._backpropagated(args, kwargs)
             parents = self._lineage.before(name, args, kwargs)
             call = self._call(watch, func, name, args, kwargs)
         try:
-            out = func(*args, **kwargs)
+            out = passed_on(func, args, kwargs)
         except Exception as error:
             if call is not None:
                 with watch.suspended():

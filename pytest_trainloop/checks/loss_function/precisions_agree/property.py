@@ -11,6 +11,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.losses.calls import Caller, CallResult, CriterionRaised
 from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import tree_leaves
 from pytest_trainloop.recording.torch_names import ATEN_DRAWS
 from pytest_trainloop.strategies.loss_cases import LossInputs, inputs_of
@@ -41,7 +42,7 @@ class Magnitudes(OperationMode):  # type: ignore[no-untyped-call]
         self.largest = 1.0
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         self.draws_random = self.draws_random or any(word in str(func) for word in ATEN_DRAWS)
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
         given = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -11,6 +11,7 @@ import torch
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import RestoreGenerators
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.samples import readable, spaced
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ATTRIBUTES
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece, without_cut_off
@@ -97,7 +98,7 @@ class _Logging(FunctionMode):
         self._log = log
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if name not in ATTRIBUTES:
             with self._watch.suspended(), torch.no_grad():
                 results = tuple(spaced(t.detach()).clone() for t in tensors_in(out) if _plain(t))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class _Private(FunctionMode):
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._note(value)
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
 
 def _owners() -> Iterator[Any]:

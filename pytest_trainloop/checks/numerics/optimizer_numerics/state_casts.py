@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CASTS
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -28,7 +29,7 @@ class StateCasts(WatchingMode):
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], Place]] = {}
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if name in CASTS and isinstance(out, torch.Tensor) and out.dtype in LOW:
             wider = any(t.is_floating_point() and t.dtype not in LOW for t in tensors_in(args))
             if wider:

@@ -19,6 +19,7 @@ from pytest_trainloop.optimizers.spacing import spacings
 from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ADDITIONS
 from pytest_trainloop.recording.watch import FULL_ROUNDS
@@ -187,7 +188,7 @@ class _LostWrite(WatchingMode):
         return not self.place and bool(self.watch.record.steps) and super().active()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if name in _UPDATES and isinstance(out, torch.Tensor) and out.dtype in LOW:
             with self.watch.suspended(), torch.no_grad():
                 same = (k for k in self.kept if k.shape == out.shape and k.dtype is out.dtype)

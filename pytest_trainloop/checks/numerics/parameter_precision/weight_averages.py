@@ -20,6 +20,7 @@ from pytest_trainloop.optimizers.spacing import spacings
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.hooks import hooked
@@ -203,4 +204,4 @@ class _FirstWrite(FunctionMode):
             index = self._watch.table.index(target) if isinstance(target, torch.Tensor) else None
             if index is not None and self._watch.table.entries[index].name in self._names:
                 self._wide.place = str(here()[0])
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)

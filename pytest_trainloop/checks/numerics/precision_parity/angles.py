@@ -14,6 +14,7 @@ import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -78,7 +79,7 @@ class _AngleLog(WatchingMode):
                         values = flat[:: max(1, flat.numel() // ENTRIES)].double().clone()
                         if float(values.abs().max()) >= PERIODS:
                             self.found.append(Angles(name, here()[0], self.watch.module_path(), values, given.dtype))
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
 
 def lost_angles(runs: LowPrecisionRuns) -> LostAngles | None:

@@ -13,6 +13,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.recording.events import ScalerCall
 from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import is_transformed
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class NoAutocastInBackward(FunctionMode):
         differentiates = func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
         if differentiates and not is_transformed():  # functorch differentiates its own backward passes once more
             with torch.autocast(self._device, enabled=False):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+                return passed_on(func, args, kwargs)
+        return passed_on(func, args, kwargs)
 
 
 def fitting_scale(record: Record) -> float:

@@ -13,6 +13,7 @@ import torch
 
 from pytest_trainloop.checks.numerics.precision_parity.replay import name_of
 from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import no_dispatch_modes, tree_map
 from pytest_trainloop.recording.torch_names import ATEN_PRODUCTS
 
@@ -33,6 +34,8 @@ class Rounded(OperationMode):  # type: ignore[no-untyped-call]
     are left alone, as far as the order of products agrees.
     """
 
+    changes = True
+
     def __init__(self, dtype: torch.dtype, low: Sequence[tuple[str, bool]], *, noise: int | None = None) -> None:
         super().__init__()
         self._unit = unit_roundoff(dtype)
@@ -43,10 +46,10 @@ class Rounded(OperationMode):  # type: ignore[no-untyped-call]
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
         if name not in ATEN_PRODUCTS or not self._lowered(name):
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         with no_dispatch_modes():  # its random numbers are not the loop's
             lowered = tree_map(self._rounded, args)
-        out = func(*lowered, **kwargs)
+        out = passed_on(func, lowered, kwargs)
         with no_dispatch_modes():
             return tree_map(self._rounded, out)
 

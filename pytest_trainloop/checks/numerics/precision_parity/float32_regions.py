@@ -10,6 +10,7 @@ import torch
 from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of, tree_map
 from pytest_trainloop.recording.torch_names import ATTRIBUTES
@@ -38,7 +39,7 @@ class InFloat32(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ATTRIBUTES | {"backward"} or not self._within():
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         self.met = True
         with _no_autocast():
             return _in_float32(func, args, kwargs)
@@ -52,10 +53,10 @@ class InFloat32(WatchingMode):
     def _patched(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._operation.custom or cls.__name__ != self._operation.name:
-                return apply_of(cls, original)(*args, **kwargs)
+                return passed_on(apply_of(cls, original), args, kwargs)
             self.met = True
             with _no_autocast(), _NoHalves():
-                return apply_of(cls, original)(*tree_map(_wide, args), **kwargs)
+                return passed_on(apply_of(cls, original), tree_map(_wide, args), kwargs)
 
         return classmethod(apply)
 
@@ -69,7 +70,7 @@ def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """The call with low-precision operands and dtypes as float32."""
     if func in (torch.Tensor.half, torch.Tensor.bfloat16):
         return args[0].float()
-    return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+    return passed_on(func, tree_map(_wide, args), tree_map(_wide, kwargs))
 
 
 class ScaledLoss(FunctionMode):
@@ -82,7 +83,7 @@ class ScaledLoss(FunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.backward and args[0].numel() == 1 and len(args) == 1:
             return func(args[0] * self._scale, **kwargs)
-        return func(*args, **kwargs)
+        return passed_on(func, args, kwargs)
 
 
 @contextlib.contextmanager

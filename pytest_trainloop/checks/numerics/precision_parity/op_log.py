@@ -16,6 +16,7 @@ import torch
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
 from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
 from pytest_trainloop.recording.torch_names import ATTRIBUTES, AUTOGRAD_CALLS, FINITENESS_TESTS, SIZES
@@ -137,8 +138,8 @@ class _Logging(WatchingMode):
             with self._unobserved():
                 self._log_unseen_functions(floats(tensors_in(args)))
         if name in _NO_WORK:
-            return func(*args, **kwargs)
-        return self._logged(name, False, lambda: func(*args, **kwargs), args, kwargs)
+            return passed_on(func, args, kwargs)
+        return self._logged(name, False, lambda: passed_on(func, args, kwargs), args, kwargs)
 
     def custom_functions(self) -> contextlib.AbstractContextManager[None]:
         """``autograd.Function.apply`` is not a torch function: it goes through no function mode."""
@@ -147,7 +148,7 @@ class _Logging(WatchingMode):
     def _patched(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             def run() -> Any:
-                return apply_of(cls, original)(*args, **kwargs)
+                return passed_on(apply_of(cls, original), args, kwargs)
 
             if cls.__module__.startswith("torch.") or not self.active():
                 return run()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import no_dispatch_modes
 from pytest_trainloop.recording.torch_names import (
     ATEN_COMPARISONS,
@@ -99,7 +100,7 @@ class RecordChoices(OperationMode):  # type: ignore[no-untyped-call]
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = None if self._choices.complete else Redraw.of(func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if not self._choices.complete:
             self._note(func, args, out, before)
         return out
@@ -124,6 +125,8 @@ class RecordChoices(OperationMode):  # type: ignore[no-untyped-call]
 class ReplayChoices(OperationMode):  # type: ignore[no-untyped-call]
     """Replaces what the run draws, and what it picks if ``picks``, by the choices of another run."""
 
+    changes = True
+
     def __init__(self, choices: Choices, *, picks: bool) -> None:
         super().__init__()
         self._choices = choices
@@ -135,7 +138,7 @@ class ReplayChoices(OperationMode):  # type: ignore[no-untyped-call]
         """Picks that differ from the other run's."""
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         name = name_of(func)
         if name in ATEN_PRODUCTS:
             return out

@@ -11,6 +11,7 @@ import torch
 from pytest_trainloop.recording.compiler_internals import fake_results, schema_of
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import aliased_arguments
 
@@ -37,7 +38,7 @@ class Operations(OperationMode):  # type: ignore[no-untyped-call]
         return operations
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         for tensor in tensors_in(out):
             dtype = tensor.dtype
             if dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(self.lowest).eps:
@@ -77,10 +78,10 @@ class OwnOperators(OperationMode):  # type: ignore[no-untyped-call]
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         namespace = getattr(func, "namespace", "aten")
         if namespace in OF_TORCH or self.broken is not None:
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         believed = _believed(func, args, kwargs)
         before = [(i, t, t.clone()) for i, t in enumerate(tensors_in(args)) if readable(t)]
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         self.broken = _written(func, args, before) or _other_results(func, out, believed)
         return out
 

@@ -91,7 +91,7 @@ class Wrappers:
     def _asking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def asked(*args: Any, **kwargs: Any) -> Any:
-            self.wrapped.asks = self.wrapped.asks or layer(sys._getframe(1).f_code.co_filename) > 0
+            self.wrapped.asks = self.wrapped.asks or layer(sys._getframe(2).f_code.co_filename) > 0
             return original(*args, **kwargs)
 
         return asked

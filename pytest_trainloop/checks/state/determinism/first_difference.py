@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
 from pytest_trainloop.recording.torch_names import ATTRIBUTES, RECORD_FUNCTION
@@ -56,7 +57,7 @@ class CallLog(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = () if name in ATTRIBUTES else _fingerprint((args, kwargs))
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         if name not in ATTRIBUTES and not name.startswith(RECORD_FUNCTION):
             self.calls.append(_LoggedCall(name, here()[0], self.watch.module_path(), given, _fingerprint(out)))
         return out

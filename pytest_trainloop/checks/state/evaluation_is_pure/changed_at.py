@@ -11,6 +11,7 @@ import torch
 from pytest_trainloop.reach.copies import same_bits
 from pytest_trainloop.reach.slots import MISSING, Entries, Hooks
 from pytest_trainloop.reach.walker import quiet, walk
+from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.source import NOWHERE, layer, place_of
 
 if TYPE_CHECKING:
@@ -106,11 +107,13 @@ class ChangedAt:
             self._last.clear()
             self._before = None
 
+    @unnoticed
     def _on_call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
         if self._left <= 0 or self.place is not NOWHERE or layer(frame.f_code.co_filename) != 2:
             return None
         return self._on_line
 
+    @unnoticed
     def _on_line(self, frame: FrameType, event: str, _arg: Any) -> Any:
         self._left -= 1
         if self._left <= 0 or self.place is not NOWHERE:

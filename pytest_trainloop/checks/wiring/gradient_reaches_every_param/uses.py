@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_trainloop.gradients.dependence import until_stepped
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -50,7 +51,7 @@ class _Uses(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = list(tensors_in(args, kwargs))
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         place, site = here()
         if (self._candidate.op, self._candidate.site) == (name, site):
             self._keep(out, ())

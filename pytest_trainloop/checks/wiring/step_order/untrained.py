@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS, fit_of
@@ -175,6 +176,7 @@ def _traced(look: _Look) -> Iterator[None]:
         return
     latest: list[object] = [None]
 
+    @unnoticed
     def at(frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
             look.lines.add((frame.f_code.co_filename, frame.f_lineno))
@@ -186,6 +188,7 @@ def _traced(look: _Look) -> Iterator[None]:
                 look.raised[(frame.f_code.co_filename, frame.f_lineno, words)] += 1
         return at
 
+    @unnoticed
     def enter(frame: FrameType, _event: str, _arg: Any) -> Any:
         if layer(frame.f_code.co_filename) != 2:
             return None

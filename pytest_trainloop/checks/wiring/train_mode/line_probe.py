@@ -13,6 +13,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_names import EQUALITIES, SAMPLES
 from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
@@ -143,7 +144,7 @@ class LineProbe(WatchingMode):
         if self._depth:
             self.dropped = self.dropped or name in _MAY_DROP or ("dropout" in name and _flag(args, kwargs, 2, True))
             self.normed = self.normed or (name in _NORMS and _flag(args, kwargs, 5, False))
-        out = func(*args, **kwargs)
+        out = passed_on(func, args, kwargs)
         known = [self._scores[id(t)] for t in tensors_in(args, kwargs) if id(t) in self._scores] if self._scores else []
         if not known or self.scored or name in SAMPLES:
             return out
