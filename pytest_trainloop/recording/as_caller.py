@@ -12,7 +12,7 @@ import sys
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.ours import is_our_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ def is_stand_in(code: CodeType) -> bool:
 
 
 def _is_ours(filename: str) -> bool:
-    ours = _OURS[filename] = filename.startswith(PACKAGE)
+    ours = _OURS[filename] = is_our_file(filename)
     return ours
 
 
