@@ -113,8 +113,12 @@ def _of_namespace(held: dict[Any, Any]) -> bool:
 
 
 def _of_iterator(iterator: Any) -> bool:
-    """An iterator of Python itself goes over what it refers to."""
-    return any(is_ours(inner) for inner in gc.get_referents(iterator) if type(inner) not in (list, tuple, dict))
+    """An iterator of Python itself refers to what it goes over; those of several ones keep these in a tuple."""
+    inside = gc.get_referents(iterator)
+    if type(iterator) in _OF_SEVERAL:
+        inside += [one for held in inside if type(held) is tuple for one in held]
+        inside += [one for held in inside if type(held) is _OF_TUPLE for one in next(iter(gc.get_referents(held)), ())]
+    return any(is_ours(inner) for inner in inside)
 
 
 def _is_our_handle(handle: Any) -> bool:
@@ -122,8 +126,9 @@ def _is_our_handle(handle: Any) -> bool:
     return hooks is not None and is_ours(hooks.get(handle.id))
 
 
-_MADE: tuple[Any, ...] = (enumerate(()), zip(()), map(len, ()), filter(None, ()))
-ITERATORS = (*map(type, _MADE), itertools.chain, itertools.cycle, itertools.islice, itertools.takewhile)
+_OF_TUPLE = type(iter(()))
+_OF_SEVERAL = (type(zip(())), type(map(len, ())), itertools.chain)
+_ITERATORS = (*_OF_SEVERAL, type(enumerate(())), type(filter(None, ())), itertools.cycle, itertools.islice)
 """Iterators of Python itself that go over other ones."""
 
 _LOOKS: dict[type, Any] = {
@@ -139,5 +144,5 @@ _LOOKS: dict[type, Any] = {
     types.CodeType: lambda code: is_our_file(code.co_filename),
     types.ModuleType: lambda module: is_our_module(module.__name__),
     dict: _of_namespace,
-    **dict.fromkeys(ITERATORS, _of_iterator),
+    **dict.fromkeys(_ITERATORS, _of_iterator),
 }
