@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.ours import is_our_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ def code_of(function: object) -> CodeType | None:
 
 def is_ours(file: str) -> bool:
     """Whether a file is one of this package, or of what ``dataclass`` generates."""
-    return file.startswith(PACKAGE) or file == GENERATED
+    return is_our_file(file) or file == GENERATED
 
 
 def _of_the_user(file: str) -> bool:

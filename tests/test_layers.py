@@ -48,7 +48,7 @@ FLOORS = (
         "worth",
         "baseline_file",
     ),
-    ("errors", "finding", "wording", "paths", "places", "whose"),
+    ("errors", "finding", "wording", "ours", "paths", "places", "whose"),
 )
 """From the top down. A module imports from its own package, its own floor or a lower one, also for typing."""
 

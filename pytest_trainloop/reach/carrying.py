@@ -245,7 +245,7 @@ class Carrying:
         if sort in ("dict", "list", "set"):
             kept = next((copy.kept for path in paths if (copy := self.copies.get(f"len({path})"))), None)
             return _filled(value, self._entries(_plain_copy(value) if kept is None else kept))
-        if sort in ("function", "opaque") and _shared(value):
+        if sort == "ours" or (sort in ("function", "opaque") and _shared(value)):
             return value
         if sort == "object" and paths:
             return self._made_object(value, paths[0])

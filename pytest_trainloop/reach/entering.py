@@ -13,7 +13,7 @@ from torch import nn
 from pytest_trainloop.reach import functions, naming
 from pytest_trainloop.reach.places import Place
 from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfDict, OfList, OfMember, OfScripted, OfTensor, shallow
-from pytest_trainloop.reach.sorts import all_plain, attributes, is_plain, sort_of
+from pytest_trainloop.reach.sorts import all_plain, attributes, is_plain, sort_of_root
 from pytest_trainloop.recording.torch_internals import hooks_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Entering:
         self.graph, self.child = graph, graph.child
 
     def enter(self, place: Place) -> None:
-        sort = sort_of(place.value)
+        sort = sort_of_root(place.value)
         if sort == "module":
             self._rest_of_module(place) if place.rest else self._module(place)
         elif sort == "optimizer":
@@ -119,7 +119,7 @@ class Entering:
         functions.of_class(self.graph, place)
 
     def _hooks(self, path: str, held: dict[Any, Any], within: Place) -> None:
-        slot = Hooks(held, functions.is_ours)
+        slot = Hooks(held)
         hooks = slot.get()
         if not hooks:
             return

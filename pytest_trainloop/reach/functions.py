@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.reach.sorts import Sort
 
 
-def is_ours(function: Any) -> bool:
-    """Whether a function is this package's, also under the name of one that it wraps."""
-    name = str(getattr(function, "__globals__", {}).get("__name__", ""))
-    return name.partition(".")[0] == __name__.partition(".")[0]
-
-
 def enter(graph: Graph, place: Place, sort: Sort) -> None:
     if sort == "function":
         _function(graph, place)

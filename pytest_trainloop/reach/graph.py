@@ -67,7 +67,7 @@ class Graph:
             place.kind = as_kind or "scalar"
             return self.add(place)
         sort = sort_of(value)
-        if sort == "opaque":
+        if sort in ("opaque", "ours"):
             return self.add(place)
         known = self.known.get(id(value))
         if known is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_trainloop.ours import is_ours
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CellType, MemberDescriptorType
@@ -309,16 +311,16 @@ def shallow(held: Any) -> Any:
 class Hooks(Slot):
     """The hooks of a module or a tensor, without those of this package. What is put is a copy of their dict."""
 
-    __slots__ = ("held", "is_ours")
+    __slots__ = ("held",)
 
-    def __init__(self, held: dict[Any, Any], is_ours: Callable[[Any], bool]) -> None:
-        self.held, self.is_ours = held, is_ours
+    def __init__(self, held: dict[Any, Any]) -> None:
+        self.held = held
 
     def same(self) -> tuple[object, ...]:
         return id(self.held), "hooks"
 
     def get(self) -> Any:
-        return {key: hook for key, hook in dict.items(self.held) if not self.is_ours(hook)}
+        return {key: hook for key, hook in dict.items(self.held) if not is_ours(hook)}
 
     def put(self, value: Any) -> bool:
         for key in [key for key in self.get() if key not in value]:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from pytest_trainloop.ours import is_our_class, is_our_module, is_ours
+
 Sort = Literal[
     "scalar",
     "tensor",
@@ -39,8 +41,9 @@ Sort = Literal[
     "partial",
     "object",
     "opaque",
+    "ours",
 ]
-"""An object is entered for its attributes; what is opaque is not entered."""
+"""An object is entered for its attributes; what is opaque or ours is not entered."""
 
 _SCALARS = (
     *(int, float, complex, str, bytes, type(None), enum.Enum, pathlib.PurePath, range, slice, type(Ellipsis)),
@@ -71,7 +74,7 @@ _ENTERED_IN = {
 
 _LIBRARIES = (
     "torch numpy pandas PIL matplotlib tqdm wandb tensorboard tensorboardX tensorflow jax pyarrow tokenizers scipy cv2 "
-    "sentencepiece sklearn requests pytest _pytest pluggy hypothesis pytest_trainloop"
+    "sentencepiece sklearn requests pytest _pytest pluggy hypothesis"
 )
 _NOT_ENTERED = frozenset(sys.stdlib_module_names) | frozenset(_LIBRARIES.split())
 
@@ -88,6 +91,8 @@ _SORTS: weakref.WeakKeyDictionary[type, Sort] = weakref.WeakKeyDictionary()
 
 
 def _sort_of_class(kind: type) -> Sort:
+    if is_our_class(kind):
+        return "ours"
     if issubclass(kind, torch.Tensor):
         return "tensor"
     if issubclass(kind, nn.Module):
@@ -165,12 +170,18 @@ def is_entered(kind: type) -> bool:
 
 def is_project(module: str) -> bool:
     """Whether code of a module of this name may be the project's: not the standard library's, torch's or ours."""
-    return module.partition(".")[0] not in _NOT_ENTERED
+    return module.partition(".")[0] not in _NOT_ENTERED and not is_our_module(module)
+
+
+_CODE = ("function", "method", "partial", "stream")
+"""Objects of classes of Python's, whose code may be ours."""
 
 
 def sort_of(value: Any) -> Sort:
     """The sort of an object."""
     sort = sort_of_class(type(value))
+    if sort in _CODE and is_ours(value):
+        return "ours"
     if sort == "generator" and _is_global(value):
         return "opaque"  # seeded by the runs
     if sort in ("object", "opaque"):
@@ -178,6 +189,12 @@ def sort_of(value: Any) -> Sort:
         if isinstance(held.get("param_groups"), list) and isinstance(held.get("state"), dict):
             return "optimizer"
     return sort
+
+
+def sort_of_root(value: Any) -> Sort:
+    """The sort of what a walk begins with: a function of ours in the place of one of the project's is entered."""
+    sort = sort_of(value)
+    return sort_of_class(type(value)) if sort == "ours" else sort
 
 
 def _is_global(generator: Any) -> bool:

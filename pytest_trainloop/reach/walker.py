@@ -14,7 +14,7 @@ from pytest_trainloop.reach.leaves import ROOTS, Leaf
 from pytest_trainloop.reach.naming import module_path
 from pytest_trainloop.reach.places import Place
 from pytest_trainloop.reach.slots import MISSING, OfCell
-from pytest_trainloop.reach.sorts import is_plain, sort_of
+from pytest_trainloop.reach.sorts import is_plain, sort_of, sort_of_root
 from pytest_trainloop.reach.switches import switches
 from pytest_trainloop.recording.torch_internals import no_dispatch_modes, no_torch_function
 
@@ -97,7 +97,8 @@ class _Walk:
                 self.graph.variable_names.setdefault(id(value), name)
 
     def _begin(self, root: str, given: Any, path: str) -> None:
-        if is_plain(given) or sort_of(given) == "opaque":
+        sort = sort_of_root(given)
+        if is_plain(given) or sort in ("opaque", "ours"):
             return
         graph = self.graph
         known = id(given) in graph.known
@@ -105,7 +106,7 @@ class _Walk:
         graph.roots.append((place.node, root))
         if known:
             return
-        if root not in _DECLARED and sort_of(given) in ("function", "method", "partial"):
+        if root not in _DECLARED and sort in ("function", "method", "partial"):
             place.path = f"<{root}>"
         else:
             if root not in _DECLARED:

@@ -12,7 +12,7 @@ import sys
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.ours import is_our_file
 from pytest_trainloop.recording.seams import HERE
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def is_stand_in(code: CodeType) -> bool:
 
 
 def _is_ours(filename: str) -> bool:
-    ours = _OURS[filename] = filename.startswith(PACKAGE)
+    ours = _OURS[filename] = is_our_file(filename)
     return ours
 
 

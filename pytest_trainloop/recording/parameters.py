@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.record import Parameter, Role, Statistics
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import layer
@@ -226,7 +227,9 @@ def _items(
 def _is_plain_object(value: Any) -> bool:
     """An object of the project's own (or a namespace) that may carry layers; not a tensor, module, class or function,
     nor a library's."""
-    if isinstance(value, (torch.Tensor, nn.Module, type)) or not hasattr(value, "__dict__") or inspect.isroutine(value):
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or inspect.isroutine(value) or is_ours(value):
+        return False
+    if not hasattr(value, "__dict__"):
         return False
     return (
         isinstance(value, types.SimpleNamespace)

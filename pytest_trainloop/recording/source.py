@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.paths import FIT_CALLER, PACKAGE
+from pytest_trainloop.ours import is_our_file
+from pytest_trainloop.paths import FIT_CALLER
 from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.events import Place, Site
 
@@ -30,7 +31,7 @@ _SITE_DEPTH = 4
 @functools.cache
 def layer(filename: str) -> int:
     """0 for torch, this package and frames without a file; 1 for other installed code; 2 for the user's."""
-    if filename.startswith((_TORCH, PACKAGE)) or filename.startswith("<frozen"):
+    if filename.startswith((_TORCH, "<frozen")) or is_our_file(filename):
         return 0
     if filename.startswith(_LIBRARY):
         return 1 if "site-packages" in filename else 0

@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from pytest_trainloop.ours import is_ours
+
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
@@ -269,11 +271,11 @@ def modes_kept() -> Iterator[None]:
         if _dispatch_to_python() != dispatch:
             torch._C._set_torch_function_state(dispatch)  # type: ignore[attr-defined]
         after = _modes()
-        if len(after) > len(before) and any(map(_is_ours, after)):
+        if len(after) > len(before) and any(map(is_ours, after)):
             for _ in after:
                 _pop_mode()  # type: ignore[no-untyped-call]
             for mode in after:
-                if not _is_ours(mode) or any(mode is kept for kept in before):
+                if not is_ours(mode) or any(mode is kept for kept in before):
                     _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
@@ -290,18 +292,6 @@ def _modes() -> list[TorchFunctionMode]:
 def _dispatch_to_python() -> Any:
     """What torch dispatches to Python in this thread: to function modes and subclasses, to modes alone, or nothing."""
     return torch._C._get_torch_function_state()  # type: ignore[attr-defined]
-
-
-def _is_ours(mode: TorchFunctionMode) -> bool:
-    return type(mode).__module__.partition(".")[0] == _PACKAGE
-
-
-def _is_our_function(function: Any) -> bool:
-    """Also of a wrapper that has taken the names of what it wraps."""
-    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0] == _PACKAGE
-
-
-_PACKAGE = __name__.partition(".")[0]
 
 
 @contextlib.contextmanager
@@ -339,12 +329,12 @@ def without_ours() -> Iterator[None]:
     for _ in modes:
         _pop_mode()  # type: ignore[no-untyped-call]
     for mode in modes:
-        if not _is_ours(mode):
+        if not is_ours(mode):
             _push_mode(mode)  # type: ignore[no-untyped-call]
     for given in hooks:
-        for key in [key for key, hook in given.items() if _is_our_function(hook)]:
+        for key in [key for key, hook in given.items() if is_ours(hook)]:
             del given[key]
-    nn.Module.__call__ = inspect.unwrap(call, stop=lambda f: not _is_our_function(f))  # type: ignore[method-assign]
+    nn.Module.__call__ = inspect.unwrap(call, stop=lambda f: not is_ours(f))  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import TimeRanOut, UsageError
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.ours import is_our_file, is_ours
 from pytest_trainloop.recording.torch_internals import FILES_OF_MODES
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
 def _delicate(frames: list[FrameType]) -> bool:
     """Whether a stop would strike half-done work of ours or torch's."""
     name = frames[0].f_code.co_filename
-    return name.startswith(PACKAGE) or name.endswith(_DELICATE)
+    return is_our_file(name) or name.endswith(_DELICATE)
 
 
 def _lost(frames: list[FrameType]) -> bool:
@@ -252,7 +252,7 @@ def _raise_again(frames: list[FrameType], after: int) -> None:
 
     sys.settrace(lambda *_called: None)
     for frame in frames:
-        if not frame.f_code.co_filename.startswith(PACKAGE):  # a lock of ours would stay held
+        if not is_ours(frame):  # a lock of ours would stay held
             frame.f_trace = at_line
 
 

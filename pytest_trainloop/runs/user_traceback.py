@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pytest_trainloop.finding import UserError
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.ours import is_our_file
 from pytest_trainloop.recording.events import Place, Raised
 from pytest_trainloop.recording.source import NOWHERE, layer, place_of
 
@@ -65,7 +65,7 @@ def _strip(shown: traceback.TracebackException) -> None:
 
 @functools.cache
 def _ours(filename: str) -> bool:
-    return filename.startswith(PACKAGE) or (
+    return is_our_file(filename) or (
         filename.startswith(str(Path(torch.__file__).parent)) and filename.endswith("overrides.py")
     )
 

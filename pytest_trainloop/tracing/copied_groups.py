@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.serialization import safe_globals
 
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.ours import StandsIn
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here
 
@@ -81,14 +82,14 @@ class CopiedGroups:
                 alive.last.used = True
 
 
-class _Held(dict[str, Any]):
+class _Held(dict[str, Any], StandsIn):
     """What ``state_dict()`` gives, which can be referred to weakly; a pickle of it is plain."""
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return dict, (dict(self),)
 
 
-class _Copied(dict[str, Any]):
+class _Copied(dict[str, Any], StandsIn):
     """A group of a state dict that notes what is written to it, and whether it is read after that."""
 
     notes: list[Written]

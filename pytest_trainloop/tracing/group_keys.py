@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import Optimizer
 from torch.serialization import safe_globals
 
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.ours import StandsIn, is_our_file
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import layer
@@ -100,12 +100,12 @@ class GroupKeys:
             if layer(file):
                 self.read.add(name)
                 return
-            if file.startswith(PACKAGE) or reader.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            if is_our_file(file) or reader.f_globals.get("__name__", "").partition(".")[0] == "torch":
                 return
             reader = reader.f_back  # the standard library reads for whoever calls it
 
 
-class _Key(str):
+class _Key(str, StandsIn):
     __slots__ = ("_notes",)
     _notes: GroupKeys
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.ours import StandsIn
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here, layer
 
@@ -113,7 +114,7 @@ class RateWrites:
             self._notes.setdefault((how, group, key, here()[0]))
 
 
-class _Noting(dict[str, Any]):
+class _Noting(dict[str, Any], StandsIn):
     """A group of an optimizer that tells who writes and who reads it."""
 
     note: Callable[[str, int, str], None] = staticmethod(lambda how, group, key: None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from pytest_trainloop.ours import is_ours
 from pytest_trainloop.places import shown
 from pytest_trainloop.watching.slices import Slices
 from pytest_trainloop.watching.stack import Frame, call_at, is_guarded, user_stack
@@ -199,6 +200,8 @@ def _ways_to(slices: Slices, frames: list[Frame], thing: Any) -> Iterator[Callab
                 yield partial(slices.name, name, frame)
     for frame in frames[::-1]:
         for name, value in frame.locals.items():
+            if is_ours(value):
+                continue
             attribute = next((a for a, v in getattr(value, "__dict__", {}).items() if v is thing), None)
             if attribute is not None and name.isidentifier():
                 yield partial(_attribute_of, slices, name, frame, attribute)

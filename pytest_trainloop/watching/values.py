@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import RandomSampler, default_collate
 
 from pytest_trainloop import nested
+from pytest_trainloop.ours import is_ours
 
 LONGEST = 2000
 """Characters of one value: longer ones are data."""
@@ -99,6 +100,8 @@ def code_of(value: Any, imports: Imports) -> str:
 
 
 def _code(value: Any, imports: Imports) -> str:
+    if is_ours(value) and not isinstance(value, type) and not inspect.isroutine(value):
+        raise Unknown(type(value).__name__)
     if isinstance(value, enum.Enum):
         return f"{imports.named(type(value))}.{value.name}"
     if type(value) in _WORDS:

@@ -219,7 +219,44 @@ def reweighted(out, accumulate=1, trainer_class=Reweighted):
     )
 
 
+class Sentences(torch.utils.data.Dataset):
+    """Token lists of several lengths, as a tokenizer gives them."""
+
+    def __init__(self, rows=32):
+        self.rows = []
+        for _ in range(rows):
+            ids = torch.randint(1, VOCABULARY, (int(torch.randint(4, 13, ())),)).tolist()
+            self.rows.append({"input_ids": ids, "label": sum(ids) % 3})
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def padded_to_the_longest(rows):
+    """Each row is written into a batch of zeros: a tensor that is written in place as often as it has rows."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+        mask[number, : len(row["input_ids"])] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+def dynamic_padding(out, accumulate=1):
+    trainer = MeanLossTrainer(
+        model=transformers.BertForSequenceClassification(bert_config()),
+        args=arguments(out, accumulate, per_device_train_batch_size=16, remove_unused_columns=False),
+        train_dataset=Sentences(),
+        data_collator=padded_to_the_longest,
+    )
+    return from_trainer(trainer)
+
+
 CORRECT = [
+    dynamic_padding,
     causal_lm,
     causal_lm_full_precision,
     distillation,

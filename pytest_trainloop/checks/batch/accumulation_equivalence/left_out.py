@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Backward, Place, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules, before_steps
@@ -183,7 +184,7 @@ class LeftOut(FunctionMode):
         """The project's hooks on parameters, while the run lasts."""
         taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for hooks in (h for tensor in self._watch.table.tensors for h in hooks_of(tensor)):
-            theirs = {key: hook for key, hook in hooks.items() if not _ours(hook)}
+            theirs = {key: hook for key, hook in hooks.items() if not is_ours(hook)}
             self.any |= bool(theirs)
             taken.append((hooks, theirs))
             for key in theirs:
@@ -206,8 +207,3 @@ def _options(optimizer: Any) -> list[dict[str, Any]]:
         for group in getattr(optimizer, "param_groups", ())
         if isinstance(group, dict)
     ]
-
-
-def _ours(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)
-    return str(getattr(function, "__module__", "")).startswith("pytest_trainloop.")

@@ -20,6 +20,7 @@ from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.batches.values import binary, constant
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import moved_a_little
+from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.torch_internals import has_values, is_transformed
@@ -377,7 +378,7 @@ def named(batch: Any) -> Iterator[tuple[int, str]]:
     seen: set[int] = set()
     while todo:
         value, path = todo.pop(0)
-        if id(value) in seen:
+        if id(value) in seen or is_ours(value):
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):

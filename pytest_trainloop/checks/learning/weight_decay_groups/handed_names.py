@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pytest_trainloop.ours import StandsIn
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here, layer
 
@@ -102,7 +103,7 @@ class HandedNames:
         return true or (self._yes is not None and pattern == self._yes[0] and number in self._yes[1])
 
 
-class _Name(str):
+class _Name(str, StandsIn):
     __slots__ = ("_asked", "_number")
     _asked: HandedNames
     _number: int

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.every_term_trains.names import words_of
+from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
 
@@ -85,6 +86,8 @@ class WeightTables:
 def _tables(frame: FrameType) -> Iterator[Mapping[str, Any]]:
     """The dicts with names as keys among the variables of a frame, and among the attributes of its objects."""
     for value in list(frame.f_locals.values()):
+        if is_ours(value):
+            continue
         inside = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
         for table in (value, *inside[:64]):
             if isinstance(table, Mapping) and 2 <= len(table) <= 64 and all(isinstance(key, str) for key in table):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.ours import holds_alone
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece
@@ -52,8 +53,11 @@ class _Restored(Piece):
             with _Private(self._note):
                 yield
         finally:
-            for owner, state in zip(self._owners, self._states, strict=True):
-                if pickle.dumps(_state(owner)) != pickle.dumps(state):
+            kept = zip(self._owners, self._states, strict=True)
+            moved = [owner for owner, state in kept if pickle.dumps(_state(owner)) != pickle.dumps(state)]
+            del kept  # it would hold them, too
+            for owner in moved:
+                if not holds_alone(owner, (id(moved),)):
                     self._moved[_name(owner)] = None
             for generator, state in self._private.values():
                 if not torch.equal(generator.get_state(), state):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from pytest_trainloop.reach.entering import Entering
 from pytest_trainloop.reach.graph import Graph
 from pytest_trainloop.reach.places import Place
-from pytest_trainloop.reach.sorts import is_plain, sort_of
+from pytest_trainloop.reach.sorts import is_plain, sort_of, sort_of_root
 from pytest_trainloop.reach.walker import quiet
 
 if TYPE_CHECKING:
@@ -49,10 +49,12 @@ class Held:
         return found
 
     def _take(self, path: str, value: Any) -> None:
+        sort = sort_of(value)
+        if sort == "ours":
+            return
         if isinstance(value, types.FunctionType):
             self.names |= _names(value.__code__)
             return
-        sort = sort_of(value)
         if isinstance(value, DataLoader):
             self.loaders.append((path, value))
         elif sort in ("tensor", "array"):
@@ -67,8 +69,8 @@ class Held:
 def _walk(graph: Graph, roots: Sequence[tuple[str, Any]]) -> None:
     entering, entered = Entering(graph), 0
     for path, root in roots:
-        sort = sort_of(root)
-        if is_plain(root) or sort == "opaque":
+        sort = sort_of_root(root)
+        if is_plain(root) or sort in ("opaque", "ours"):
             continue
         named = f"<{path}>" if sort in ("function", "method", "partial") else path
         graph.queue.append(Place(named, None, root, component=named, node=graph.node(root, named)))

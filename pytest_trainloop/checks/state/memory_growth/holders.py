@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop.checks.state.memory_growth.names import referrers
+from pytest_trainloop.ours import holds_alone
 from pytest_trainloop.recording.torch_internals import function_class, saved_values_overwritten
 
 if TYPE_CHECKING:
@@ -150,14 +151,15 @@ def _containers(reached: Reached, names: Names) -> list[Holder]:
         above: dict[int, tuple[Any, int]] = {}
         values = [value for value, _ in items.values()]
         for holder in referrers(values, (id(items), *map(id, items.values()), *map(id, reached.lists))):
-            if isinstance(holder, (FrameType, ModuleType)) or _is_ours(holder):
+            if isinstance(holder, (FrameType, ModuleType)):
                 continue
             bits = 0
             for value in gc.get_referents(holder):
                 bits |= items[id(value)][1] if id(value) in items else 0
             if bits:
                 above[id(holder)] = (holder, bits)
-        whole = [holder for holder, bits in above.values() if bits == reached.full]
+        made = (id(items), id(above), id(values), *map(id, above.values()), *map(id, reached.lists))
+        whole = [holder for holder, bits in above.values() if bits == reached.full and not holds_alone(holder, made)]
         if whole:
             return [_holder_of(holder, count, some, names) for holder in _named_first(whole, names)[:2]]
         items = above
@@ -173,10 +175,6 @@ def _named_first(holders: list[Any], names: Names) -> list[Any]:
 def _holder_of(holder: Any, count: int, some: Any, names: Names) -> Holder:
     bounded = holder.maxlen if isinstance(holder, deque) else None
     return Holder("kept_tensors", names.of(holder), type(holder).__name__, count, bounded, some)
-
-
-def _is_ours(holder: Any) -> bool:
-    return type(holder).__module__.startswith("pytest_trainloop")
 
 
 def _outside_python(reached: Reached) -> Holder:

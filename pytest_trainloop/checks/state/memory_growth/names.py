@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from pytest_trainloop.ours import is_ours
 from pytest_trainloop.paths import FIT_CALLER
 from pytest_trainloop.recording.source import layer
 from pytest_trainloop.recording.torch_internals import hooks_of
@@ -156,9 +157,10 @@ class _Variable(str):
 
 
 def referrers(values: list[Any], ignored: Iterable[int] = ()) -> list[Any]:
-    """The objects that refer to these, but for frames and for what this package made on the way."""
+    """The objects that refer to these, but for frames, for what is ours and for what was made on the way."""
     left_out = {id(values), *ignored}
-    return [o for o in gc.get_referrers(*values) if id(o) not in left_out and not isinstance(o, FrameType)]
+    found = gc.get_referrers(*values)
+    return [o for o in found if id(o) not in left_out and not isinstance(o, FrameType) and not is_ours(o)]
 
 
 def instance_dict(value: Any) -> dict[str, Any]:

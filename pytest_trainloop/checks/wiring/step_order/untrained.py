@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.ours import holds_alone
 from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import layer, place_of
@@ -153,7 +154,8 @@ def _look_at_leaves(number: int, look: _Look) -> None:
         look.leaves = {at: t.clone() for at, t in leaves.items()}
         return
     early = look.leaves
-    look.leaf_changed = any(at not in early or not _same(early[at], t) for at, t in leaves.items())
+    changed = [t for t in held if id(t) in leaves and (id(t) not in early or not _same(early[id(t)], leaves[id(t)]))]
+    look.leaf_changed = any(not holds_alone(t, (id(held), id(changed))) for t in changed)
 
 
 def _trains(tensor: torch.Tensor) -> bool:

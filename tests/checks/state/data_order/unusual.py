@@ -869,3 +869,99 @@ def input_is_the_target():
 
     loader = DataLoader(TensorDataset(x, x.clone(), (x > 0).to(x.dtype)), batch_size=8, shuffle=True)
     return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+
+# Trainers that keep what they are given.
+
+
+def padded(rows):
+    """Rows of several lengths in one tensor, which is written once for each row."""
+    longest = max(len(row) for row, _ in rows)
+    values, lengths = torch.zeros(len(rows), longest), torch.tensor([len(row) for row, _ in rows])
+    for number, (row, _) in enumerate(rows):
+        values[number, : len(row)] = row
+    return values, lengths, torch.stack([label for _, label in rows])
+
+
+class Series(Dataset):
+    """Made when it is asked for, and kept."""
+
+    def __init__(self, rows=48):
+        self.rows = []
+        for _ in range(rows):
+            row = torch.randn(int(torch.randint(3, 9, ())))
+            self.rows.append((row, row.mean()))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Engine:
+    """The state of a training: its data set, the batches of the epoch, an iterator over them, and what it has seen."""
+
+    def __init__(self, keep):
+        self.model = mlp(2, 16, 1)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
+        self.dataset, self.keep, self.callbacks, self.history = Series(), keep, [], []
+
+    def fit(self, batches):
+        self.keep(self, batches)
+        for values, lengths, means in batches:
+            given = torch.stack([values.sum(1) / lengths, lengths / 8], dim=1)
+            self.optimizer.zero_grad()
+            loss = F.mse_loss(self.model(given).squeeze(1), means)
+            loss.backward()
+            self.optimizer.step()
+            self.history.append(loss.item())
+
+
+def engine_that(keep):
+    engine = Engine(keep)
+    first = padded([engine.dataset[number] for number in range(16)])
+    return TrainLoop(model=engine.model, optimizer=engine.optimizer, batch=first, fit=engine.fit)
+
+
+def keep_the_batches(engine, batches):
+    engine.train_dataloader = batches
+
+
+def keep_an_iterator(engine, batches):
+    engine.batches, engine.iterator = batches, enumerate(iter(batches))
+
+
+class ProgressBar:
+    """A callback that knows the loader for its length."""
+
+    def __init__(self, loader):
+        self.loader, self.total = loader, len(loader)
+
+
+def keep_them_in_a_callback(engine, batches):
+    engine.callbacks.append(ProgressBar(batches))
+
+
+def keep_them_in_a_closure(engine, batches):
+    engine.remaining = lambda: len(batches) - len(engine.history)
+
+
+@odd(notes="the batches that fit is given are kept, and hold one padded tensor again and again")
+def trainer_keeps_its_batches():
+    return engine_that(keep_the_batches)
+
+
+@odd(notes="an iterator over the batches is kept for the next epoch")
+def trainer_keeps_an_iterator():
+    return engine_that(keep_an_iterator)
+
+
+@odd(notes="a callback keeps the batches for their length")
+def callback_keeps_the_batches():
+    return engine_that(keep_them_in_a_callback)
+
+
+@odd(notes="a function of the trainer keeps the batches in its closure")
+def closure_keeps_the_batches():
+    return engine_that(keep_them_in_a_closure)
