@@ -51,7 +51,7 @@ NONSENSE: dict[str, Callable[[torch.Tensor], Any]] = {
     "number": _number,
     "nothing": _nothing,
 }
-PLACES = ("model", "loss", "fit", "split")
+PLACES = ("model", "loss", "fit")
 MESSAGE = "this batch is none of the data set"
 
 
@@ -167,34 +167,28 @@ def refusing(
         model = (Texts if texts else Tables)(refusal)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 
-        def forward(*inputs: torch.Tensor) -> Any:
+        def outputs(model: nn.Module, *inputs: torch.Tensor) -> Any:
             if checkpoint:
                 return torch.utils.checkpoint.checkpoint(model, *inputs, use_reentrant=False)
             return model(*inputs)
 
         def loss(model: nn.Module, batch: Any) -> Any:
             refusal.look("loss", batch)
-            value = F.cross_entropy(model(*batch[:-1]), batch[-1])
-            return refusal.value(batch, value) if refusal.where == "loss" else value
-
-        def computed(batch: Any) -> Any:
-            if made_of == "loss" or refusal.where == "loss":
-                return loss(model, batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                value = F.cross_entropy(forward(*batch[:-1]).float(), batch[-1])
-            return refusal.value(batch, value) if refusal.where == "fit" else value
+                value = F.cross_entropy(outputs(model, *batch[:-1]), batch[-1])
+            return refusal.value(batch, value)
 
         def step(batch: Any) -> None:
             refusal.look("fit", batch)
             optimizer.zero_grad()
-            computed(batch).backward()
+            loss(model, batch).backward()
             optimizer.step()
 
         def fit(given: Any) -> None:
             optimizer.zero_grad()
             for number, batch in enumerate(given, start=1):
                 refusal.look("fit", batch)
-                (computed(batch) / accumulate).backward()
+                (loss(model, batch) / accumulate).backward()
                 if number % accumulate == 0:
                     optimizer.step()
                     optimizer.zero_grad()

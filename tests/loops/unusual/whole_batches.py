@@ -492,7 +492,8 @@ def contrastive_with_even_rows(accumulate=1):
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
     def loss(model, views):
-        assert len(views) % 2 == 0 and len(views) >= 6, "NT-Xent needs pairs of views"
+        assert len(views) % 2 == 0, "NT-Xent needs pairs of views"
+        assert len(views) >= 6, "NT-Xent needs other pairs to compare with"
         z = F.normalize(model(views), dim=1)
         similarity = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
         return F.cross_entropy(similarity, torch.arange(len(z)) ^ 1)
@@ -547,3 +548,41 @@ def point_process_over_ragged_lists():
 
     times = [torch.rand(n, generator=_generator(n)).cumsum(0) for n in (5, 8, 3, 6)]
     return TrainLoop(model=model, optimizer=optimizer, batch={"times": times, "events": 22}, fit=fit, loss=loss)
+
+
+def _frames(seed=0, length=12, rows=6):
+    labels = torch.randint(0, 3, (length, rows), generator=_generator(seed))
+    noise = torch.randn(length, rows, 5, generator=_generator(seed + 1))
+    return F.one_hot(labels, 5) + 0.5 * noise, labels
+
+
+def _per_frame(reduced, accumulate):
+    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+
+    def fit(batches):
+        optimizer.zero_grad()
+        for i, (frames, labels) in enumerate(batches, start=1):
+            (reduced(model(frames), labels) / accumulate).backward()
+            if i % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=_frames(), fit=fit)
+
+
+@odd(notes="time first: a sum over frames, a mean over examples; cut along the time it looks divided twice")
+def frames_summed_over_time(accumulate=1):
+    def reduced(scores, labels):
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum") / labels.shape[1]
+
+    return _per_frame(reduced, accumulate)
+
+
+@odd(notes="time first: the mean over examples of a sum over frames, and a penalty that is a mean over both")
+def frames_summed_beside_a_mean(accumulate=1):
+    def reduced(scores, labels):
+        each = F.cross_entropy(scores.permute(0, 2, 1), labels, reduction="none")
+        return each.sum(0).mean() + 0.1 * scores.square().mean()
+
+    return _per_frame(reduced, accumulate)
