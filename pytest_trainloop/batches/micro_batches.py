@@ -173,7 +173,15 @@ class UncutBatches(MicroBatches):
     """Batches of a loop that only counts them: each stands for any rows."""
 
     @classmethod
-    def of(cls, loop: TrainLoop, _seen: Record, count: int, *, example: bool = False, **_how: Any) -> UncutBatches:
+    def of(
+        cls,
+        loop: TrainLoop,
+        _seen: Record,
+        count: int,
+        *,
+        example: bool = False,
+        axis: int | None = None,  # noqa: ARG003 (no rows are taken)
+    ) -> UncutBatches:
         return cls(_copies(loop, count, example), 0, None, _ANY_ROWS, {}, {})
 
     def taken(self, batch: Any, rows: Sequence[int]) -> Any:
