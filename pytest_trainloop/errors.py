@@ -8,6 +8,7 @@
     ``OutOfBudget``       the checks of this loop took what they may take together: the check is not looked at
 ``CannotDecide``          a check's way to skip, with a reason a user can act on
     ``DoesNotApply``      the loop does not pose the check's question
+    ``Refused``           the loop raised on a batch that the check made, and not on its own
 ``BrokenRun``             fit raised because of what this package put around it: a mistake of ours
 ``Unreliable``            two identical runs differ where the check needs them equal
 ``BrokenCheck``           the warning that a check of this package raised; the check is skipped
@@ -99,6 +100,11 @@ class CannotDecide(Exception):
 
 class DoesNotApply(CannotDecide):
     """Raised inside a check whose question this loop does not pose: there is nothing that the user left out."""
+
+
+class Refused(CannotDecide):
+    """Raised inside a check where the loop raised on what the check made for it (rows cut, split, in another order, in
+    float64), and not on its own batches. A check with other questions goes on to these first."""
 
 
 class NotRecorded(CannotDecide):

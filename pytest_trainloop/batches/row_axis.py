@@ -13,6 +13,8 @@ from pytest_trainloop.batches.padding import Proof, read_paddings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_trainloop.loop import TrainLoop
+
 
 def rows_known(batch: Any, axis: int) -> bool:
     """Whether something in the batch distinguishes the axis of rows from one of positions.
@@ -34,6 +36,38 @@ def rows_known(batch: Any, axis: int) -> bool:
         return False
     one_each = [t for t in with_rows if t.dim() == 1 or (t.dim() == 2 and t.shape[1] != length)]
     return any(not _counts_up(t) for t in one_each) or any(map(_padded_at_the_end, deep)) or _shifted(with_rows)
+
+
+def other_axis(loop: TrainLoop, batch: Any) -> int | None:
+    """The second axis, where rows may lie along it as well as along the first: all tensors with several axes are as
+    long there, the project does not say where rows lie, and nothing in the batch does."""
+    if loop.split_batch is not None or loop.batch_dim is not None or drawn_by_a_loader(loop.batches):
+        return None
+    lengths = {t.shape[1] for t in nested.tensors(batch) if not t.is_nested and t.dim() > 1}
+    return 1 if len(lengths) == 1 and min(lengths) > 1 and not rows_known(batch, 0) else None
+
+
+def relation(batch: Any) -> str:
+    """The tensor of a batch that relates each row to each other one, with its shape: an adjacency matrix, in words as
+    "batch.adj of shape (40, 40)"; empty where there is none.
+
+    It is square and symmetric by its values or by where they are not 0, and next to it a tensor has something else of
+    each row, so that the axis does not have as many entries by chance.
+    """
+    count = nested.rows(batch)
+    leaves = [(path, t) for path, t in nested.paths(batch) if not t.is_nested and t.dim() > 1 and len(t) == count > 2]
+    if not any(t.shape[1] != count and t.is_floating_point() for _, t in leaves):
+        return ""
+    for path, tensor in leaves:
+        if tensor.shape == (count, count) and not tensor.is_meta and _is_symmetric(tensor.detach()):
+            return f"{nested.shown(path)} of shape {tuple(tensor.shape)}"
+    return ""
+
+
+def _is_symmetric(tensor: torch.Tensor) -> bool:
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    filled = dense != 0
+    return torch.equal(dense, dense.T) or (torch.equal(filled, filled.T) and not bool(filled.all()))
 
 
 def drawn_by_a_loader(batches: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop import nested
 from pytest_trainloop.batches.micro_batches import MicroBatches
 from pytest_trainloop.batches.own_data import require_given_data
+from pytest_trainloop.batches.row_axis import other_axis
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.step_runs import StepRuns, Variation, bound
 from pytest_trainloop.errors import CannotDecide
@@ -92,6 +93,15 @@ class StepGradients:
                 "split_batch= splits the batch: give batch_dim= to have single rows taken from it", needs="batch_dim="
             )
         return cls(cut, evidence.shared(StepRuns.of), _window(evidence), splits="accumulate" in evidence.knobs)
+
+    def along_other_axis(self, evidence: Evidence) -> StepGradients | None:
+        """The same with rows along the second axis; None where it is known that they lie along the first."""
+        loop = evidence.fresh_loop()
+        axis = other_axis(loop, self.batch)
+        if axis is None:
+            return None
+        with preserved():
+            return self.cut_as(MicroBatches.of(loop, evidence.run(), 1, example=True, axis=axis).recounting())
 
     @property
     def batch(self) -> Any:

@@ -103,19 +103,24 @@ class StepRuns:
     def made(self, key: Hashable, items: Callable[[], Sequence[Any]], varied: Variation = AS_IT_IS) -> Record:
         """The run over these items, known by its key; one in which ``fit`` raised is returned as well.
 
-        Raises ``UserCodeError`` where a declared loss raises on the first items: no other check calls it.
+        Raises ``UserCodeError`` where a declared loss raises on the loop's own batches too: no other check calls it.
         """
         if (key, varied) not in self._records:
             record = self._run(items, varied)
             if record.raised is not None and self._double and not self._goes_through:
                 record = self._in_own_precision(items, varied) or record
             if record.raised is not None and self.calls != "fit" and not self._goes_through:
-                raised = record.raised
-                error = UserError(stage=self.calls, summary=raised.summary, traceback=raised.traceback)
-                raise UserCodeError(error, one_check=True)
+                self._require_a_loss_of_whole_batches(dict(varied.knobs))
             self._goes_through = self._goes_through or record.raised is None
             self._records[key, varied], self._logs[id(record)] = record, self._log
         return self._records[key, varied]
+
+    def _require_a_loss_of_whole_batches(self, knobs: Mapping[str, Any]) -> None:
+        """Raise ``UserCodeError`` where the declared loss raises on batches that nothing has altered."""
+        raised = self._run_plan(replace(self._plan_of(knobs), enough=_stepped, may_raise=True)).raised
+        if raised is not None:
+            error = UserError(stage=self.calls, summary=raised.summary, traceback=raised.traceback)
+            raise UserCodeError(error, one_check=True)
 
     def know(self, axes: DrawAxes) -> None:
         """Have what is drawn from now on keep to these axes: runs that drew otherwise are forgotten."""
@@ -147,12 +152,16 @@ class StepRuns:
                 plan,
                 before_item=draws.next_item,
                 contexts=lambda watch: (draws, *(c for made in varied.contexts for c in made(watch))),
-                enough=(lambda record: record.rounds >= 1) if varied.until_first_step else plan.enough,
+                enough=_stepped if varied.until_first_step else plan.enough,
                 fit_seed=varied.fit_seed,
                 double=self._double,
                 may_raise=True,
             )
         )
+
+
+def _stepped(record: Record) -> bool:
+    return record.rounds >= 1
 
 
 def _plain_fit(loop: TrainLoop) -> Callable[[Any], None]:

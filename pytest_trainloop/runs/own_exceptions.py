@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from pytest_trainloop.errors import BrokenRun, CannotDecide, TrainLoopError
+from pytest_trainloop.errors import BrokenRun, Refused, TrainLoopError
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.batch_stream import Batches
@@ -39,7 +39,7 @@ _AS_IT_IS = RunPlan()
 
 def require_returned(make: Make, plan: RunPlan, record: Record, seen: Record) -> None:
     """Raise where ``fit`` raised in a run by this plan although it came back in the watched run, ``seen``:
-    ``CannotDecide`` where the loop raises for what it was given, ``BrokenRun`` where it is for what was put around it.
+    ``Refused`` where the loop raises for what it was given, ``BrokenRun`` where it is for what was put around it.
 
     A run that went on for longer than the watched one may end as it likes.
     """
@@ -47,12 +47,12 @@ def require_returned(make: Make, plan: RunPlan, record: Record, seen: Record) ->
     if raised is None or seen.raised is not None or record.rounds >= max(seen.rounds, 1):
         return
     if plan.varied and plan.varying is None:
-        raise CannotDecide(f"fit raised {raised.summary} {_given(plan)}, and not in the watched run")
+        raise Refused(f"fit raised {raised.summary} {_given(plan)}, and not in the watched run")
     around = plan.contexts is not _AS_IT_IS.contexts or plan.before_item is not _AS_IT_IS.before_item
     given = replace(plan, contexts=plan.varying or _AS_IT_IS.contexts, before_item=_AS_IT_IS.before_item)
     if around and all(run(make, given).raised is None for _ in range(TRIES)):
         _blame_the_run(raised, "in a run of this check only")
-    raise CannotDecide(f"fit raised {raised.summary} {_given(plan)}, and not in the watched run")
+    raise Refused(f"fit raised {raised.summary} {_given(plan)}, and not in the watched run")
 
 
 def is_own(make: Make, plan: RunPlan) -> bool:

@@ -185,13 +185,13 @@ def _run(make: Make, plan: RunPlan) -> Record:
     record.mistakes += mistakes  # while the loop was built, and as the contexts were left
     record.knobs = dict(plan.knobs)
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError) and not plan.further:
         raise loop.located(error)
     if isinstance(error, (UserCodeError, CannotDecide)):
         raise error
     if error is not None and batches.held_back and record.steps:
         return _run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
-    if error is not None and _SCALARS_ONLY in str(error):
+    if error is not None and _SCALARS_ONLY in str(error) and not plan.further:
         raise _no_scalar(record, error) from error
     if error is not None:
         ended = guard.stopped or plan.enough(record) or (batches.cut_short and record.steps > 0)

@@ -55,6 +55,10 @@ Fixed
     ...         optimizer.zero_grad()
 
 Known limits
+    Rows are taken along the first axis, or along ``batch_dim``. Where nothing in the batch says that the first axis
+    lists rows, and windows agree once the batch is cut along the second, the check is skipped: time may come first. So
+    it is where the loop refuses the rows that were taken (one graph is the whole batch): ``split_batch`` says how the
+    project splits a batch, and is then given whole ones.
     Losses in which examples interact (contrastive ones) are skipped: the gradients need not be equal. So are loops that
     draw with python's or numpy's generators. An uneven last window is advice. An average that no run calls is looked at
     where ``TrainLoop.model`` declares it. Without the knob a factor that
@@ -121,12 +125,13 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         return
     made, splits = evidence.shared(Accumulation.of).compare()
     if any(w.ratio != w.ratio for s in splits for w in s.windows if w.difference == 0.0):
-        raise CannotDecide("the gradients are not finite, in one batch and accumulated (see finite)")
+        raise CannotDecide("on rows taken from the batch the gradients are not finite, whole and in micro-batches")
     wrong = [s for s in splits if not s.equal and s.updates > s.bound]
     if evidence.shared(makes_own_data):
         yield from _counted(evidence, wrong)
         return
     if wrong:
+        _require_wrong_along_other_axis(evidence)
         evidence.shared(Accumulation.of).told = made, wrong[0]
         yield from _first_cause(evidence, made, wrong, splits)
         return
@@ -138,6 +143,26 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
             yield inside.finding
         elif inside is None and moved[0].lr_differs:
             yield _lr_differs(moved[0])
+
+
+def _require_wrong_along_other_axis(evidence: Evidence) -> None:
+    """Raise ``CannotDecide`` where windows and one batch agree once the batch is cut along its second axis, and nothing
+    says that rows lie along the first: what is summed over time, and averaged over rows, differs if time is cut."""
+    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+
+    other = evidence.shared(Accumulation.along_other_axis)
+    if other is None:
+        return
+    try:
+        _, splits = other.compare()
+    except CannotDecide:
+        return
+    if all(s.equal or s.updates <= s.bound for s in splits):
+        raise CannotDecide(
+            "with the batch cut along its second axis the gradients agree, along its first they do not, and nothing "
+            "says along which of them rows lie: give batch_dim=1, or batch_dim=0 if the first axis holds them",
+            needs="batch_dim=",
+        )
 
 
 def _first_cause(

@@ -16,6 +16,7 @@ import torch
 
 from pytest_trainloop.batches.micro_batches import MicroBatches, UncutBatches
 from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.batches.row_axis import other_axis
 from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import LeftOut
 from pytest_trainloop.checks.batch.accumulation_equivalence.split import Doubled, Split
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE, Weighing
@@ -78,6 +79,14 @@ class Accumulation:
         return cls(StepGradients(_cut(evidence), evidence.shared(StepRuns.of), 1, splits=True))
 
     @classmethod
+    def along_other_axis(cls, evidence: Evidence) -> Accumulation | None:
+        """The same with the batch cut along its second axis; None where it is known that rows lie along the first."""
+        axis = other_axis(evidence.fresh_loop(), evidence.shared(cls.of).cut.batches[0])
+        if axis is None:
+            return None
+        return cls(StepGradients(_cut(evidence, axis), evidence.shared(StepRuns.of), 1, splits=True))
+
+    @classmethod
     def of_loss(cls, evidence: Evidence) -> Accumulation:
         """The same, for a plain loop over the declared loss."""
         return cls(StepGradients(_cut(evidence), StepRuns.of_loss(evidence), 1, splits=False))
@@ -102,6 +111,14 @@ class Accumulation:
         rows, the comparison is made again, and so are those after it, with that number recomputed for each part.
         Raises ``CannotDecide`` where the loop cannot be run so, or where a number cannot be recomputed.
         """
+        try:
+            return self._compare()
+        except CannotDecide:
+            if self.cut.split_batch is None or self.cut.whole:
+                raise
+        return Accumulation(self._gradients.cut_as(self.cut.of_whole_batches()))._compare()
+
+    def _compare(self) -> tuple[Accumulation, list[Split]]:
         made, splits = self, list[Split]()
         for k in self.sizes():
             split = made.split(k)
@@ -347,26 +364,31 @@ class Accumulation:
         """Runs on one micro-batch each."""
         made = [part.record for part in self._gradients.parts(composition)]
         for record in made:
-            self._require_returned(record, 1)
+            self._require_returned(record, composition)
         return made
 
     def _run(self, composition: Composition, *, may_raise: bool = False, **how: Any) -> Record:
         """The run over windows composed so. Raises ``CannotDecide`` where ``fit`` raises on them, unless it may."""
         record = self._gradients.windows(composition, **how)
         if not may_raise:
-            self._require_returned(record, len(composition.parts))
+            self._require_returned(record, composition)
         return record
 
-    def _require_returned(self, record: Record, parts: int) -> None:
-        if record.raised is not None:
-            raise CannotDecide(
-                f"{self._gradients.calls} raised {record.raised.summary} on {'part of ' if parts > 1 else ''}the "
-                "batch; give batch_dim= or split_batch= if its rows lie along another axis"
-            )
+    def _require_returned(self, record: Record, composition: Composition) -> None:
+        if record.raised is None:
+            return
+        given, k = self.cut.which(composition.rows), len(composition.parts)
+        given = f"{given.removeprefix('a copy of ')} in {k} parts" if k > 1 else given
+        give = self.cut.what_to_give()
+        raise CannotDecide(
+            f"{self._gradients.calls} raised {record.raised.summary} on {given}, and not on the loop's own batches"
+            f"{f'; give {give} if these are no batches for it' if give else ''}",
+            needs=give.partition(" ")[0],
+        )
 
 
-def _cut(evidence: Evidence) -> MicroBatches:
+def _cut(evidence: Evidence, axis: int | None = None) -> MicroBatches:
     seen, loop = evidence.run(), evidence.fresh_loop()
     kind = UncutBatches if evidence.shared(makes_own_data) else MicroBatches
     with preserved():
-        return kind.of(loop, seen, WINDOWS)
+        return kind.of(loop, seen, WINDOWS, axis=axis)

@@ -26,6 +26,8 @@ def fewest_rows(
     """The smallest split that shows what this one does, and its micro-batches in words: ``rows [3] | [1], a smaller
     example with 7 and 2 valid targets``. ``by_counts``: what is wrong is how micro-batches with unequal counts weigh.
     ``without``: windows and one batch agree once this is left out."""
+    if made.cut.whole:
+        return split, _described(made, split)
     first = made.of_one_window() if _in_first_window(split) else made
     k, size = split.accumulate, len(split.composition.rows) // split.accumulate
     rows = _far_apart(split.composition.rows) if by_counts else _equal_counts(made.cut.valid, split.composition.rows)
@@ -77,6 +79,8 @@ def _same_fault(found: Split, known: Split) -> bool:
 
 def _described(made: Accumulation, split: Split) -> str:
     composition, k = split.composition, split.accumulate
+    if made.cut.whole:
+        return f"the batch in {k} parts, as split_batch makes them"
     if split.loop_splits or made.cut.split_batch or len(composition.rows) > SHOWN:
         return f"{len(composition.rows)} rows as {list(composition.parts)}"
     counts = _counts(made, split)

@@ -67,6 +67,9 @@ def terms_apart(evidence: Evidence) -> Terms | None:
         rows = gradients.cut.valid.order[-2:]
         if len(rows) < 2 or not _grow_otherwise(gradients, rows):
             return None
+        other = gradients.along_other_axis(evidence)
+        if other is not None and not _grow_otherwise(other, other.cut.valid.order[-2:]):
+            return None  # a sum over time, if time comes first
         seen = [Reductions(), Reductions()]
         once, twice = Composition(rows[:1]), Composition(rows[:1] * 2)
         for made_of, reductions in zip((once, twice), seen, strict=True):

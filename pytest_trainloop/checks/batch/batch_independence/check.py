@@ -195,6 +195,7 @@ _PROVEN = frozenset(cause for cause, _ in _CAUSE_OF.values())
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
     from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
+    from pytest_trainloop.checks.batch.batch_independence.shares import RowShares
     from pytest_trainloop.checks.batch.batch_independence.unpaired import unpaired
 
     labels = evidence.shared(LabelRows.of)
@@ -226,9 +227,12 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
         yield from found or _outside(evidence, met, declared)
         if inside or (met is not None and (met.why == "operation" or declared is False)):
             return
-    yield from _order(evidence, met)
+    ordered = list(_order(evidence, met))
+    yield from ordered
     if declared:
         raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
+    if not ordered:
+        RowShares.require_taken(evidence)
 
 
 def _inside(evidence: Evidence, declared: bool | None, *, quiet: bool) -> Iterator[Finding]:

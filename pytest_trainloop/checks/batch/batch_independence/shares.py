@@ -20,7 +20,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.batches.other_values import OtherOrder, OtherValues, changes, has_rows, roll, rows_that_differ
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, Refused
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.tracing.crossed_rows import Crossing, crossings
 from pytest_trainloop.tracing.row_fixes import RowFix, row_fixes
@@ -95,23 +95,36 @@ class RowShares:
     """The rows of the few that a step is made over; none for all."""
     fixes: list[RowFix] = field(default_factory=list)
     """What runs over rows in the step as it is."""
+    _refused: Refused | None = None
     crossings: dict[int, Crossing] = field(default_factory=dict)  # in the step as it is, by their place on the tape
 
     @classmethod
     def of(cls, evidence: Evidence) -> RowShares | None:
         """None where the loop cannot be run so, or nothing of the batch enters a model."""
+        return evidence.shared(cls.tried)[0]
+
+    @classmethod
+    def require_taken(cls, evidence: Evidence) -> None:
+        """Raise the ``Refused`` of a loop that raises on a few of its rows, if that was why nothing could be seen."""
+        made, refused = evidence.shared(cls.tried)
+        if made is None and refused is not None:
+            raise refused
+
+    @classmethod
+    def tried(cls, evidence: Evidence) -> tuple[RowShares | None, Refused | None]:
+        """The steps, or what the loop raised where it takes no few rows."""
         if evidence.shared(makes_own_data) or evidence.run().raised is not None:
-            return None
+            return None, None
         made = cls(evidence)
         while made._ways:
             base = made.tape(AS_IT_IS)
             if base is not None and base.shares and not base.refused and made.rows >= 4:
-                return made
+                return made, None
             made._ways.pop(0)
             made._tapes.clear()
             made.fixes.clear()
             made.crossings.clear()
-        return None
+        return None, made._refused
 
     @property
     def rows(self) -> int:
@@ -365,6 +378,9 @@ class RowShares:
         plan = replace(plan, before_item=lambda _number, item: mode.take(item))
         try:
             record = self.evidence.rerun(plan)
+        except Refused as reason:
+            self._refused = reason.with_traceback(None)
+            return None
         except CannotDecide:
             return None
         mode.tape.double = record.double

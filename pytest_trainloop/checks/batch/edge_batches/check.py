@@ -129,7 +129,13 @@ def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     if found or edges.ending.leaves_none or edges.ending.leaves_one:
         return
     one = edges.one_row
-    if not one.ok and not one.raised_by_loop:
+    if one.raised_by_loop:
+        raise CannotDecide(
+            f"the loop refuses a batch of one row: {_failure(one)}; give the project's DataLoader as batches= to have "
+            "its last batch judged",
+            needs="batches=",
+        )
+    if not one.ok:
         raise CannotDecide(
             f"on a batch of one row {_failure(one)}, and nothing says whether one comes: give the project's DataLoader "
             "as batches= to have its last batch judged",

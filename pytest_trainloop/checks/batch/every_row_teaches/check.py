@@ -63,6 +63,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.explained import LEARNING
+from pytest_trainloop.errors import Refused
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 
@@ -153,8 +154,11 @@ def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     twice = read_twice(evidence)
     if twice is not None:
         yield _twice(twice)
-    seen = Calls()
-    unused = left_out(evidence, seen)
+    seen, unused, undecided = Calls(), None, None
+    try:
+        unused = left_out(evidence, seen)
+    except Refused as reason:
+        undecided = reason
     if unused is not None:
         yield _left_out(unused)
     target = one_target(evidence, seen)
@@ -166,6 +170,8 @@ def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     weights = cut_weights(evidence, seen)
     if weights is not None:
         yield _cut(weights)
+    if undecided is not None and not any((constant, twice, target, flags, weights)):
+        raise undecided
 
 
 def _zero(found: ZeroLoss) -> Finding:

@@ -19,7 +19,7 @@ from pytest_trainloop.checks.batch.every_row_teaches.ends import Ends, ends_of
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import smallest
 from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, Refused
 from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.runs.batch_stream import first_batches
@@ -76,7 +76,8 @@ class LeftOut:
 def left_out(evidence: Evidence, seen: Calls) -> LeftOut | None:
     """The rows at an end of the batch that nothing uses; ``seen`` keeps the calls of one of the steps that are made.
 
-    Raises ``CannotDecide`` where these may be positions, and where there is one row.
+    Raises ``CannotDecide`` where these may be positions, and where there is one row; ``Refused`` where the loop takes
+    no rows in another order.
     """
     loop = evidence.fresh_loop()
     batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
@@ -84,9 +85,9 @@ def left_out(evidence: Evidence, seen: Calls) -> LeftOut | None:
         raise CannotDecide("the batch has one row: give a larger one to see whether each row teaches", needs="batch=")
     made = evidence.shared(StepGradients.of)
     rows = _Rows(made, range(made.rows), seen)
-    if rows.base is None:
-        return None
-    unused = rows.unused()
+    unused = rows.unused() if rows.base is not None else ()
+    if not unused and rows.refused:
+        raise Refused(f"{rows.refused} on {made.cut.which(rows.refused_rows)}, and not on the loop's own batches")
     if not unused or len(unused) >= made.rows:
         return None
     runs = _OwnRuns(evidence, unused)
@@ -122,6 +123,8 @@ class _Rows:
 
     def __init__(self, made: StepGradients, chosen: Sequence[int], seen: Calls | None = None) -> None:
         self._made, self._chosen, self._seen = made, tuple(chosen), seen
+        self.refused, self.refused_rows = "", self._chosen
+        """What the loop raised first, on which rows."""
         self.base = self._print(self._chosen)
 
     def unused(self) -> tuple[int, ...]:
@@ -146,6 +149,8 @@ class _Rows:
     def _print(self, rows: tuple[int, ...]) -> object:
         watched = self._seen is not None and rows != self._chosen and not self._seen.calls
         made = self._made.at(Composition(rows), contexts=(self._seen.contexts,) if watched and self._seen else ())
+        if made.refused and not self.refused:
+            self.refused, self.refused_rows = made.refused, rows
         return None if made.refused or not made.record.ended else fingerprint(made.record)
 
 

@@ -227,6 +227,8 @@ class PaddingRuns:
                 return self._compared(full, keep=keep, blocked=blocked)
             return fewer if isinstance(fewer, str) else str(more)
         self._runs_through = True
+        if not any(bool(g.isfinite().all()) for each in (fewer, more) for o in each.values() for g in o.values()):
+            return "the gradient of rows that are all padded, or cut to their length, is not finite"
         found = [
             (o, agreement(*vectors([fewer[o], more[o]])))
             for o in fewer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -96,10 +97,11 @@ def no_search(monkeypatch):
     monkeypatch.setattr(fewest_rows, "fewest_rows", lambda evidence, made, split, **how: (split, "12 rows"))
 
 
-def given(windows, lengths=()):
+def given(windows, lengths=(), *, second_axis=None):
     seen = record([parameter(0, "w")], held=[0], gradients={0: ONE})
     progress = Progress(lengths={0: tuple(Length(horizon=h, calls=c) for h, c in lengths)} if lengths else {})
-    return FakeEvidence(seen, accumulated=seen, shared={Accumulation.of: windows, Progress.of: progress})
+    shared = {Accumulation.of: windows, Accumulation.along_other_axis: second_axis, Progress.of: progress}
+    return FakeEvidence(seen, accumulated=seen, shared=shared)
 
 
 def found(*made, lengths=(), **how):
@@ -184,6 +186,15 @@ def test_weights_of_no_known_pattern_are_advice():
 def test_what_lies_outside_is_a_part_of_the_loss_or_unknown():
     assert found(apart(), (HALVES, HALVES), outside=1e-3, grows=True) == [("loss_not_divided", "fault")]
     assert found(apart(), (HALVES, HALVES), outside=1e-3) == [("update_differs", "advice")]
+
+
+@pytest.mark.parametrize(("difference", "words"), [(0.0, "give batch_dim=1"), (0.3, None)])
+def test_windows_that_agree_along_another_axis_accuse_nobody(difference, words):
+    agreed = Agreement(1.0, 1.0, difference)
+    second_axis = Windows(split(first=agreed, second=agreed))
+    evidence = given(Windows(apart(), (HALVES, (1.0, 1.0))), second_axis=second_axis)
+    with pytest.raises(CannotDecide, match=words) if words else contextlib.nullcontext():
+        assert [f.cause for f in accumulation_equivalence(evidence)] == ["loss_not_divided"]
 
 
 def test_equal_weights_in_the_end_excuse_other_gradients():

@@ -10,7 +10,7 @@ from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
 from pytest_trainloop.checks.batch.batch_independence.passes import RowInteraction, RowPasses
 from pytest_trainloop.checks.batch.batch_independence.shares import RowShares
 from pytest_trainloop.checks.batch.batch_independence.unpaired import unpaired
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, Refused
 from pytest_trainloop.recording.events import Place
 from pytest_trainloop.tracing.forward_pass import Op
 from tests.helpers.records import FakeEvidence
@@ -30,10 +30,18 @@ def interaction(why, *names, rows_known=True):
     return RowInteraction(0, 2, 5, rows_known, why, ops)
 
 
-def named(found, *, declared=None, pairs=(), met=None):
+def named(found, *, declared=None, pairs=(), met=None, refused=None):
     labels = LabelRows(pairs=list(pairs), loss="cross_entropy", rows=5)
     evidence = FakeEvidence(
-        None, shared={RowPasses: Passes(found), LabelRows.of: labels, meeting: met, RowShares.of: None, unpaired: None}
+        None,
+        shared={
+            RowPasses: Passes(found),
+            LabelRows.of: labels,
+            meeting: met,
+            RowShares.of: None,
+            RowShares.tried: (None, refused),
+            unpaired: None,
+        },
     )
     evidence.declared = lambda name: declared if name == "rows_interact" else None
     return [(f.cause, f.level) for f in batch_independence(evidence)]
@@ -41,6 +49,11 @@ def named(found, *, declared=None, pairs=(), met=None):
 
 def test_rows_that_do_not_interact_pass():
     assert named(None) == []
+
+
+def test_a_loop_that_takes_no_few_rows_is_not_passed():
+    with pytest.raises(Refused, match="fit raised"):
+        named(None, refused=Refused("fit raised ValueError: 12 rows expected on batches of this check"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop import check_loop
+from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
 from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, RowShares
 from pytest_trainloop.runs.evidence import Evidence
@@ -37,7 +38,7 @@ def test_three_rows_show_it(pair):
 def test_two_steps_are_made_of_a_loop_whose_rows_are_apart():
     found = evidence(lambda m, b: squares(m, b).mean())
     found.run()
-    RowShares.of(found)  # asks once whether the loop makes its own data
+    found.shared(makes_own_data)  # which is asked once
     before = found.own_steps
     found.shared(RowShares.of)
     assert meeting(found) is None
