@@ -23,6 +23,8 @@ from pytest_trainloop.recording.events import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.errors import OwnMistake
+
 Role = Literal["model", "unregistered", "foreign"]
 
 
@@ -246,6 +248,14 @@ class Record:
     """``TrainLoop.frozen``."""
     notes: list[str] = field(default_factory=list)
     """Remarks for whoever reads the record."""
+    mistakes: list[OwnMistake] = field(default_factory=list)
+    """Mistakes of this package that were caught inside the project's calls, as ``whose.mistake`` gives them: no check
+    judges by such a record."""
+
+    def require_no_mistake(self) -> None:
+        """Raise ``OwnMistake`` where this package made a mistake during the run."""
+        if self.mistakes:
+            raise self.mistakes[0].with_traceback(None)
 
     def of(self, kind: type[E_]) -> list[E_]:
         """The events of one kind, in order."""

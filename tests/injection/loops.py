@@ -122,7 +122,11 @@ def adversaries():
 
     def fit(batches):
         for real in batches:
-            made, ones, zeros = generator(torch.randn(len(real), 2)), torch.ones(len(real), 1), torch.zeros(len(real), 1)
+            made, ones, zeros = (
+                generator(torch.randn(len(real), 2)),
+                torch.ones(len(real), 1),
+                torch.zeros(len(real), 1),
+            )
             of_discriminator.zero_grad()
             (score(discriminator(real), ones) + score(discriminator(made.detach()), zeros)).backward()
             of_discriminator.step()
@@ -293,7 +297,7 @@ def focal_loss():
 def wrong_loss():
     """A wrong one: it ignores no index, and cuts the gradient of half of its value."""
     return LossContract(
-        criterion=lambda logits, target: (F.cross_entropy(logits, target.clamp(min=0)) + logits.detach().exp().mean()),
+        criterion=lambda logits, target: F.cross_entropy(logits, target.clamp(min=0)) + logits.detach().exp().mean(),
         expects="logits",
         num_classes=3,
         ignore_index=-100,
