@@ -6,6 +6,7 @@ its own mistakes with them: every ``except Exception`` asks ``reraise_ours`` fir
 
 from __future__ import annotations
 
+import contextlib
 import opcode
 import re
 import sys
@@ -25,6 +26,7 @@ from pytest_trainloop.errors import (
 from pytest_trainloop.paths import PACKAGE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType, TracebackType
 
     Error = TypeVar("Error", bound=BaseException)
@@ -42,8 +44,6 @@ _ITERATES = opcode.opmap["FOR_ITER"]
 _ARGUMENTS = re.compile(r"([\w.<>]+)\(\) (takes|missing|got) ")
 """How Python begins a ``TypeError`` about the arguments of a function: it is raised in the frame of the caller."""
 
-_OF_THE_PROJECT = "_of_the_project"
-
 
 def is_ours(error: BaseException) -> bool:
     """Whether an exception is a mistake of this package.
@@ -59,7 +59,7 @@ def is_ours(error: BaseException) -> bool:
     innermost = _innermost(error.__traceback__)
     if innermost is None or not innermost.tb_frame.f_code.co_filename.startswith(PACKAGE):
         return False
-    if getattr(error, _OF_THE_PROJECT, False):
+    if getattr(error, "of_the_project", False):
         return False
     instruction = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
     if instruction in _RAISES:
@@ -77,9 +77,18 @@ def reraise_ours(error: BaseException) -> None:
         raise error
 
 
+@contextlib.contextmanager
+def project_may_raise() -> Iterator[None]:
+    """Leave the block quietly at an exception of the project's code."""
+    try:
+        yield
+    except Exception as error:  # the caller gives the reason
+        reraise_ours(error)
+
+
 def of_the_project(error: Error) -> Error:
-    """An exception that code of this package raises to the project in the place of an object of the project's."""
-    setattr(error, _OF_THE_PROJECT, True)
+    """An exception that code of this package raises on purpose where the project's code is expected to."""
+    error.of_the_project = True  # type: ignore[attr-defined]
     return error
 
 

@@ -15,6 +15,7 @@ from pytest_trainloop.batches.valid_targets import ValidTargets, valid_targets
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +122,8 @@ def _parts(split_batch: Callable[[Any, int], Iterable[Any]], batch: Any, k: int)
     try:
         parts = split_batch(batch, k)
         given = list(parts) if isinstance(parts, Iterable) else None
-    except Exception as error:
+    except Exception as error:  # of the project's split_batch
+        reraise_ours(error)
         raise UserCodeError(user_error(error, "TrainLoop.split_batch"), one_check=True) from error
     tensors = [part for part in given or () if isinstance(part, torch.Tensor)]
     if given is not None and len(given) == k and (isinstance(batch, torch.Tensor) or not tensors):

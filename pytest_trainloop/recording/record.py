@@ -19,6 +19,7 @@ from pytest_trainloop.recording.events import (
     Step,
     TensorSample,
 )
+from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -251,6 +252,14 @@ class Record:
     mistakes: list[OwnMistake] = field(default_factory=list)
     """Mistakes of this package that were caught inside the project's calls, as ``whose.mistake`` gives them: no check
     judges by such a record."""
+
+    def note_mistake(self, error: BaseException) -> bool:
+        """Note an exception that was caught inside the project's calls, if it is a mistake of this package; whether it
+        is one."""
+        if is_ours(error):
+            self.mistakes.append(mistake(error))
+            return True
+        return False
 
     def require_no_mistake(self) -> None:
         """Raise ``OwnMistake`` where this package made a mistake during the run."""
