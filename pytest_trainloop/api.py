@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.errors import CannotDecide, CheckFailed, UsageError
+from pytest_trainloop.errors import CannotDecide, CheckFailed, OwnMistake, UsageError
 from pytest_trainloop.finding import Result, UserError
-from pytest_trainloop.results import broken, checked, error_of, skipped
+from pytest_trainloop.results import broken, checked, error_of, mistaken, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -340,14 +340,14 @@ def nothing_trained(record: Record) -> bool:
 
 
 def _once(check: Check, evidence: Any, options: Mapping[str, Any]) -> Result:
-    """The result of a check on one run; a mistake of the check's own is a skip, as in the battery."""
+    """The result of a check on one run; a mistake of this package's own is an error, as in the battery."""
     absent = sorted(check.needs - evidence.offers)
     if absent:
         return skipped(
             check, CannotDecide(f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test")
         )
     findings: list[Finding] = []
-    verdict: CannotDecide | UserError | None = None
+    verdict: CannotDecide | OwnMistake | UserError | None = None
     try:
         for finding in check.decide(evidence, **options):
             findings.append(checked(check, finding, evidence))  # noqa: PERF401 - those before an exception are kept
@@ -359,6 +359,8 @@ def _once(check: Check, evidence: Any, options: Mapping[str, Any]) -> Result:
         verdict = broken(check, error)
     if isinstance(verdict, UserError):
         return error_of(check, verdict)
+    if isinstance(verdict, OwnMistake):
+        return mistaken(check, verdict)
     if verdict is not None and not findings:  # what was shown before stays shown, whatever further runs would add
         return skipped(check, verdict)
     failed = any(f.level == "fault" for f in findings)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import (
-    BrokenRun,
     CannotDecide,
     DoesNotApply,
     NotRecorded,
     OutOfBudget,
+    OwnMistake,
     TimeRanOut,
     Unreliable,
     UsageError,
@@ -20,8 +20,9 @@ from pytest_trainloop.errors import (
 )
 from pytest_trainloop.finding import Finding, Result, UserError
 from pytest_trainloop.knobs import DEVICES, is_device, nearest
-from pytest_trainloop.results import broken, checked, error_of, skipped
+from pytest_trainloop.results import broken, checked, error_of, mistaken, skipped
 from pytest_trainloop.runs.budget import Budget
+from pytest_trainloop.whose import SIGNALS
 from pytest_trainloop.wording import count
 from pytest_trainloop.worth import WATCHED, Cost, Waiting
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.registry import Check, Judged
     from pytest_trainloop.runs.evidence import Evidence, Progress
 
-Verdict = tuple[Finding, ...] | CannotDecide | TimeRanOut | Unreliable | UserCodeError | UserError
+Verdict = tuple[Finding, ...] | CannotDecide | OwnMistake | TimeRanOut | Unreliable | UserCodeError | UserError
 
 LEAST_BUDGET = 120.0
 """Seconds that the checks of one loop may take however short the time of a run is, where no budget is given."""
@@ -126,7 +127,8 @@ class Subject:
         """The result of one check.
 
         An exception of the user's own code is an error in the first check that meets it; the others are skipped and
-        name ``reporter``. Raises ``UsageError`` where what was given cannot be judged.
+        name ``reporter``. A mistake of this package is an error in every check that meets it. Raises ``UsageError``
+        where what was given cannot be judged.
         """
         from pytest_trainloop.registry import registered
 
@@ -136,9 +138,14 @@ class Subject:
                 known = nearest(option, chosen.options) if chosen.options else "it has none"
                 raise UsageError(f"{name} has no option {option!r}; {known}")
         with self._budget.counted():
-            before = self._cost()
-            others = self._judge_what_is_worth_more(chosen)
-            result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
+            before, others = self._cost(), Cost()
+            try:
+                others = self._judge_what_is_worth_more(chosen)
+                result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
+            except UsageError:
+                raise
+            except Exception as error:  # outside of the check itself: what is prepared for all checks
+                result = _stopped(chosen, error)
             cost = self._cost() - before - others + self._ahead.pop(name, Cost())
         self._waiting.drop(name)
         return replace(result, seconds=cost.seconds, steps=cost.steps, rates=self._rates())
@@ -175,7 +182,7 @@ class Subject:
         spent = Cost()
         if check.subject == "loss" or self._broken is not None:
             return spent
-        with contextlib.suppress(Exception):  # the check meets it as well
+        with contextlib.suppress(*SIGNALS):  # the check meets it as well
             evidence = self._get_evidence()
             if check.steps > WATCHED:
                 evidence.run()
@@ -231,6 +238,8 @@ class Subject:
             return self._error(check, verdict.error, reporter)
         if isinstance(verdict, UserError):
             return error_of(check, verdict)
+        if isinstance(verdict, OwnMistake):
+            return mistaken(check, verdict)
         if isinstance(verdict, TimeRanOut):
             raise verdict
         if isinstance(verdict, Unreliable):
@@ -302,8 +311,8 @@ class Subject:
         """The exception that ended ``fit``, where no check found its cause."""
         try:
             raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
-        except (BrokenRun, CannotDecide):
-            return None  # this package made it raise, or nothing was run
+        except CannotDecide:
+            return None  # nothing was run
         if raised is None or self._explained_elsewhere(check, evidence):
             return None
         stage = "fit" if "fit" in evidence.offers else "TrainLoop.loss"
@@ -362,9 +371,18 @@ class Subject:
         return LossEvidence(self._make, seed=self._settings.seed, hypothesis_seed=self._settings.hypothesis_seed)
 
 
+def _stopped(check: Check, error: Exception) -> Result:
+    """The result where an exception ended what is done for all checks."""
+    verdict = broken(check, error)
+    return mistaken(check, verdict) if isinstance(verdict, OwnMistake) else error_of(check, verdict)
+
+
 def _require_looked_at(checks: Sequence[Check], verdicts: Sequence[Verdict]) -> None:
-    """Raise ``TimeRanOut`` where one of the checks, which may have found the cause, was not through in time."""
+    """Raise ``TimeRanOut`` where one of the checks, which may have found the cause, was not through in time, and
+    ``OwnMistake`` where a mistake of this package stopped it."""
     for check, verdict in zip(checks, verdicts, strict=False):
+        if isinstance(verdict, OwnMistake):
+            raise verdict
         if isinstance(verdict, OutOfBudget):
             raise OutOfBudget(verdict.seconds, verdict.needed)
         if isinstance(verdict, TimeRanOut):

@@ -10,8 +10,9 @@
     ``DoesNotApply``      the loop does not pose the check's question
     ``Refused``           the loop raised on a batch that the check made, and not on its own
 ``BrokenRun``             fit raised because of what this package put around it: a mistake of ours
+``OwnMistake``            this package made a mistake, as text; the check that meets it ends as an error
 ``Unreliable``            two identical runs differ where the check needs them equal
-``BrokenCheck``           the warning that a check of this package raised; the check is skipped
+``BrokenCheck``           the warning that a card or a picture could not be made because of a mistake of ours
 """
 
 from __future__ import annotations
@@ -117,8 +118,29 @@ class Unreliable(Exception):
 
 class BrokenRun(Exception):
     """Raised inside a check when ``fit`` raised in a run of this package and comes back without what is put around it:
-    the check is skipped, as one that raised itself."""
+    a mistake of ours, although the exception is one of the project's."""
+
+
+REPORT = "please report it in the issue tracker of pytest-trainloop"
+"""What every text about a mistake of this package asks for."""
+
+
+class OwnMistake(Exception):
+    """This package made a mistake: an exception of its own code, as text.
+
+    ``place`` is the line of this package, empty where it is not known; ``traceback`` has all frames.
+    """
+
+    def __init__(self, summary: str, *, place: str = "", traceback: str = "") -> None:
+        super().__init__(summary)
+        self.place, self.traceback = place, traceback
+
+    @property
+    def sentence(self) -> str:
+        """What was wrong and where, behind the name of a check: "step_order was stopped by ..."."""
+        at = f" ({self.place})" if self.place else ""
+        return f"a mistake in pytest-trainloop, not in your code: {self}{at}; {REPORT}"
 
 
 class BrokenCheck(UserWarning):
-    """A check of this package raised: it is skipped, and should be reported."""
+    """A card or a picture could not be made because of a mistake of this package, which should be reported."""

@@ -130,6 +130,9 @@ class Result:
     """What the user can give to have a skipped check decided: ``padding=``."""
     rates: tuple[dict[str, Any], ...] = ()
     """The learning rates of the watched run, with the first result of a loop that knows them."""
+    mistake: str = ""
+    """Of an error that is a mistake of this package, its whole traceback; ``reason`` says in one sentence what it is
+    and asks for a report."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -156,6 +159,7 @@ class Result:
             "error": asdict(self.error) if self.error else None,
             "findings": [f.to_json() for f in self.findings],
             **({"rates": list(self.rates)} if self.rates else {}),
+            **({"mistake": self.mistake} if self.mistake else {}),
         }
 
     @classmethod
@@ -173,6 +177,7 @@ class Result:
             looked_at=data.get("looked_at", True),
             needs=data.get("needs", ""),
             rates=tuple(data.get("rates", ())),
+            mistake=data.get("mistake", ""),
         )
 
     def with_outcome(self, outcome: Outcome, reason: str = "") -> Result:

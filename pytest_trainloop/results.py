@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
-import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.errors import BrokenCheck, BrokenRun, CannotDecide, DoesNotApply
+from pytest_trainloop.errors import BrokenRun, CannotDecide, DoesNotApply, OwnMistake
 from pytest_trainloop.finding import Finding, Result, UserError
+from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,22 +97,19 @@ def error_of(check: Check, error: UserError) -> Result:
     return Result(check=check.name, outcome="error", reason=reason, error=error)
 
 
-def broken(check: Check, error: Exception) -> CannotDecide | UserError:
-    """The verdict of a check that raised: a skip and a warning for one of this package, whose mistake fails nobody's
-    loop; an error with its traceback for a project's own."""
+def broken(check: Check, error: Exception) -> OwnMistake | UserError:
+    """The verdict of a check that raised: a mistake of this package, or for a project's own check an exception of the
+    project's."""
     if isinstance(error, BrokenRun):
-        return _reported(check, f"{error}; please report it")
+        return OwnMistake(str(error))
+    if isinstance(error, OwnMistake) or check.module.startswith("pytest_trainloop."):
+        return mistake(error).with_traceback(None)
     from pytest_trainloop.runs.user_traceback import user_error
 
-    raised = user_error(error, f"the check {check.name}")
-    if not check.module.startswith("pytest_trainloop."):
-        return raised
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    at = f"{Path(last.filename).name}:{last.lineno}"
-    return _reported(check, f"a mistake in this check, not in the loop: {raised.summary} ({at}); please report it")
+    return mistake(error) if is_ours(error) else user_error(error, f"the check {check.name}")
 
 
-def _reported(check: Check, reason: str) -> CannotDecide:
-    """A skip for a mistake of this package, with a warning."""
-    warnings.warn(f"{check.name} could not be judged; {reason}", BrokenCheck, stacklevel=2)
-    return CannotDecide(reason)
+def mistaken(check: Check, ours: OwnMistake) -> Result:
+    """The result of a check that a mistake of this package stopped: whatever it saw before, it is an error."""
+    reason = f"{check.name} was stopped by {ours.sentence}"
+    return Result(check=check.name, outcome="error", reason=reason, mistake=ours.traceback)

@@ -6,39 +6,69 @@ its own mistakes with them: every ``except Exception`` asks ``reraise_ours`` fir
 
 from __future__ import annotations
 
+import contextlib
 import opcode
-from typing import TYPE_CHECKING
+import re
+import sys
+import traceback as tracebacks
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, TrainLoopError, Unreliable, UserCodeError
+from pytest_trainloop.errors import (
+    BrokenRun,
+    CannotDecide,
+    OwnMistake,
+    TimeRanOut,
+    TrainLoopError,
+    Unreliable,
+    UserCodeError,
+)
 from pytest_trainloop.paths import PACKAGE
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Iterator
+    from types import FrameType, TracebackType
 
-SIGNALS = (BrokenRun, CannotDecide, TimeRanOut, TrainLoopError, Unreliable, UserCodeError)
+    Error = TypeVar("Error", bound=BaseException)
+
+SIGNALS = (BrokenRun, CannotDecide, OwnMistake, TimeRanOut, TrainLoopError, Unreliable, UserCodeError)
 """Exceptions by which one part of this package tells another one something: never to be taken for the project's."""
 
 _RAISES = frozenset({opcode.opmap["RAISE_VARARGS"], opcode.opmap["RERAISE"]})
 
-_PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__", "passed_on"})
-"""Functions that only pass a call of the project on: what C code raises in them is the project's."""
+_PASSES_ON = opcode.opmap["CALL_FUNCTION_EX"]
+"""The instruction of ``function(*args, **kwargs)``: how this package passes a call of the project on."""
+
+_ITERATES = opcode.opmap["FOR_ITER"]
+
+_ARGUMENTS = re.compile(r"([\w.<>]+)\(\) (takes|missing|got) ")
+"""How Python begins a ``TypeError`` about the arguments of a function: it is raised in the frame of the caller."""
 
 
 def is_ours(error: BaseException) -> bool:
     """Whether an exception is a mistake of this package.
 
-    It is if the innermost Python frame is one of the package's, with two exceptions, in which C code refuses what the
-    project gave: an exception without a ``raise`` statement in a function that passes a call of the project on, and a
-    ``RuntimeError`` or ``NotImplementedError`` without a ``raise`` statement (torch raises these for tensors that it
-    cannot take).
+    It is if the innermost Python frame is one of the package's, but for what C code refuses there without a ``raise``
+    statement although the project gave it:
+
+    - a call that is passed on as it came, ``function(*args, **kwargs)``;
+    - arguments that a function of the project does not take;
+    - a ``RuntimeError`` or ``NotImplementedError``, which torch raises for tensors that it cannot take. Python's own
+      of a dictionary that changes while it is iterated over is ours.
     """
     innermost = _innermost(error.__traceback__)
     if innermost is None or not innermost.tb_frame.f_code.co_filename.startswith(PACKAGE):
         return False
-    code = innermost.tb_frame.f_code
-    if code.co_code[innermost.tb_lasti] in _RAISES:
+    if getattr(error, "of_the_project", False):
+        return False
+    instruction = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
+    if instruction in _RAISES:
         return True
-    return code.co_name not in _PASSING_ON and not isinstance(error, (RuntimeError, NotImplementedError))
+    if isinstance(error, (RuntimeError, NotImplementedError)):
+        return instruction == _ITERATES
+    if isinstance(error, TypeError) and (refused := _ARGUMENTS.match(str(error))):
+        return _is_function_of_ours(refused[1], innermost.tb_frame)
+    return instruction != _PASSES_ON
 
 
 def reraise_ours(error: BaseException) -> None:
@@ -47,7 +77,51 @@ def reraise_ours(error: BaseException) -> None:
         raise error
 
 
+@contextlib.contextmanager
+def project_may_raise() -> Iterator[None]:
+    """Leave the block quietly at an exception of the project's code."""
+    try:
+        yield
+    except Exception as error:  # the caller gives the reason
+        reraise_ours(error)
+
+
+def of_the_project(error: Error) -> Error:
+    """An exception that code of this package raises on purpose where the project's code is expected to."""
+    error.of_the_project = True  # type: ignore[attr-defined]
+    return error
+
+
+def mistake(error: BaseException) -> OwnMistake:
+    """An exception that ended a part of this package, as text: with the last line of the package's own."""
+    if isinstance(error, OwnMistake):
+        return error
+    first = str(error).strip().partition("\n")[0]
+    name = type(error).__name__
+    frames = [f for f in tracebacks.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
+    place = f"{Path(PACKAGE).name}/{_within(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    text = "".join(tracebacks.format_exception(type(error), error, error.__traceback__)).rstrip()
+    return OwnMistake(f"{name}: {first}" if first else name, place=place, traceback=text)
+
+
+def _within(filename: str) -> str:
+    return Path(filename).relative_to(PACKAGE).as_posix()
+
+
 def _innermost(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback
+
+
+def _is_function_of_ours(qualified: str, caller: FrameType) -> bool:
+    """Whether a name such as ``Half.begin`` is that of something in this package. A bare one counts only where the
+    caller knows it: the project may have a function of the same name."""
+    first, *rest = qualified.split(".")
+    package = __name__.partition(".")[0]
+    modules = [vars(m) for name, m in list(sys.modules.items()) if name.partition(".")[0] == package]
+    for known in modules if rest else [caller.f_globals]:
+        found: Any = known.get(first)
+        if found is not None and str(getattr(found, "__module__", "")).startswith(f"{package}."):
+            return True
+    return False

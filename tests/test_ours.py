@@ -185,7 +185,7 @@ def in_a_closure(trainer, batches):
 
 
 def in_a_global(trainer, batches):
-    global KEPT_BY_THE_MODULE  # noqa: PLW0603
+    global KEPT_BY_THE_MODULE
     KEPT_BY_THE_MODULE = [batches, trainer.loop]
     trainer.logger = read_the_global
 

@@ -199,7 +199,7 @@ def _parts(split_batch: Callable[[Any, int], Iterable[Any]], batch: Any, k: int)
     try:
         parts = split_batch(batch, k)
         given = list(parts) if isinstance(parts, Iterable) else None
-    except Exception as error:  # of the project's own function
+    except Exception as error:  # of the project's split_batch
         reraise_ours(error)
         raise UserCodeError(user_error(error, "TrainLoop.split_batch"), one_check=True) from error
     tensors = [part for part in given or () if isinstance(part, torch.Tensor)]

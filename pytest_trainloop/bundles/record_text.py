@@ -46,7 +46,7 @@ def _head(record: Record) -> Iterator[str]:
         yield f"fit raised {record.raised.summary}"
     yield from record.notes
     for mistake in record.mistakes:
-        yield f"pytest-trainloop raised at {mistake}"
+        yield mistake.sentence
 
 
 def _weights(record: Record) -> Iterator[str]:

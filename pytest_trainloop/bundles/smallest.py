@@ -12,6 +12,7 @@ from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -46,7 +47,8 @@ def keep(
         _write(gradients, smallest.rows, file)
     except CannotDecide:
         return False
-    except Exception:  # of the project's own classes: what pickles them may raise anything
+    except Exception as error:  # what pickles the project's own classes may raise anything
+        reraise_ours(error)
         file.unlink(missing_ok=True)
     return False
 

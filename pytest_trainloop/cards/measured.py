@@ -17,6 +17,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.runs.hooks import around_steps
 from pytest_trainloop.tracing.made_at import MadeAt
+from pytest_trainloop.whose import project_may_raise, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -128,7 +129,8 @@ class Measured:
                     counts.setdefault(value, {})[name] = count
         try:
             rows = nested.rows(item)
-        except Exception:
+        except Exception as error:  # of data of a class of the project's
+            reraise_ours(error)
             rows = 0
         self.items.append(Item(digest.hexdigest(), rows, leaves, counts))
 
@@ -137,7 +139,7 @@ class Measured:
         for name in self.given & {"batch", "batches"}:
             self.fields[name] = loop.located(UsageError(f"TrainLoop.{name} is given")).place
         given = loop.batches
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(TypeError), project_may_raise():  # it may have no length
             self.length = len(given)
         if isinstance(given, torch.utils.data.DataLoader):
             sampler = type(given.sampler if given.batch_sampler is not None else given.batch_sampler).__name__

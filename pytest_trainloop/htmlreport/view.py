@@ -171,9 +171,9 @@ class _Reader:
     def _error(self, result: Result, results: Sequence[Result]) -> Block:
         error: UserError | None = result.error
         summary = f"{error.stage} raised {error.summary}" if error else result.reason
-        traceback = _ANSI.sub("", error.traceback.rstrip()) if error else ""
+        traceback = _ANSI.sub("", error.traceback.rstrip() if error else result.mistake)
         bare = self._bare(result, "error", _ANSI.sub("", summary) or "an error without a text")
-        raised = Line.of_traceback(traceback)
+        raised = Line.of_traceback(traceback) if error else None  # lines of this package are no lines of the loop
         return replace(
             bare,
             place=f"{self._sources.name(raised)}:{raised.number}" if raised else "",

@@ -17,6 +17,7 @@ from torch import nn
 
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.runs.float64 import double_precision
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from pytest_trainloop.losscontract import LossContract
@@ -134,7 +135,8 @@ class Caller:
             keywords = {"reduction": reduction} if reduction and self._keyword is not None else {}
             _reseed(self.seed + seed)
             value = criterion(*arguments, **keywords)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # of the criterion
+            reraise_ours(error)
             raise CriterionRaised(error) from error
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             raise UsageError(f"LossContract.criterion returned {kind(value)}; a floating tensor is needed, as in "
@@ -187,7 +189,8 @@ def _gradients(total: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> tuple[
         return (None,) * len(outputs)
     try:
         return torch.autograd.grad(total, outputs, allow_unused=True)
-    except Exception as error:
+    except Exception as error:  # of the criterion's own backward pass
+        reraise_ours(error)
         raise CriterionRaised(error) from error
 
 

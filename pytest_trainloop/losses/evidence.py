@@ -26,6 +26,7 @@ from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.user_traceback import user_error
 from pytest_trainloop.strategies.loss_cases import Case, Trait, described, inputs_of
 from pytest_trainloop.strategies.losses import MOST_ROWS, cases
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -149,7 +150,8 @@ class LossEvidence:
             contract = self._make()
         except UsageError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # of the project's function
+            reraise_ours(error)
             raise UserCodeError(user_error(error, "building the loss")) from error
         if not isinstance(contract, LossContract):
             name = getattr(getattr(self._make, "func", self._make), "__qualname__", "the function")

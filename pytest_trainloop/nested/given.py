@@ -12,6 +12,7 @@ import torch
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.nested.walk import NO_NEST, Path, children, named_children, paths, shown, tensors
+from pytest_trainloop.whose import reraise_ours
 from pytest_trainloop.wording import some
 
 
@@ -20,7 +21,8 @@ def copy(batch: Any, field: str = "batch") -> Any:
     nested = [t for t in tensors(batch) if t.is_nested]  # deepcopy() fails on them
     try:
         return _copy.deepcopy(batch, {id(t): t.detach().clone() for t in nested})
-    except Exception as error:
+    except Exception as error:  # how the project's own classes are copied is theirs
+        reraise_ours(error)
         if "graph leaves" in str(error):
             raise UsageError(
                 f"TrainLoop.{field} holds a tensor with a history; detach it: a batch is data, not a result of the "

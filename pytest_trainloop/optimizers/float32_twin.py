@@ -106,8 +106,11 @@ class Float32Twins:
             steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
             if steps[id(optimizer)] == START and _unknown(optimizer) and _low_among(optimizer, kinds):
                 comparing = True
-                with contextlib.suppress(Exception), torch.random.fork_rng(_devices(optimizer)):  # a user's step
-                    self._compare(watch, optimizer, kinds)
+                try:
+                    with torch.random.fork_rng(_devices(optimizer)):
+                        self._compare(watch, optimizer, kinds)
+                except Exception as error:  # of a step of the project's own optimizer
+                    watch.record.note_mistake(error)
                 comparing = False
 
         with around_steps(watch, look, lambda _optimizer, _none: None):

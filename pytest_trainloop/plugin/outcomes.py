@@ -107,6 +107,8 @@ def _show(item: pytest.Item, report: pytest.TestReport, check: str, call: pytest
         report.longrepr = (*location(item), f"Skipped: {skip_reason(result)}")
     elif result.outcome in ("failed", "error") and report.failed:
         report.longrepr = failure_text(result, causes(check))
+        if result.mistake and item.config.get_verbosity() > 0:  # frames of this package tell a user nothing
+            report.longrepr += f"\n\n{result.mistake}"
     elif hasattr(report, "wasxfail") and report.skipped:  # pytest's own xfail marker
         return result.with_outcome("xfailed", report.wasxfail)
     elif report.failed:  # pytest's own strict xfail marker on a check that passed

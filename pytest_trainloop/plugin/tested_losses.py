@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_trainloop.errors import TrainLoopError
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -36,7 +38,7 @@ def _built(module: ModuleType) -> list[LossContract]:
 
     found = []
     for function in marked:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(TrainLoopError):
             found.append(LossEvidence(function).contract)
     return found
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.recording.source import place_of
+from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +133,8 @@ def as_data(error: BaseException) -> tuple[Raised, Any]:
     from pytest_trainloop import errors
     from pytest_trainloop.runs.user_traceback import raised
 
+    if is_ours(error):
+        error = mistake(error)
     told = raised(error)
     if isinstance(error, errors.UserCodeError):  # what the project's own code raised
         told = replace(told, summary=error.error.summary, traceback=error.error.traceback, message=error.error.summary)

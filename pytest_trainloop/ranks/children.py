@@ -47,7 +47,7 @@ class Children:
         self._folder = Path(tempfile.mkdtemp(prefix="rank-"))
         try:
             for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or a closed one
                     stream.flush()  # type: ignore[union-attr]
             for rank in range(self._ranks):
                 self._start(rank)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, Unreliable
+from pytest_trainloop.errors import BrokenRun, CannotDecide, OwnMistake, TimeRanOut, Unreliable
 from pytest_trainloop.ranks.children import Children
 from pytest_trainloop.ranks.facts import LOST, Collective, Hang, Launch, Rank, Written
 from pytest_trainloop.ranks.stacks import users_line, users_part
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
-UNDECIDED = (CannotDecide, TimeRanOut, BrokenRun, Unreliable)
+UNDECIDED = (CannotDecide, TimeRanOut, BrokenRun, OwnMistake, Unreliable)
 """What a check raises that cannot decide, in a rank as in one process."""
 
 

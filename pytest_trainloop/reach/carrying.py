@@ -14,6 +14,7 @@ from pytest_trainloop.reach.slots import MISSING, Entries, Fixed, Hooks, OfClass
 from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
 from pytest_trainloop.reach.streams import set_back
 from pytest_trainloop.recording.shards import local
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -289,7 +290,8 @@ def _memory(tensor: Any, known: dict[int, set[str]]) -> set[str]:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return local(tensor).untyped_storage().data_ptr() or id(tensor)
-    except Exception:  # sparse, or without memory
+    except Exception as error:  # sparse, or without memory
+        reraise_ours(error)
         return id(tensor)
 
 

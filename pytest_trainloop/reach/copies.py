@@ -16,6 +16,7 @@ from pytest_trainloop.reach.slots import Entries, Hooks
 from pytest_trainloop.reach.sorts import sort_of
 from pytest_trainloop.recording.shards import is_distributed, local
 from pytest_trainloop.recording.torch_internals import has_values
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -105,7 +106,8 @@ def tensor_copy(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     try:
         return tensor.detach().clone() if tensor.numel() < LARGE else _shared_copy(tensor)
-    except Exception:
+    except Exception as error:  # a tensor of a class of the project's, or without values
+        reraise_ours(error)
         return None
 
 
@@ -125,7 +127,8 @@ def _shared_copy(tensor: torch.Tensor) -> torch.Tensor:
 def storage_of(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return tensor.data
-    except Exception:
+    except Exception as error:  # without memory of its own
+        reraise_ours(error)
         return None
 
 
@@ -141,7 +144,8 @@ def restore_tensor(tensor: torch.Tensor, value: torch.Tensor | None, storage: to
         if not same_bits(tensor, value):
             with torch.inference_mode(tensor.is_inference()):
                 tensor.detach().copy_(value)
-    except Exception:
+    except Exception as error:  # of a class of the project's, or read-only memory
+        reraise_ours(error)
         return False
     return True
 

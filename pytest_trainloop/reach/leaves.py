@@ -145,5 +145,5 @@ def _close(a: float, b: float, dtype: torch.dtype) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
-    except Exception:
+    except Exception:  # of comparing two objects of the project's, which may have no answer
         return False

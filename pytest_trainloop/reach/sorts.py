@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pytest_trainloop.ours import is_our_class, is_our_module, is_ours
+from pytest_trainloop.whose import reraise_ours
 
 Sort = Literal[
     "scalar",
@@ -209,7 +210,10 @@ def attributes(value: Any) -> dict[str, Any]:
     """An object's own ``__dict__``, past any ``__getattribute__`` of its class; an empty one where it has none."""
     try:
         held = object.__getattribute__(value, "__dict__")
-    except Exception:
+    except AttributeError:
+        return {}
+    except Exception as error:  # of a property of that name in a class of the project's
+        reraise_ours(error)
         return {}
     return held if type(held) is dict else {}
 

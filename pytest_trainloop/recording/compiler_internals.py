@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.whose import reraise_ours
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -52,7 +54,8 @@ def why_no_capture() -> str:
 
     try:
         eval_frame.check_if_dynamo_supported()
-    except Exception as error:
+    except Exception as error:  # torch says in its own exceptions what is missing
+        reraise_ours(error)
         return str(error).partition("\n")[0]
     return ""
 
@@ -69,7 +72,8 @@ def why_no_generated_code(device: str) -> str:
 
         try:
             cpp_builder.get_cpp_compiler()
-        except Exception as error:
+        except Exception as error:  # torch says in its own exceptions what is missing
+            reraise_ours(error)
             said = str(error).strip().partition("\n")[0] or type(error).__name__
             return f"no C++ compiler was found ({said}); install g++ or clang, or name one in the variable CXX"
         return ""

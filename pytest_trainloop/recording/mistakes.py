@@ -12,22 +12,22 @@ import functools
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.paths import PACKAGE
 from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
 from pytest_trainloop.recording.seams import closed, opened
 from pytest_trainloop.recording.source import layer
 from pytest_trainloop.recording.torch_internals import MODULE_CALLS
-from pytest_trainloop.whose import SIGNALS
+from pytest_trainloop.whose import SIGNALS, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pytest_trainloop.errors import OwnMistake
     from pytest_trainloop.recording.seams import Seam
 
 MOST = 100
 """Mistakes that are noted, at most."""
 
-_RECORDS: list[list[str]] = []
+_RECORDS: list[list[OwnMistake]] = []
 """Where the runs under way note mistakes, the innermost last."""
 
 _OWN_CALLS = frozenset({"__call__", "__init__", "__iter__", "__next__", "__getitem__"})
@@ -35,7 +35,7 @@ _OWN_CALLS = frozenset({"__call__", "__init__", "__iter__", "__next__", "__getit
 
 
 @contextlib.contextmanager
-def noted_on(record: list[str]) -> Iterator[None]:
+def noted_on(record: list[OwnMistake]) -> Iterator[None]:
     """Note the mistakes that are made in this block, in any thread."""
     _RECORDS.append(record)
     try:
@@ -58,7 +58,7 @@ def passed_over(error: Exception) -> bool:
         return False
     record = _RECORDS[-1]
     if len(record) < MOST:
-        record.append(_described(error))
+        record.append(mistake(error))
     return True
 
 
@@ -75,17 +75,6 @@ def _is_theirs(error: Exception) -> bool:
             name = code.co_name
             return not (name.startswith("__") and name.endswith("__")) or name in _OWN_CALLS
     return False
-
-
-def _described(error: Exception) -> str:
-    """The exception in one line, with the innermost line of this package."""
-    ours = [
-        f"pytest_trainloop/{frame.f_code.co_filename.removeprefix(PACKAGE)}:{line}".replace("\\", "/")
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename.startswith(PACKAGE)
-    ]
-    message = str(error).strip().partition("\n")[0]
-    return f"{ours[-1] if ours else 'pytest_trainloop'}: {type(error).__name__}{': ' if message else ''}{message}"
 
 
 class PassingOver:

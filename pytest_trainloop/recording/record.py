@@ -19,9 +19,12 @@ from pytest_trainloop.recording.events import (
     Step,
     TensorSample,
 )
+from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.errors import OwnMistake
 
 Role = Literal["model", "unregistered", "foreign"]
 
@@ -246,9 +249,22 @@ class Record:
     """``TrainLoop.frozen``."""
     notes: list[str] = field(default_factory=list)
     """Remarks for whoever reads the record."""
-    mistakes: list[str] = field(default_factory=list)
-    """Mistakes of this package that were passed over while the run went on, a line each with its file and line:
-    whatever else the record holds may be incomplete."""
+    mistakes: list[OwnMistake] = field(default_factory=list)
+    """Mistakes of this package that were passed over while the run went on (``recording.mistakes``): no check judges by
+    such a record."""
+
+    def note_mistake(self, error: BaseException) -> bool:
+        """Note an exception that was caught inside the project's calls, if it is a mistake of this package; whether it
+        is one."""
+        if is_ours(error):
+            self.mistakes.append(mistake(error))
+            return True
+        return False
+
+    def require_no_mistake(self) -> None:
+        """Raise ``OwnMistake`` where this package made a mistake during the run."""
+        if self.mistakes:
+            raise self.mistakes[0].with_traceback(None)
 
     def of(self, kind: type[E_]) -> list[E_]:
         """The events of one kind, in order."""

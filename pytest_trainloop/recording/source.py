@@ -105,6 +105,6 @@ def frames_called(substring: str, limit: int = 12) -> FrameType | None:
     while frame is not None and limit > 0:
         if substring in frame.f_code.co_name:
             return frame
-        limit -= not frame.f_code.co_filename.startswith(PACKAGE)
+        limit -= not is_our_file(frame.f_code.co_filename)
         frame = frame.f_back
     return None

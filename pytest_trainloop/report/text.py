@@ -80,7 +80,7 @@ def _field(label: str, text: str) -> str:
 
 
 def error_text(result: Result) -> str:
-    """An error in one sentence, and below it the user's own frames."""
+    """An error in one sentence, and below it the user's own frames; a mistake of ours in one sentence alone."""
     if result.error is None:
         return result.reason or f"{result.check} met an error"
     sentence = f"{result.error.stage} raised {result.error.summary}"

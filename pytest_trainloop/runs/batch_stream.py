@@ -16,6 +16,7 @@ from pytest_trainloop.runs.float64 import widen_batch
 from pytest_trainloop.runs.kept_batches import has_workers
 from pytest_trainloop.runs.process_state import SeededApart
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.whose import of_the_project, reraise_ours
 
 if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
@@ -93,13 +94,19 @@ class Batches(Sequence[Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self._loop.batches is None:
-            raise AttributeError(f"the batches given to fit have no attribute {name!r}; they are a sized sequence")
+            raise of_the_project(
+                AttributeError(f"the batches given to fit have no attribute {name!r}; they are a sized sequence")
+            )
         return getattr(self._loop.batches, name)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._count))]
-        return self._give(self._fresh(range(self._count)[index]))
+        try:
+            position = range(self._count)[index]
+        except (IndexError, TypeError) as error:
+            raise of_the_project(error) from None
+        return self._give(self._fresh(position))
 
     def __copy__(self) -> Batches:
         return self
@@ -244,7 +251,7 @@ class Batches(Sequence[Any]):
                 if not self._cache:
                     raise _no_batch(self._loop) from None
                 if self._loop.batch is None and not _re_iterable(self._loop.batches):
-                    raise IndexError(position) from None
+                    raise of_the_project(IndexError(position)) from None
                 self._source, self._late = itertools.cycle(list(self._cache)), False
         return self._cache[position]
 
@@ -261,7 +268,7 @@ def _empty(batches: Any) -> str:
     """That the data set of a loader has no item."""
     try:
         return ": its data set has 0 items" if len(batches.dataset) == 0 else ""
-    except Exception:  # the project's own __len__, or none
+    except Exception:  # of the length of the project's data, which may have none
         return ""
 
 
@@ -272,7 +279,8 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
     if callable(given) and not hasattr(given, "__iter__"):
         try:
             given = given(count)
-        except Exception as error:
+        except Exception as error:  # of the project's batches(n)
+            reraise_ours(error)
             raise UserCodeError(user_error(error, f"TrainLoop.batches({count})")) from error
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
         gave = " is" if given is loop.batches else f"({count}) gave"
@@ -293,7 +301,8 @@ def first_batches(loop: TrainLoop, count: int) -> list[Any]:
         source = _source(loop, count)
         try:
             given = list(itertools.islice(source, count))
-        except Exception as error:
+        except Exception as error:  # of the project's data
+            reraise_ours(error)
             raise UserCodeError(user_error(error, "TrainLoop.batches")) from error
     return [given[i % len(given)] for i in range(count)] if given else []
 

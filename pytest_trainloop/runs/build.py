@@ -16,6 +16,7 @@ from pytest_trainloop.recording.record import within
 from pytest_trainloop.refusals import slip_in_the_call
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.whose import reraise_ours
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int, kept: KeptBatches | N
         loop = make(**knobs)
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # of the project's function
         if slip := slip_in_the_call(error, TrainLoop, _REQUIRED):
             raise slip from None
+        reraise_ours(error)
         raise UserCodeError(user_error(error, "building the loop")) from error
     if not isinstance(loop, TrainLoop):
         other = " (for a loss the marker is trainloop_loss)" if isinstance(loop, LossContract) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, UsageError
+from pytest_trainloop.errors import BrokenRun, CannotDecide, OwnMistake, TimeRanOut, UsageError
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs import own_exceptions
@@ -76,7 +76,7 @@ class Evidence:
         self._device = device or ""
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
-        self._refused: dict[object, UsageError | TimeRanOut | BrokenRun] = {}
+        self._refused: dict[object, UsageError | TimeRanOut | BrokenRun | OwnMistake] = {}
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._shared: dict[Callable[..., Any], Any] = {}
         self._kept = LoaderBatches()
@@ -121,7 +121,7 @@ class Evidence:
         """The watched run with these knobs, all others at their defaults.
 
         Raises ``CannotDecide`` for a knob that the function does not have, ``UsageError`` for a loop that cannot be
-        run, and ``TimeRanOut``.
+        run, ``TimeRanOut``, and ``OwnMistake`` where this package made one during the run.
         """
         _ = self.offers
         key = tuple(sorted(knobs.items()))
@@ -130,7 +130,7 @@ class Evidence:
         if key not in self._records:
             try:
                 self._records[key] = self._long_enough(key, self._plan(knobs))
-            except (TimeRanOut, UsageError, BrokenRun) as refusal:
+            except (TimeRanOut, UsageError, BrokenRun, OwnMistake) as refusal:
                 self._refused[key] = refusal
                 raise
         return self._records[key]
@@ -179,6 +179,7 @@ class Evidence:
             if not first:
                 self.budget.require()
             raise
+        record.require_no_mistake()
         self._memory.learn(record)
         if plan.own_steps:
             self.own_steps += record.steps
@@ -191,7 +192,7 @@ class Evidence:
         if kind not in self._shared:
             try:
                 self._shared[kind] = kind(self)
-            except (TimeRanOut, BrokenRun) as refusal:
+            except (TimeRanOut, BrokenRun, OwnMistake) as refusal:
                 self._refused[kind] = refusal
                 raise
         made: T = self._shared[kind]

@@ -21,6 +21,7 @@ from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     import contextlib
@@ -249,7 +250,8 @@ class _Run:
             fit(part)
         except _HalfOver:
             self.made.stopped = True
-        except Exception as error:
+        except Exception as error:  # of the project's fit
+            reraise_ours(error)
             if not part.cut_short or self._steps() == steps:
                 raise
             let_go(error)  # the mean over no batches, as in an epoch that began when the half was over
@@ -268,7 +270,8 @@ class _Run:
                 self.between(loop, watch)
             except UserCodeError:
                 raise
-            except Exception as error:
+            except Exception as error:  # of what a check has the project do at the cut
+                reraise_ours(error)
                 if not self.stage:
                     raise
                 raise UserCodeError(user_error(error, self.stage), one_check=True) from error

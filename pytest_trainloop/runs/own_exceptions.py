@@ -22,6 +22,7 @@ from pytest_trainloop.runs.guard import Guard
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.run import RunPlan, run
+from pytest_trainloop.whose import is_ours
 
 if TYPE_CHECKING:
     from typing import Any
@@ -109,6 +110,9 @@ def _comes_back(make: Make, plan: RunPlan) -> bool:
         fit = plan.fit(loop)
         seed_all(plan.seed)
         try:
-            return guard.call(lambda: fit(batches), lambda: len(steps), lambda: batches.at_end) is None
+            error = guard.call(lambda: fit(batches), lambda: len(steps), lambda: batches.at_end)
         except TrainLoopError:
             return False
+        if error is not None and is_ours(error):
+            raise error
+        return error is None

@@ -15,6 +15,7 @@ from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.scheduled import Curve, Driven, Schedules, project, rates_of
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -360,7 +361,8 @@ def _by_trainer(evidence: Evidence) -> list[Projected]:
             return []
         try:
             planned: Sequence[Planned] = make()
-        except Exception:  # a trainer without data, or whose code needs more than its settings: its runs show less
+        except Exception as error:  # of a trainer without data, or whose code needs more: its runs show less
+            reraise_ours(error)
             return []
         return [_of_trainer(one) for one in planned]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.errors import CannotDecide, OwnMistake, UsageError, UserCodeError
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.mistakes import noted_on
 from pytest_trainloop.recording.torch_internals import modes_kept
@@ -23,6 +23,7 @@ from pytest_trainloop.runs.guard import Guard, let_go
 from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.user_traceback import raised, user_error
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ def run(make: Make, plan: RunPlan) -> Record:
 
 
 def _run(make: Make, plan: RunPlan) -> Record:
-    mistakes: list[str] = []
+    mistakes: list[OwnMistake] = []
     with preserved(), modes_kept(), noted_on(mistakes), contextlib.ExitStack() as precision:
         if plan.further:
             _show_no_warnings(plan)
@@ -187,8 +188,8 @@ def _run(make: Make, plan: RunPlan) -> Record:
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     if isinstance(error, UsageError) and not plan.further:
         raise loop.located(error)
-    if isinstance(error, (UserCodeError, CannotDecide)):
-        raise error
+    if error is not None:
+        reraise_ours(error)
     if error is not None and batches.held_back and record.steps:
         return _run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
     if error is not None and _SCALARS_ONLY in str(error) and not plan.further:

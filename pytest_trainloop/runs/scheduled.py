@@ -21,6 +21,7 @@ from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.recording.steps import unwrap
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -336,6 +337,7 @@ def project(schedulers: Sequence[Any], optimizer: Any, curve: Curve, ahead: int)
                     curve.calls.append(call)
                     curve.rates.append(rates_of(optimizer))
         except Exception as error:  # of a scheduler that has come to its end, or of a lambda
+            reraise_ours(error)
             total = getattr(schedulers[0], "total_steps", 0)  # the call itself may lie between two leaps
             curve.raises_at = int(total) + 1 if is_whole(total) and total >= curve.end else curve.end + 1
             curve.message = f"{type(error).__name__}: {error}"

@@ -33,6 +33,7 @@ class SingleRun:
         return ()
 
     def run(self, **knobs: Any) -> Record:
+        self._record.require_no_mistake()
         return self._record
 
     def shared(self, kind: Callable[[Any], T]) -> T:

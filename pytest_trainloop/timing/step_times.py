@@ -23,6 +23,7 @@ from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.timing.tensor_memory import TensorMemory
 from pytest_trainloop.timing.unwatched import UnwatchedFit
+from pytest_trainloop.whose import project_may_raise
 from pytest_trainloop.wording import count
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class StepTimer:
             with torch.compiler.set_stance("force_eager"), memory:
                 yield
 
-        with contextlib.suppress(Exception):
+        with project_may_raise():  # it may not run while operations are seen
             self._fit.run(time.perf_counter, lambda rounds, _seconds: rounds >= 1, around=counted, ready=False)
             return memory.peak
         return None

@@ -20,6 +20,7 @@ from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
 from pytest_trainloop.timing.ready_batches import ReadyBatches
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -180,6 +181,8 @@ class UnwatchedFit:
                 error = guard.call(lambda: fit(batches), lambda: clock.steps, lambda: batches.at_end)
         finally:
             hook.remove()
+        if error is not None:
+            reraise_ours(error)
         if error is not None and not clock.times:
             raise UserCodeError(user_error(error, "fit"))
         let_go(error)  # after rounds that were timed: a schedule that is over, where a training would have ended

@@ -28,6 +28,7 @@ from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.arguments import takes_data
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -286,7 +287,8 @@ def recomputed(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         given = tree_map(leaf, (op.args, dict(op.kwargs)))
         try:
             return leaves, list(tensors_in(op.func(*given[0], **given[1])))
-        except Exception:  # a function of the project's own may need more than its arguments
+        except Exception as error:  # a function of the project's own may need more than its arguments
+            reraise_ours(error)
             return [], []
 
 

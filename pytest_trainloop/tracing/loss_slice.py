@@ -24,6 +24,7 @@ from pytest_trainloop.recording.torch_names import (
     SUBTRACTIONS,
     VIEWS,
 )
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -195,6 +196,7 @@ class Slice:
             else:
                 out = _MOVES.get(call.name, call.func)(*args, **kwargs)
         except Exception as error:  # other values than the loop's own may be refused in any way
+            reraise_ours(error)
             raise CannotReplay(f"{call.name} refuses other values: {type(error).__name__}") from error
         results = [out] if isinstance(out, torch.Tensor) else [t for t in _flat(out) if isinstance(t, torch.Tensor)]
         for number, result in zip(call.outputs, results, strict=False):

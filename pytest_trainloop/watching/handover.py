@@ -18,6 +18,7 @@ from pytest_trainloop.watching.slices import Slices
 from pytest_trainloop.watching.stack import Frame, call_at, is_guarded, user_stack
 from pytest_trainloop.watching.training_function import globals_used, iterated, training_function
 from pytest_trainloop.watching.values import Imports, Unknown, loader_code
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     import ast
@@ -134,6 +135,8 @@ class Handover:
         try:
             loop.data = f"data = {loader_code(loader, imports)}"
         except Exception as what:  # also what the project's own data set raises
+            if not isinstance(what, Unknown):
+                reraise_ours(what)
             loop.missing.append(f"batches: a small DataLoader that gives what the script's gives ({what})")
             return
         loop.fields |= {"batches": "data", "batch": "next(iter(data))"}

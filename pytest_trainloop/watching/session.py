@@ -83,15 +83,19 @@ class Session:
 
     def _before_step(self, watch: Watch) -> None:
         if self._handover is not None:
-            # what the project's own objects raise when they are looked at must not end the script
-            with watch.suspended(), contextlib.suppress(Exception):
-                self._handover.look(watch)
+            try:
+                with watch.suspended():
+                    self._handover.look(watch)
+            except Exception as error:  # of the project's own objects; neither it nor a mistake of ours ends the script
+                watch.record.note_mistake(error)
         self._ending.before_step(watch)
 
     def _give_up(self) -> None:
         """Judge and end where the script goes on in spite of being stopped."""
-        with contextlib.suppress(Exception):
+        try:
             self._closing.close()
+        except Exception as error:  # of whatever the script has left half done
+            self._watch.record.note_mistake(error)
         self._observation.close()
         self._page.remarks.append("it swallowed the exception that ends it, and was ended where it was")
         end(self._judge())
@@ -100,7 +104,7 @@ class Session:
         """Print everything; the exit status."""
         own_failure = self._own_failure()
         record = self._watch.record
-        if isinstance(self._error, Exception):
+        if isinstance(self._error, Exception) and not record.note_mistake(self._error):
             record.raised = raised(self._error)
         record.cut_short = self._ending.stopped
         if api.nothing_trained(record):

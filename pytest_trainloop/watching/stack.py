@@ -111,7 +111,7 @@ class Frame:
 def _attribute(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
-    except Exception:
+    except Exception:  # of an attribute of the project's: it may be absent, or raise anything
         return ABSENT
 
 

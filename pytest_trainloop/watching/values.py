@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import enum
 import inspect
@@ -21,6 +20,7 @@ from torch.utils.data import RandomSampler, default_collate
 
 from pytest_trainloop import nested
 from pytest_trainloop.ours import is_ours
+from pytest_trainloop.whose import project_may_raise
 
 LONGEST = 2000
 """Characters of one value: longer ones are data."""
@@ -84,7 +84,7 @@ def _shortest(module: types.ModuleType, name: str, thing: Any) -> types.ModuleTy
     parts = module.__name__.split(".")
     for count in range(1, len(parts)):
         package = sys.modules.get(".".join(parts[:count]))
-        with warnings.catch_warnings(), contextlib.suppress(Exception):
+        with warnings.catch_warnings(), project_may_raise():
             warnings.simplefilter("ignore")
             if getattr(package, name, None) is thing:  # which some packages load only when asked
                 return package or module

@@ -69,7 +69,7 @@ def test_a_mode_that_fails_changes_nothing(noted, kind):
         out = x.add_(1)  # once, and no more often
     assert out is x
     assert x.tolist() == [1, 1, 1]
-    assert [line.rpartition(": KeyError: ")[2] for line in noted] == ["'of ours'"]
+    assert [str(line) for line in noted] == ["KeyError: 'of ours'"]
 
 
 @pytest.mark.parametrize("kind", [Before, After, Instead, BeforeOperation, AfterOperation])

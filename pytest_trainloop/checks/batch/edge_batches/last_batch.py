@@ -68,5 +68,5 @@ def last_batch(batches: Any, end: Ending) -> Any:
     indices, several = list(end.last or ()), getattr(batches.dataset, "__getitems__", None)
     try:
         return batches.collate_fn(several(indices) if several else [batches.dataset[index] for index in indices])
-    except Exception as error:
+    except Exception as error:  # of the project's data set and collate function, and nothing else is called
         raise CannotDecide(f"the loader's last batch cannot be composed: {type(error).__name__}: {error}") from error

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pytest_trainloop.whose import project_may_raise
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -48,6 +50,6 @@ def _below(root: nn.Module) -> Iterator[tuple[str, list[str]]]:
         method: Any = getattr(type(module), METHOD, None)
         if not callable(method) or method is vars(nn.Module).get(METHOD):
             continue
-        with contextlib.suppress(Exception):  # the project's own; it may need what only training gives
+        with project_may_raise():  # the method may need what only training gives
             dot = f"{path}." if path else ""
             yield type(module).__name__, [f"{dot}{name}" for name in getattr(module, METHOD)()]

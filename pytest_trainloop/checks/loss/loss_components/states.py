@@ -30,6 +30,7 @@ from pytest_trainloop.runs.moments import Moment
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.shared_draws import draws
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -344,7 +345,8 @@ def _parts(loop: TrainLoop, batch: Any, tensors: Sequence[torch.Tensor]) -> dict
         given = loop.parts(loop.model, batch)  # type: ignore[misc]
     except UsageError:
         raise
-    except Exception as error:
+    except Exception as error:  # of the project's parts
+        reraise_ours(error)
         raise UserCodeError(user_error(error, "TrainLoop.parts"), one_check=True) from None
     if not isinstance(given, Mapping):
         raise loop.located(UsageError(f"TrainLoop.parts returned {_described(given)}; {NEEDED}"))

@@ -381,8 +381,9 @@ class LossCallRecorder(WatchingMode):
             try:
                 for judgement in judge(call):
                     site.judgements[judgement.finding.cause, judgement.finding.culprits[0]].append(judgement)
-            except Exception as error:
-                self.unread.append(f"{call.name} at {call.place}: {type(error).__name__}: {error}")
+            except Exception as error:  # torch may refuse what is computed of tensors of the project's
+                if not self.watch.record.note_mistake(error):
+                    self.unread.append(f"{call.name} at {call.place}: {type(error).__name__}: {error}")
 
     def _compare_labels(self, call: Call) -> Iterator[Judgement]:
         """Nothing yet: labels are collected over all calls."""

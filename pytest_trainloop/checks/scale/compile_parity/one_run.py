@@ -38,6 +38,7 @@ from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import raised
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -202,6 +203,8 @@ class Runs:
                 torch.compiler.reset()
             seed_all(plan.seed)
             error = guard.call(lambda: fit(batches), lambda: len(course.moments), lambda: batches.at_end)
+            if error is not None:
+                reraise_ours(error)
             compiled.extend((len(course.moments), one) for one in log.new())
             made = Made(
                 course=course,

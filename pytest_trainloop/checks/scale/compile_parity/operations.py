@@ -14,6 +14,7 @@ from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import aliased_arguments
+from pytest_trainloop.whose import reraise_ours
 
 OF_TORCH = frozenset(
     "aten prims prim c10d _c10d_functional _c10d_functional_autograd quantized torchvision torchaudio inductor mkldnn "
@@ -99,7 +100,8 @@ def _written(func: Any, args: tuple[Any, ...], before: list[tuple[int, Any, Any]
 def _believed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     try:
         return list(tensors_in(fake_results(func, args, kwargs)))
-    except Exception:  # it has no fake implementation, or one that raises: the compiler says so itself
+    except Exception as error:  # it has no fake implementation, or one that raises: the compiler says so itself
+        reraise_ours(error)
         return None
 
 

@@ -17,6 +17,7 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.build import build
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.whose import reraise_ours
 from pytest_trainloop.wording import count, some
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def _left(evidence: Evidence, knob: str, value: bool, loads: Loads) -> tuple[str
         try:
             with patched(nn.Module, "load_state_dict", loads.around):
                 _handed_over(first, second)
-        except Exception:  # resume_equivalence says so
+        except Exception as error:  # of the project's save and load: resume_equivalence says so
+            reraise_ours(error)
             return None
         saved, restored = tensors_of(first, []), tensors_of(second, [])
         return tuple(n for n, t in restored.items() if t.requires_grad and n in saved and not torch.equal(t, saved[n]))
@@ -103,7 +105,8 @@ def _without_compiling(evidence: Evidence, runs: Parity) -> Iterator[Finding]:
             return
         try:
             state = copy.deepcopy(compiled.save())
-        except Exception:  # resume_equivalence says so
+        except Exception as error:  # of the project's save and load: resume_equivalence says so
+            reraise_ours(error)
             return
         names = [name for name in _keys(state) if PREFIX in name]
         if not names:
@@ -111,7 +114,8 @@ def _without_compiling(evidence: Evidence, runs: Parity) -> Iterator[Finding]:
         refused = ""
         try:
             plain.load(state)
-        except Exception as error:
+        except Exception as error:  # of the project's load
+            reraise_ours(error)
             refused = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         saved, restored = tensors_of(compiled, []), tensors_of(plain, [])
         left = tuple(n for n, t in restored.items() if n in saved and not torch.equal(t, saved[n]))

@@ -17,6 +17,7 @@ from pytest_trainloop.recording.shards import local
 from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.run import run
 from pytest_trainloop.runs.same_start import state_of
+from pytest_trainloop.whose import of_the_project
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,7 +125,9 @@ def _kept(did: Did, make: Callable[[], Record]) -> Did:
     try:
         did.record = make()
         if did.record.raised is not None and PEER_IS_GONE.search(did.record.raised.summary):
-            raise ConnectionError(did.record.raised.summary)  # for the launch, which knows who waited for whom
+            raise of_the_project(
+                ConnectionError(did.record.raised.summary)
+            )  # for the launch, which knows who waited for whom
     except TimeRanOut as refusal:
         did.refused = TimeRanOut.__name__, (refusal.steps, refusal.seconds, " of a rank")
     except UserCodeError as refusal:

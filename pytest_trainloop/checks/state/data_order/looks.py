@@ -32,6 +32,7 @@ from pytest_trainloop.checks.state.data_order.streams import (
 )
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -247,15 +248,13 @@ class Looks:
             yield findings.workers_share_randomness(source, shared)
 
     def _of_user(self, streams: Streams, work: Callable[[Callable[[], bool]], Any]) -> Any:
-        """What the work gives; an exception of the project's code ends this look alone: other indices are not asked for
-        in training."""
+        """What the work gives; an exception of the project's code ends this look alone."""
         try:
             return guarded(self.evidence, streams.loop, work)
         except CannotDecide as reason:
             self.undecided.append(reason)
-        except Exception as error:
-            if type(error).__module__.startswith("pytest_trainloop."):
-                raise
+        except Exception as error:  # of the project's data set: other indices are not asked for in training
+            reraise_ours(error)
         return None
 
     def _of_last(self, _number: int, source: Source, reading: Reading) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.guard import Guard, let_go
 from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import SeededApart, preserved
+from pytest_trainloop.whose import project_may_raise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,7 +123,7 @@ def _of_trainer(loop: TrainLoop) -> list[Source]:
     """The training data of a trainer of another library; none where they cannot be had, as nobody gave them."""
     found: list[Source] = []
     if loop.batches is None:
-        with preserved(), SeededApart(loop.seed).in_use(), contextlib.suppress(Exception):
+        with preserved(), SeededApart(loop.seed).in_use(), project_may_raise():
             for data in training_data(loop):
                 kind: Kind = "loader" if isinstance(data.loader, DataLoader) else "iterable"
                 found.append(Source(data.name, kind, data.loader, False, True, begin_epoch=data.begin_epoch))

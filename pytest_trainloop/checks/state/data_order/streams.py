@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from pytest_trainloop.checks.state.data_order.draws import orders_drawn
 from pytest_trainloop.checks.state.data_order.passes import LoaderPasses, Pass
 from pytest_trainloop.checks.state.data_order.rows import Batch, rows_of
+from pytest_trainloop.whose import reraise_ours
 
 MOST_BATCHES = 400
 """Batches of one epoch that are read, at most."""
@@ -124,7 +125,8 @@ def read(
                 _take_order(reading.epochs[-1], noted.passes[before:])
                 if not (again and reading.epochs[-1].complete and reading.epochs[-1].batches):
                     break
-        except Exception as error:
+        except Exception as error:  # of the project's data set, sampler or collate function
+            reraise_ours(error)
             reading.raised = error
     reading.passes = noted.passes
     return reading

@@ -15,6 +15,7 @@ from pytest_trainloop.checks.state.data_order.rows import digest
 from pytest_trainloop.checks.state.data_order.streams import MOST_ROWS, read
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.process_state import preserved, seed_all
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -89,7 +90,8 @@ def shared_randomness(loader: Any, index: Any) -> SharedRandomness | None:
         )
         try:
             epochs = [[digest(items) for items in probe] for _ in range(2)]
-        except Exception as error:
+        except Exception as error:  # of the project's data set in a worker
+            reraise_ours(error)
             raise _not_started(error) from error
         finally:
             del probe

@@ -22,6 +22,7 @@ from pytest_trainloop.recording.source import NOWHERE, here
 from pytest_trainloop.runs.halves import halves
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.user_traceback import raised, user_error
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -223,7 +224,8 @@ def _call(loop: TrainLoop, watch: Watch) -> None:
     assert loop.evaluate is not None
     try:
         loop.evaluate()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # of the project's evaluate
+        reraise_ours(error)
         where = raised(error).place
         steps = watch.record.steps
         what = Raised(user_error(error, "evaluate"), type(error), str(where) if where.file else "", steps)
@@ -236,7 +238,7 @@ def _ours(watch: Watch, seen: Seen) -> Iterator[None]:
     try:
         with watch.suspended():
             yield
-    except Exception as error:
+    except Exception as error:  # raised behind the run
         seen.broken = error
 
 

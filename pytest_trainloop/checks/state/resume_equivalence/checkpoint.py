@@ -17,6 +17,7 @@ import torch
 
 from pytest_trainloop.fields import is_folder, path_parameter
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -135,7 +136,8 @@ class Checkpoint:
             path = self._path(place, folder=folder)
             try:
                 return save(str(path) if self._text else path)
-            except Exception as error:
+            except Exception as error:  # of the project's save: it may want another kind of path
+                reraise_ours(error)
                 raised = raised or error
                 if isinstance(error, (TypeError, AttributeError)) and not self._text:
                     self._text = True
@@ -185,13 +187,15 @@ def copied(state: Any) -> Any:
     """A state of its own: torch's optimizers keep references to what they load, and would train it on."""
     try:
         return copy.deepcopy(state)
-    except Exception:  # tensors with a history
+    except Exception as error:  # tensors with a history
+        reraise_ours(error)
         buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
         buffer.seek(0)
         return torch.load(buffer, weights_only=False)
-    except Exception as error:
+    except Exception as error:  # of the project's own classes
+        reraise_ours(error)
         raise Uncopied(
             f"the state that save returns can be neither copied nor pickled ({type(error).__name__}: {error}); return "
             "state_dict() of each part, or write it: save(path)"

@@ -14,6 +14,7 @@ import torch
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import Checkpoint
 from pytest_trainloop.checks.state.resume_equivalence.names import declared_tensors
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
@@ -31,7 +32,8 @@ def rounded(evidence: Evidence) -> tuple[str, tuple[str, ...]] | None:
             checkpoint.take(first)
             saved = {name: tensor.detach().clone() for name, tensor in declared_tensors(first)}
             checkpoint.give(second)
-    except (Exception, SystemExit):
+    except (Exception, SystemExit) as error:  # of the project's save and load
+        reraise_ours(error)
         return None
     finally:
         checkpoint.remove()

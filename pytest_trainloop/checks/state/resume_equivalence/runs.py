@@ -30,6 +30,7 @@ from pytest_trainloop.runs.halves import halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import raised as as_text
+from pytest_trainloop.whose import project_may_raise, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -47,6 +48,8 @@ ELSEWHERE = 7919
 
 class Over(Exception):
     """Ends a run between its halves."""
+
+    of_the_project = True  # the run is not broken by it
 
 
 @dataclass(slots=True)
@@ -196,7 +199,8 @@ class Uninterrupted:
         except Uncopied as error:
             self.unreadable = str(error)
             raise Over from None
-        except Exception as error:
+        except Exception as error:  # of the project's save
+            reraise_ours(error)
             self.save_error = as_text(error)
             raise Over from None
 
@@ -296,7 +300,7 @@ class Resumed:
                     )
             if evaluate and loop.evaluate is not None:
                 seed_all(a.seed)
-                with contextlib.suppress(Exception):
+                with project_may_raise():  # evaluation_is_pure says so
                     self.numbers = list(_numbers(loop.evaluate()))
             if not steps:
                 raise Over
@@ -312,7 +316,8 @@ class Resumed:
         try:
             with self.loading.watched(loop, self.a.values()):
                 self.a.checkpoint.give(loop)
-        except Exception as error:
+        except Exception as error:  # of the project's load
+            reraise_ours(error)
             self.load_error, self.ties = as_text(error), ties(loop)
             self.unopened = self.a.checkpoint.missing(getattr(error, "filename", None))
             raise Over from None

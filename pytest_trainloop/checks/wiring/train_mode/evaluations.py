@@ -14,6 +14,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Backward, Event, Move, Step
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +151,8 @@ def declared_evaluation(evidence: Evidence) -> tuple[Forward, Level] | None:
             if evaluate is not None:
                 try:
                     evaluate()
-                except Exception as error:
+                except Exception as error:  # of the project's evaluate: evaluation_is_pure says so
+                    reraise_ours(error)
                     raised.append(user_error(error, "evaluate"))
 
         return fit
