@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.finding import Level
+    from pytest_trainloop.formulas.trial import Step
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.loss_slice import Call, Slice
 
 
-def compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
+def compared(part: Slice, step: Step, evidence: Evidence) -> Iterator[Finding]:
     """Findings of one slice, for which no textbook form is needed."""
     yield from _placed(part)
     for call, label in equal_branches(part):
