@@ -71,7 +71,9 @@ _DISTANCES = frozenset({
 
 def predicts(found: Slice, number: int) -> bool:
     """Whether a value is made of outputs alone, and is no distance: what the batch's targets go into, but for picks and
-    masks of 0 and 1, is an error, of which less is better."""
+    a last mask of 0 and 1, is an error, of which less is better."""
+    while (call := found.call_of(number)) is not None and call.inputs and _is_masked(found, call):
+        number = next(n for n in call.inputs if found.values[n].requires_grad)
     todo, seen = [number], {number}
     while todo:
         call = found.call_of(todo.pop())
@@ -84,14 +86,17 @@ def predicts(found: Slice, number: int) -> bool:
             if value.requires_grad and value.kind != "layer":
                 todo.extend({n} - seen)
                 seen.add(n)
-            elif call.name not in INDEXING and found.from_batch(n) and not _is_mask(call, value):
+            elif call.name not in INDEXING and found.from_batch(n):
                 return False
     return True
 
 
-def _is_mask(call: Call, value: Value) -> bool:
-    keeps = call.name in MULTIPLICATIONS | MASKING
-    return keeps and bool(((value.tensor == 0) | (value.tensor == 1)).all())
+def _is_masked(found: Slice, call: Call) -> bool:
+    """Whether a call only leaves out entries of its one learned input, or moves them."""
+    learned = [n for n in call.inputs if found.values[n].requires_grad]
+    others = [found.values[n].tensor for n in call.inputs if n not in learned]
+    keeps = call.name in MOVES or (call.name in MULTIPLICATIONS | MASKING and bool(others))
+    return keeps and len(learned) == 1 and all(bool(((t == 0) | (t == 1)).all()) for t in others)
 
 
 def _is_score(found: Slice, number: int) -> bool:

@@ -218,7 +218,7 @@ def _flipped(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
     rises = match.reading.direction < 0
     kind = "a score, and is minimised" if rises else "a cost, and is maximised"
     aim = match.variant.aim or Aim(
-        f"the {'score' if rises else 'cost'}", lambda value: value, rises=rises, of_value=True
+        match.form.name, lambda value: value, rises=rises, of_value=True
     )
     level, measured = _tried(
         match, step, aim, level="advice" if evidence.shared(pretrained) else "fault", otherwise=None
