@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, score, single
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import DIVISIONS, EXTREMES
 
 if TYPE_CHECKING:
@@ -19,31 +20,37 @@ NOT_CLAMPED = Mistake(
     "clamp_missing",
     "the sides of the intersection are not clamped at 0: two boxes that are apart in both directions overlap",
     "where the intersection is made: w = (x2 - x1).clamp(min=0); h = (y2 - y1).clamp(min=0)",
+    otherwise="advice",
 )
 UNION_OF_BOTH = Mistake(
     "term_missing",
     "the union is the sum of both areas, in which the intersection counts twice",
     "where the union is made: union = area_1 + area_2 - intersection",
+    otherwise="advice",
 )
 OVER_UNION = Mistake(
     "ingredient_differs",
     "the empty part of the enclosing box is divided by the union, not by the enclosing box",
     "where giou is made: giou = iou - (enclosing - union) / enclosing",
+    otherwise="advice",
 )
 INSIDE_BOX = Mistake(
     "extreme_turned",
     "the enclosing box is computed as the intersection is: largest left, smallest right",
     "enclosing box: torch.min of the left and upper, torch.max of the right and lower sides",
+    otherwise="advice",
 )
 NOT_SQUARED = Mistake(
     "power_differs",
     "distance and diagonal are not both squared",
     "diou = iou - distance ** 2 / diagonal ** 2",
+    otherwise="advice",
 )
 AREA_OF_ONE = Mistake(
     "ingredient_differs",
     "the union holds the area of one of the boxes twice",
     "union = area_1 + area_2 - intersection, each area of its own box",
+    otherwise="advice",
 )
 
 
@@ -118,6 +125,44 @@ def _overlap(p: torch.Tensor, t: torch.Tensor, *, way: _Way, eps: float = 0.0) -
 _FORMS = ("corners", "centre", "sides")
 
 
+def _loss(p: torch.Tensor, t: torch.Tensor, *, way: _Way, eps: float = 0.0) -> torch.Tensor | None:
+    made = _overlap(p, t, way=way, eps=eps)
+    return None if made is None else 1 - made
+
+
+def _nearness(p: torch.Tensor, t: torch.Tensor, *, form: str, eps: float = 0.0) -> torch.Tensor:
+    """Least for small boxes that are far from the target in both directions."""
+    (px1, py1, px2, py2), (tx1, ty1, tx2, ty2) = _corners(p, form), _corners(t, form)
+    return px2 - px1 + py2 - py1 - (px1 + px2 - tx1 - tx2).abs() - (py1 + py2 - ty1 - ty2).abs()
+
+
+def _aim(way: _Way) -> Aim:
+    right = _Way("iou", way.form)
+    return Aim(
+        "the IoU",
+        functools.partial(_overlap, way=right),
+        rises=True,
+        book=functools.partial(_loss, way=replace(right, kind="giou")),
+        start=None if way.clamp else functools.partial(_nearness, form=way.form),
+    )
+
+
+def _by_centres(p: torch.Tensor, t: torch.Tensor, *, kind: str, eps: float = 0.0) -> torch.Tensor | None:
+    """The overlap with targets by centre, width and height, of predictions read in the better one of two ways."""
+    aim = torch.stack(_corners(t, "centre"), -1)
+    ways = (p, torch.stack(_corners(p, "centre"), -1))
+    made = [o.mean() for way in ways if (o := _overlap(way, aim, way=_Way(kind), eps=eps)) is not None]
+    return torch.stack(made).max() if made else None
+
+
+_OF_CENTRES = Aim(
+    "the IoU with the boxes that the batch holds by centre, width and height",
+    functools.partial(_by_centres, kind="iou"),
+    rises=True,
+    book=lambda p, t, eps: 1 - made if (made := _by_centres(p, t, kind="giou", eps=eps)) is not None else None,
+)
+
+
 def _variants(kind: str) -> tuple[Variant, ...]:
     right = [_Way(kind, form, more=more) for form in _FORMS for more in (0.0, 1.0) if not (more and form != "corners")]
     if kind == "ciou":
@@ -145,7 +190,10 @@ def _variants(kind: str) -> tuple[Variant, ...]:
             )
             for way in right
         ),
-        *(Variant(single(functools.partial(_overlap, way=way)), score(mistake), mistake) for way, mistake in wrong),
+        *(
+            Variant(single(functools.partial(_overlap, way=way)), score(mistake), mistake, aim=_aim(way))
+            for way, mistake in wrong
+        ),
     )
 
 
@@ -177,6 +225,7 @@ FORMS = tuple(
         numbers={"eps": (0.0,)},
         among=lambda name, number: 0 < number <= 1e-2,
         suits=functools.partial(_divides, 1 if kind == "iou" else 2),
+        aim=_OF_CENTRES,
     )
     for kind, (name, page) in _NAMES.items()
 )

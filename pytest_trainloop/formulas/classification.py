@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, cost, single
 from pytest_trainloop.formulas.origins import origin
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 
@@ -79,6 +80,28 @@ def _read_binary(found: Coefficients) -> Reading | None:
     return Reading(1, NEGATIVES_MISSING) if one < 0 else None
 
 
+def by_label(cost: torch.Tensor, t: torch.Tensor) -> torch.Tensor | None:
+    """Means over the entries with the target 1, and over those with 0."""
+    return torch.stack([cost[t > 0.5].mean(), cost[t <= 0.5].mean()]) if cost.shape == t.shape else None
+
+
+def binary_entropy(logs: Logs, t: torch.Tensor) -> torch.Tensor | None:
+    if logs[0].shape != t.shape:
+        return None
+    t = t.to(logs[0].dtype)
+    return by_label(-(t * logs[0] + (1 - t) * logs[1]), t)
+
+
+def _far(p: torch.Tensor, t: torch.Tensor) -> torch.Tensor | None:
+    return (p - t.to(p.dtype)).abs().mean() if p.shape == t.shape else None
+
+
+ENTROPY = "the cross entropy of one label's entries"
+DISTANCE = "the distance between probabilities and targets"
+TO_LABELS = Aim(DISTANCE, lambda p, t, **_: _far(p, t), best=0.0)
+SCORES_TO_LABELS = Aim(DISTANCE, lambda z, t, **_: _far(z.sigmoid(), t), best=0.0)
+
+
 def _each_by_itself(cut: Cut) -> bool:
     """Whether the probabilities are no shares of one whole, and the targets 0 and 1."""
     target = cut.recorded[1]
@@ -89,18 +112,32 @@ BINARY_BY_PROBABILITIES = Form(
     "binary cross entropy",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.BCELoss.html",
     (PROBABILITIES, LABELS),
-    (Variant(lambda p, t, eps: _both_terms(log_p(p, eps), t), _read_binary),),
+    (
+        Variant(
+            lambda p, t, eps: _both_terms(log_p(p, eps), t),
+            _read_binary,
+            aim=Aim(ENTROPY, lambda p, t, eps: binary_entropy(log_p(p.clamp(1e-12, 1 - 1e-12)), t), groups=True),
+        ),
+    ),
     needs=(frozenset({"log", "log1p", "log2", "log10"}),),
     numbers={"eps": (0.0,)},
     among=_small,
     suits=_each_by_itself,
+    aim=TO_LABELS,
 )
 BINARY_BY_SCORES = Form(
     "binary cross entropy of scores",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html",
     (SCORES, LABELS),
-    (Variant(lambda z, t: _both_terms(log_sigmoid(z), t), _read_binary),),
+    (
+        Variant(
+            lambda z, t: _both_terms(log_sigmoid(z), t),
+            _read_binary,
+            aim=Aim(ENTROPY, lambda z, t: binary_entropy(log_sigmoid(z), t), groups=True),
+        ),
+    ),
     needs=(LOGS,),
+    aim=SCORES_TO_LABELS,
     suits=lambda cut: bool((cut.recorded[1] == 0).any()) and bool((cut.recorded[1] == 1).any()),
 )
 
@@ -143,6 +180,23 @@ def by_softmax(cut: Cut) -> bool:
 
 AXES = (1, -1)
 
+
+def _missed(p: torch.Tensor, t: torch.Tensor, **_: float) -> torch.Tensor | None:
+    """What is missing to 1 at the true class, along the first axis that fits."""
+    for dim in AXES:
+        true = (_over if t.is_floating_point() else _picked)(p, t, dim=dim)
+        if true is not None:
+            return 1 + true.mean()
+    return None
+
+
+def _missed_by_scores(z: torch.Tensor, t: torch.Tensor, **_: float) -> torch.Tensor | None:
+    return _missed(z.softmax(1 if z.dim() > 1 else 0), t)
+
+
+TO_CLASSES = Aim("what the true class lacks of the probability 1", _missed, best=0.0)
+SCORES_TO_CLASSES = Aim("what the true class lacks of the probability 1", _missed_by_scores, best=0.0)
+
 CROSS_ENTROPY = tuple(
     Form(
         "cross entropy",
@@ -151,6 +205,7 @@ CROSS_ENTROPY = tuple(
         tuple(Variant(single(functools.partial(entropy_of_scores, dim=dim)), cost()) for dim in AXES),
         needs=(LOGS,),
         suits=lambda cut: not by_softmax(cut),
+        aim=SCORES_TO_CLASSES,
     )
     for target in (LABELS, CLASSES)
 )
@@ -164,6 +219,7 @@ CROSS_ENTROPY_OF = tuple(
         numbers={"eps": (0.0,)},
         among=_small,
         suits=by_softmax,
+        aim=TO_CLASSES,
     )
     for target in (LABELS, CLASSES)
 )
@@ -220,6 +276,7 @@ HINGE = Form(
             single(functools.partial(_hinge, sign=sign, power=power)),
             cost(mistake),
             mistake,
+            aim=Aim("the hinge loss", functools.partial(_hinge, sign=-1, power=power)),
             suits=_grows,
             holds=functools.partial(_cuts, sign),
         )
@@ -227,6 +284,11 @@ HINGE = Form(
         for power in (1, 2)
     ),
     needs=(_CLAMPED, frozenset({"mul", "rmul", "__mul__"})),
+    aim=Aim(
+        "the hinge loss of rows of one label",
+        lambda s, y, margin: by_label(F.relu(margin - (2 * y - 1) * s), y),
+        groups=True,
+    ),
     numbers={"margin": (1.0,)},
     among=lambda name, number: LEAST_MARGIN <= number <= 100,
 )
@@ -247,7 +309,12 @@ HINGE_CLASSES = Form(
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiMarginLoss.html",
     (Argument("prediction", "values", learned=True), CLASSES),
     tuple(
-        Variant(single(functools.partial(_hinge_classes, sign=sign, power=power, whole=whole)), cost(mistake), mistake)
+        Variant(
+            single(functools.partial(_hinge_classes, sign=sign, power=power, whole=whole)),
+            cost(mistake),
+            mistake,
+            aim=Aim("the hinge loss", functools.partial(_hinge_classes, sign=1, power=power, whole=whole)),
+        )
         for sign, mistake in ((1, None), (-1, CLASSES_TURNED))
         for power in (1, 2)
         for whole in (False, True)

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, single
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS, PRODUCTS
 
 if TYPE_CHECKING:
@@ -24,33 +25,36 @@ def _similarities(z: torch.Tensor) -> torch.Tensor | None:
     return z @ z.T if z.dim() == 2 else None
 
 
-def _chosen_from(found: Slice, number: int) -> bool:
-    """Whether a cross entropy chooses one entry of each row of a matrix, with nothing masked before."""
+def _chosen_from(found: Slice, number: int) -> list[int]:
+    """The entries of the rows of a matrix that a cross entropy chooses, with nothing masked before."""
     todo, seen = [number], {number}
     while todo:
         at = todo.pop()
         for call in (c for c in found.calls if c.inputs[:1] == (at,)):
             if call.name == "cross_entropy":
-                return _takes_indices(found, call)
+                return _indices(found, call)
             if call.name == "log_softmax":
-                return any(c.name in {"nll_loss", "gather"} and c.inputs[:1] == call.outputs[:1] for c in found.calls)
+                chosen = [c for c in found.calls if c.name in {"nll_loss", "gather"} and c.inputs[:1] == call.outputs[:1]]
+                return _indices(found, chosen[0]) if chosen else []
             if call.name in {"view", "reshape", "contiguous", "float", "double", "to"}:
                 todo.extend(n for n in call.outputs if n not in seen)
                 seen.update(call.outputs)
-    return False
+    return []
 
 
-def _takes_indices(found: Slice, call: Call) -> bool:
-    return len(call.inputs) > 1 and not found.values[call.inputs[1]].tensor.is_floating_point()
+def _indices(found: Slice, call: Call) -> list[int]:
+    index = found.values[call.inputs[1]].tensor if len(call.inputs) > 1 else None
+    return [] if index is None or index.is_floating_point() else [int(i) for i in index.flatten().tolist()]
 
 
 def _with_themselves(cut: Cut) -> bool:
-    """Whether rows of length 1 are compared with all rows, themselves included, to choose one of them."""
+    """Whether rows of length 1 are compared with all rows, themselves included, to choose another one of them."""
     (z,) = cut.recorded
     if z.dim() != 2 or len(z) < 3 or cut.value.shape != (len(z), len(z)):
         return False
     off = (z.double().norm(dim=1) - 1).abs().max()
-    return float(off) <= 1e-6 and _chosen_from(cut.slice, cut.number)
+    chosen = _chosen_from(cut.slice, cut.number)
+    return float(off) <= 1e-6 and len(chosen) == len(z) and all(i != row for row, i in enumerate(chosen))
 
 
 _DIAGONAL = Mistake(
@@ -64,7 +68,19 @@ SIMILARITIES = Form(
     "similarities within a batch (NT-Xent, InfoNCE)",
     "https://arxiv.org/abs/2002.05709",
     (Argument("rows", learned=True),),
-    (Variant(single(_similarities), cost(_DIAGONAL), _DIAGONAL),),
+    (
+        Variant(
+            single(_similarities),
+            cost(_DIAGONAL),
+            _DIAGONAL,
+            aim=Aim(
+                "the share of a softmax that goes to the row itself",
+                lambda logits: logits.softmax(1).diagonal(),
+                best=0.0,
+                of_value=True,
+            ),
+        ),
+    ),
     ops=_MATRICES,
     suits=_with_themselves,
     judges_direction=False,
@@ -102,7 +118,12 @@ PENALTY = Form(
     "https://arxiv.org/abs/1704.00028",
     (Argument("gradient", learned=True),),
     tuple(
-        Variant(single(functools.partial(_penalty, by_rows=by_rows, eps=eps)), cost(mistake), mistake)
+        Variant(
+            single(functools.partial(_penalty, by_rows=by_rows, eps=eps)),
+            cost(mistake),
+            mistake,
+            aim=Aim("the squared distance of a row's norm from 1", functools.partial(_penalty, by_rows=True, eps=eps)),
+        )
         for by_rows, mistake in ((True, None), (False, _OTHER_NORM))
         for eps in (0.0, 1e-12)
     ),

@@ -10,16 +10,22 @@ import torch
 from pytest_trainloop.formulas.classification import (
     AXES,
     CLASSES,
+    ENTROPY,
     LABELS,
     LOGS,
     PROBABILITIES,
     SCORES,
+    SCORES_TO_CLASSES,
+    SCORES_TO_LABELS,
+    TO_LABELS,
     Logs,
+    binary_entropy,
     by_softmax,
     entropy_of_scores,
     log_p,
     log_sigmoid,
 )
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.formulas.form import Coefficients, Form, Mistake, Reading, Variant, cost, single
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
 
@@ -49,11 +55,13 @@ MEAN_FIRST = Mistake(
     "mean_taken_early",
     "the weight is computed from the mean cross entropy: one number for the whole batch",
     "where the cross entropy is made: reduction='none'; weigh each row by (1 - pt) ** gamma, then take the mean",
+    otherwise="advice",
 )
 GROWING = Mistake(
     "term_sign",
     "pt is exp(loss), which is above 1, for exp(-loss)",
     "pt = torch.exp(-loss)",
+    otherwise="advice",
 )
 
 
@@ -97,6 +105,10 @@ def _read_focal(mistake: Mistake | None, found: Coefficients) -> Reading | None:
     return Reading(1 if one < 0 else -1, mistake) if one * other > 0 else None
 
 
+def _plain(logs: Logs, t: torch.Tensor) -> torch.Tensor | None:
+    return None if logs[0].shape != t.shape else -(t * logs[0] + (1 - t) * logs[1]).mean()
+
+
 def _mean_binary(logs: Logs, t: torch.Tensor, *, gamma: float, sign: int = -1) -> torch.Tensor | None:
     if logs[0].shape != t.shape:
         return None
@@ -113,6 +125,9 @@ def _grown(logs: Logs, t: torch.Tensor, *, gamma: float) -> torch.Tensor | None:
 
 def _focal_variants(logs: str) -> tuple[Variant, ...]:
     made = log_sigmoid if logs == "scores" else log_p
+    kept = (lambda x: x) if logs == "scores" else (lambda p: p.clamp(1e-12, 1 - 1e-12))
+    aim = Aim(ENTROPY, lambda x, t, gamma: binary_entropy(made(kept(x)), t), groups=True)
+    of_plain = Aim("the plain cross entropy", lambda x, t, gamma: _plain(made(x), t), parallel=True)
     wanted: tuple[tuple[int, int, Mistake | None], ...] = (
         (1, 0, None),
         (0, 1, EASY_FOR_HARD),
@@ -124,6 +139,7 @@ def _focal_variants(logs: str) -> tuple[Variant, ...]:
             lambda x, t, gamma, a=positive, b=negative: _focal(made(x), t, gamma=gamma, positive=a, negative=b),
             functools.partial(_read_focal, mistake),
             mistake,
+            aim=aim,
         )
         for positive, negative, mistake in wanted
     )
@@ -139,8 +155,13 @@ def _focal_variants(logs: str) -> tuple[Variant, ...]:
     return (
         *terms,
         *halves,
-        Variant(single(lambda x, t, gamma: _mean_binary(made(x), t, gamma=gamma)), cost(MEAN_FIRST), MEAN_FIRST),
-        Variant(single(lambda x, t, gamma: _grown(made(x), t, gamma=gamma)), cost(GROWING), GROWING),
+        Variant(
+            single(lambda x, t, gamma: _mean_binary(made(x), t, gamma=gamma)),
+            cost(MEAN_FIRST),
+            MEAN_FIRST,
+            aim=of_plain,
+        ),
+        Variant(single(lambda x, t, gamma: _grown(made(x), t, gamma=gamma)), cost(GROWING), GROWING, aim=aim),
     )
 
 
@@ -162,8 +183,9 @@ FOCAL = tuple(
         numbers={"gamma": (2.0,)},
         among=_exponent,
         suits=_of_one_shape,
+        aim=aim,
     )
-    for argument in (SCORES, PROBABILITIES)
+    for argument, aim in ((SCORES, SCORES_TO_LABELS), (PROBABILITIES, TO_LABELS))
 )
 
 
@@ -194,6 +216,11 @@ FOCAL_CLASSES = tuple(
                 single(lambda z, y, gamma, dim=dim, how=how: _focal_classes(z, y, gamma=gamma, dim=dim, how=how)),
                 cost(mistake),
                 mistake,
+                aim=Aim(
+                    "the plain cross entropy",
+                    lambda z, y, gamma, dim=dim: entropy_of_scores(z, y, dim=dim),
+                    parallel=how == "mean",
+                ),
             )
             for dim in AXES
             for how, mistake in _HOW
@@ -202,6 +229,7 @@ FOCAL_CLASSES = tuple(
         numbers={"gamma": (2.0,)},
         among=_exponent,
         suits=lambda cut: not by_softmax(cut),
+        aim=SCORES_TO_CLASSES,
     )
     for target in (LABELS, CLASSES)
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.finding import Level
     from pytest_trainloop.formulas.cut import Cut
+    from pytest_trainloop.formulas.trial import Aim
 
 Role = Literal[
     "probabilities",
@@ -65,6 +66,10 @@ class Mistake:
     """What to write."""
     shown_by: str = ""
     """What the form put right shows, beside that it agrees."""
+    aim: Aim | None = None
+    """What it keeps the form from, where that is not the variant's: without any it is only recognised, and advice."""
+    otherwise: Level | None = None
+    """What it is where the loss gets the form to its aim all the same; nothing, where it claims that it does not."""
     level: Level = "fault"
     alone: bool = False
     """Whether it is one only where nothing else trains the prediction: another term may give what is missing."""
@@ -110,6 +115,8 @@ class Variant:
     fraction: bool = False
     roles: tuple[Role, ...] | None = None
     """What the arguments hold, where that is more than the form says."""
+    aim: Aim | None = None
+    """What the form put right is for."""
     suits: Callable[[Cut], bool] = lambda cut: True
     """Whether these arguments may be taken in this way."""
     holds: Callable[[Cut, Mapping[str, float]], bool] = lambda cut, numbers: True
@@ -136,6 +143,8 @@ class Form:
     needs: tuple[frozenset[str], ...] = ()
     numbers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     among: Callable[[str, float], bool] = lambda name, number: True
+    aim: Aim | None = None
+    """What comes out right where each argument is what the form takes."""
     judges_direction: bool = True
     """Whether a loop that makes it worse on purpose is not known: else its sign is judged."""
     always_judged: bool = False

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, same
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import ADDITIONS, MULTIPLICATIONS, SUBTRACTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pytest_trainloop.formulas.cut import Cut
 
@@ -20,6 +21,19 @@ _EXPONENTIALS = frozenset({"exp", "log", "expm1", "log1p", "logsumexp", "exp2", 
 """One of them lies between a spread and its likelihood, however the spread is given."""
 
 _DISTANCES = frozenset({"abs", "__abs__", "l1_loss", "absolute"})
+
+LIKELIHOOD = "the negative log-likelihood of the targets"
+
+
+def _right(basis: Callable[..., Mapping[str, torch.Tensor] | None], **weights: float) -> Callable[..., torch.Tensor | None]:
+    """The textbook's sum of the parts of a form."""
+
+    def made(*arguments: torch.Tensor, **numbers: float) -> torch.Tensor | None:
+        parts = basis(*arguments, **numbers)
+        return None if parts is None else torch.stack([w * parts[name] for name, w in weights.items()]).sum(0)
+
+    return made
+
 
 _SUMS = ADDITIONS | SUBTRACTIONS
 """What gives the value: the logarithm and the rest are two summands."""
@@ -104,7 +118,11 @@ GAUSSIAN = Form(
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.GaussianNLLLoss.html",
     _GIVEN,
     tuple(
-        Variant(functools.partial(_gaussian, logs=logs, times=times), functools.partial(_read_gaussian, times=times))
+        Variant(
+            way := functools.partial(_gaussian, logs=logs, times=times),
+            functools.partial(_read_gaussian, times=times),
+            aim=Aim(LIKELIHOOD, _right(way, logarithm=0.5 * times, squares=0.5), shared=True),
+        )
         for logs in (True, False)
         for times in (1.0, 2.0, -1.0)
     ),
@@ -117,7 +135,14 @@ LAPLACE = Form(
     "the negative log-likelihood of a Laplace density",
     "https://docs.pytorch.org/docs/stable/distributions.html#laplace",
     _GIVEN,
-    tuple(Variant(functools.partial(_laplace, logs=logs), _read_laplace) for logs in (True, False)),
+    tuple(
+        Variant(
+            way := functools.partial(_laplace, logs=logs),
+            _read_laplace,
+            aim=Aim(LIKELIHOOD, _right(way, logarithm=1.0, distances=1.0), shared=True),
+        )
+        for logs in (True, False)
+    ),
     ops=_SUMS,
     needs=(_EXPONENTIALS, _DISTANCES),
     suits=_own_spread,
@@ -165,10 +190,13 @@ POISSON = Form(
     "the negative log-likelihood of Poisson counts",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.PoissonNLLLoss.html",
     (Argument("rate", learned=True), Argument("target", learned=False)),
-    (
-        Variant(functools.partial(_poisson, logs=True, eps=0.0), _read_poisson),
-        Variant(functools.partial(_poisson, logs=False, eps=0.0), _read_poisson),
-        Variant(functools.partial(_poisson, logs=False, eps=1e-8), _read_poisson),
+    tuple(
+        Variant(
+            way := functools.partial(_poisson, logs=logs, eps=eps),
+            _read_poisson,
+            aim=Aim(LIKELIHOOD, _right(way, rate=1.0, product=-1.0)),
+        )
+        for logs, eps in ((True, 0.0), (False, 0.0), (False, 1e-8))
     ),
     ops=_SUMS,
     needs=(_EXPONENTIALS, MULTIPLICATIONS),
@@ -229,6 +257,15 @@ _DEVIATION = Mistake(
     _DIVERGENCE,
 )
 
+def _to_the_prior(*, logs: bool, times: float) -> Aim:
+    way = functools.partial(_divergence, logs=logs, times=times)
+    return Aim("the KL divergence", lambda *given: _lowered(_right(way, logarithm=-0.5 * times, mean=0.5, variance=0.5)(*given)))
+
+
+def _lowered(made: torch.Tensor | None) -> torch.Tensor | None:
+    return None if made is None else made - 0.5
+
+
 DIVERGENCE = Form(
     "the KL divergence of a normal density from the standard normal",
     "https://arxiv.org/abs/1312.6114",
@@ -238,6 +275,7 @@ DIVERGENCE = Form(
             Variant(
                 functools.partial(_divergence, logs=logs, times=times),
                 functools.partial(_read_divergence, times=times),
+                aim=_to_the_prior(logs=logs, times=times),
             )
             for logs in (True, False)
             for times in (1.0, 2.0)
@@ -246,11 +284,13 @@ DIVERGENCE = Form(
             functools.partial(_divergence, logs=True, times=1.0, power=1),
             functools.partial(_read_slip, mistake=_MEAN_NOT_SQUARED),
             _MEAN_NOT_SQUARED,
+            aim=_to_the_prior(logs=True, times=1.0),
         ),
         Variant(
             functools.partial(_divergence, logs=True, times=0.5),
             functools.partial(_read_slip, mistake=_DEVIATION),
             _DEVIATION,
+            aim=_to_the_prior(logs=True, times=1.0),
         ),
     ),
     ops=_SUMS,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, score, single
 from pytest_trainloop.formulas.origins import origin
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import ADDITIONS, SUBTRACTIONS
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _NOT_LOGGED = Mistake(
     "parameter_confused",
     "the weights themselves are added to the logarithms of the densities, where their own logarithms belong",
     _RIGHT,
+    otherwise="advice",
 )
 
 
@@ -73,9 +75,15 @@ MIXTURE = Form(
     (Argument("weights", "shares", learned=True), Argument("logarithms", learned=True)),
     (
         Variant(single(_mixture), score()),
-        Variant(single(_added), score(_ADDED), _ADDED),
-        Variant(single(_plainly_added), score(_ADDED), _ADDED),
-        Variant(single(_not_logged), score(_NOT_LOGGED), _NOT_LOGGED),
+        *(
+            Variant(
+                single(way),
+                score(mistake),
+                mistake,
+                aim=Aim("the log-likelihood of the targets", _mixture, rises=True, held=(1,), shared=True),
+            )
+            for way, mistake in ((_added, _ADDED), (_plainly_added, _ADDED), (_not_logged, _NOT_LOGGED))
+        ),
     ),
     ops=ADDITIONS | SUBTRACTIONS | _LOGS | frozenset({"squeeze"}),
     needs=(_LOGS,),

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, score, single
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import ADDITIONS, CLAMPS, DISTANCE_LOSSES, MULTIPLICATIONS, SUBTRACTIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_trainloop.formulas.cut import Cut
     from pytest_trainloop.tracing.loss_slice import Slice, Value
 
@@ -29,14 +32,36 @@ def _clipped(
     high: float,
     turned: bool = False,
     largest: bool = False,
-    plain: bool = False,
 ) -> torch.Tensor | None:
     if new.shape != old.shape or advantage.shape != new.shape or not low < high:
         return None
-    difference = old - new if turned else new - old
-    ratio = difference if plain else difference.exp()
+    ratio = (old - new if turned else new - old).exp()
     both = ratio * advantage, ratio.clamp(low, high) * advantage
     return torch.max(*both) if largest else torch.min(*both)
+
+
+def _lowered(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, **bounds: float) -> torch.Tensor | None:
+    made = _clipped(new, old, advantage, **_around(bounds))
+    return None if made is None else -made
+
+
+def _around(bounds: Mapping[str, float]) -> dict[str, float]:
+    """Bounds around 1."""
+    return {n: b if bounds["low"] > 0 else 1 + b for n, b in bounds.items()}
+
+
+def _past_bounds(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
+    ratio = (new - old).exp()
+    return torch.where(advantage > 0, (ratio - high).relu(), (low - ratio).relu())
+
+
+def _of_gains(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, **_: float) -> torch.Tensor:
+    return (new - old).exp()[advantage > 0]
+
+
+_GAINS = "the probability ratio of what has an advantage"
+_FURTHER = Aim("how far ratios are outside of their bounds", _past_bounds, book=_lowered)
+_LIKELIER = Aim(_GAINS, _of_gains, rises=True, book=_lowered)
 
 
 _OBJECTIVE = "loss = -torch.min(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage).mean()"
@@ -48,11 +73,6 @@ _LARGEST = Mistake(
 _TURNED = Mistake(
     "turned_round",
     "the ratio is the old probability over the new one: what has an advantage is made less likely",
-    "ratio = (new_log_prob - old_log_prob).exp()",
-)
-_NO_EXPONENTIAL = Mistake(
-    "ingredient_differs",
-    "the difference of log-probabilities stands for the ratio, and its bounds lie around 0",
     "ratio = (new_log_prob - old_log_prob).exp()",
 )
 _AROUND_ZERO = Mistake(
@@ -88,17 +108,14 @@ def _objective(variants: tuple[Variant, ...], low: float, high: float, among: ob
 CLIPPED = _objective(
     (
         Variant(single(_clipped), score()),
-        Variant(single(functools.partial(_clipped, largest=True)), cost(worse=_LARGEST)),
-        Variant(single(functools.partial(_clipped, turned=True)), score(_TURNED), _TURNED),
+        Variant(single(functools.partial(_clipped, largest=True)), cost(worse=_LARGEST), aim=_FURTHER),
+        Variant(single(functools.partial(_clipped, turned=True)), score(_TURNED), _TURNED, aim=_LIKELIER),
     ),
     0.8,
     1.2,
 )
 AROUND_ZERO = _objective(
-    (
-        Variant(single(_clipped), score(_AROUND_ZERO), _AROUND_ZERO),
-        Variant(single(functools.partial(_clipped, plain=True)), score(_NO_EXPONENTIAL), _NO_EXPONENTIAL),
-    ),
+    (Variant(single(_clipped), score(_AROUND_ZERO), _AROUND_ZERO, aim=_LIKELIER),),
     -0.2,
     0.2,
     among="zero",
@@ -178,16 +195,19 @@ _MAY_BE_MEANT = Mistake(
 )
 
 
+_TARGET_MOVES = Aim("the target", lambda *_: None, moves=True)
+
+
 def _bootstrapped(name: str, mistake: Mistake, *, best: bool, ends: bool) -> Form:
     given = (Argument("following", learned=True), Argument("reward", learned=False))
     with_ends = (*given, Argument("ends", "labels", learned=False))
     if ends:
         variants = tuple(
-            Variant(single(functools.partial(_target_with_ends, mask=mask)), cost(mistake), mistake)
+            Variant(single(functools.partial(_target_with_ends, mask=mask)), cost(mistake), mistake, aim=_TARGET_MOVES)
             for mask in (False, True)
         )
     else:
-        variants = (Variant(single(_target), cost(mistake), mistake),)
+        variants = (Variant(single(_target), cost(mistake), mistake, aim=_TARGET_MOVES),)
     return Form(
         name,
         "http://incompleteideas.net/book/the-book-2nd.html",
@@ -246,7 +266,14 @@ GRADIENT = Form(
     "the gradient of a policy with a critic",
     "http://incompleteideas.net/book/the-book-2nd.html",
     (Argument("log_prob", learned=True), Argument("advantage", learned=True)),
-    (Variant(single(_product), score(_LEARNED_ADVANTAGE), _LEARNED_ADVANTAGE),),
+    (
+        Variant(
+            single(_product),
+            score(_LEARNED_ADVANTAGE),
+            _LEARNED_ADVANTAGE,
+            aim=Aim("the critic's squared error", lambda _, advantage: advantage.square(), held=(0,)),
+        ),
+    ),
     ops=MULTIPLICATIONS,
     needs=(MULTIPLICATIONS,),
     suits=_advantage_of_a_trained_critic,

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, cost, same, single
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
     CLAMPS,
@@ -60,7 +61,13 @@ PINBALL = Form(
     "the pinball loss of a quantile",
     "https://doi.org/10.2307/1913643",
     (Argument("prediction", learned=True), Argument("target", learned=False)),
-    (Variant(_pinball, _read_pinball),),
+    (
+        Variant(
+            _pinball,
+            _read_pinball,
+            aim=Aim("the distance between prediction and target", lambda p, t: (p - t).abs(), best=0.0),
+        ),
+    ),
     ops=MASKING | MULTIPLICATIONS | ADDITIONS | SUBTRACTIONS | frozenset({"maximum", "max", "minimum", "min", "mean"}),
     needs=(SUBTRACTIONS, _SIDES),
     suits=lambda cut: cut.recorded[0].shape == cut.recorded[1].shape and bool(cut.slice.from_batch(cut.arguments[1])),
@@ -108,7 +115,12 @@ PAIRS = Form(
     ),
     (
         Variant(single(_pairs), cost()),
-        Variant(single(functools.partial(_pairs, of_target=True)), cost(_AXIS_OF_TARGET), _AXIS_OF_TARGET),
+        Variant(
+            single(functools.partial(_pairs, of_target=True)),
+            cost(_AXIS_OF_TARGET),
+            _AXIS_OF_TARGET,
+            aim=Aim("the quantile loss with the shares along the predictions", _pairs),
+        ),
     ),
     ops=MULTIPLICATIONS | frozenset({"mean", "sum"}),
     needs=(SUBTRACTIONS | DISTANCE_LOSSES, frozenset({"abs", "__abs__"}), MULTIPLICATIONS),

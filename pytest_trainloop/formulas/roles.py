@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.formulas.origins import MOVES, origin
-from pytest_trainloop.recording.torch_names import CASTS, CLAMPS, RESHAPES
+from pytest_trainloop.recording.torch_names import CASTS, CLAMPS, INDEXING, MASKING, MULTIPLICATIONS, RESHAPES
 
 if TYPE_CHECKING:
     from pytest_trainloop.formulas.form import Argument, Role
-    from pytest_trainloop.tracing.loss_slice import Slice, Value
+    from pytest_trainloop.tracing.loss_slice import Call, Slice, Value
 
 
 def plays(value: Value, argument: Argument) -> bool:
@@ -61,6 +61,42 @@ def violates(found: Slice, number: int, role: Role) -> str:
     if role == "signs" and low == 0 and high == 1 and bool(((entries == 0) | (entries == 1)).all()):
         return "labels" if not found.values[number].requires_grad else ""
     return ""
+
+
+_DISTANCES = frozenset({
+    "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "cdist", "pdist", "pairwise_distance", "square", "abs",
+    "__abs__", "dist",
+})  # fmt: skip
+
+
+def predicts(found: Slice, number: int) -> bool:
+    """Whether a value is made of outputs alone, and is no distance: what the batch's targets go into, but for picks and
+    a last mask of 0 and 1, is an error, of which less is better."""
+    while (call := found.call_of(number)) is not None and call.inputs and _is_masked(found, call):
+        number = next(n for n in call.inputs if found.values[n].requires_grad)
+    todo, seen = [number], {number}
+    while todo:
+        call = found.call_of(todo.pop())
+        if call is None:
+            continue
+        if call.name in _DISTANCES:
+            return False
+        for n in call.inputs:
+            value = found.values[n]
+            if value.requires_grad and value.kind != "layer":
+                todo.extend({n} - seen)
+                seen.add(n)
+            elif call.name not in INDEXING and found.from_batch(n):
+                return False
+    return True
+
+
+def _is_masked(found: Slice, call: Call) -> bool:
+    """Whether a call only leaves out entries of its one learned input, or moves them."""
+    learned = [n for n in call.inputs if found.values[n].requires_grad]
+    others = [found.values[n].tensor for n in call.inputs if n not in learned]
+    keeps = call.name in MOVES or (call.name in MULTIPLICATIONS | MASKING and bool(others))
+    return keeps and len(learned) == 1 and all(bool(((t == 0) | (t == 1)).all()) for t in others)
 
 
 def _is_score(found: Slice, number: int) -> bool:

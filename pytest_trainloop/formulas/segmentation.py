@@ -10,6 +10,7 @@ import torch
 
 from pytest_trainloop.formulas.form import Argument, Basis, Coefficients, Form, Mistake, Reading, Variant, same
 from pytest_trainloop.formulas.roles import unflattened
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS
 
 if TYPE_CHECKING:
@@ -99,6 +100,10 @@ def _look(cut: Cut, reading: Reading) -> Reading:
     return replace(reading, mistake=FACTOR_OF_DICE) if halfway else reading
 
 
+def _mean(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.mean()
+
+
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6
 
@@ -136,6 +141,14 @@ def _read_pixels(found: Coefficients) -> Reading | None:
     return None if reading is None else Reading(reading.direction, PIXEL_BY_PIXEL)
 
 
+def _distance(p: torch.Tensor, t: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor | None:
+    t = t.to(p.dtype)
+    if p.numel() != t.numel():
+        return None
+    far = (p - t.reshape(p.shape)).abs()
+    return far if mask is None else far[mask.reshape(p.shape).bool()]
+
+
 OVERLAP = Form(
     "the overlap of two masks (Dice, Jaccard, Tversky)",
     "https://arxiv.org/abs/1606.04797",
@@ -157,6 +170,7 @@ OVERLAP = Form(
     needs=(DIVISIONS, _PRODUCTS, frozenset({"sum", "mean", "einsum", "dot", "matmul", "tensordot"})),
     suits=lambda cut: cut.divides_by(0),
     on_unit=True,
+    aim=Aim("the distance between prediction and target", lambda p, t: _mean(_distance(p, t)), best=0.0),
 )
 
 
@@ -171,6 +185,7 @@ MASKED = replace(
     OVERLAP,
     name="the overlap of two masks where a third one lets count",
     arguments=(*OVERLAP.arguments, Argument("mask", "labels", learned=False)),
+    aim=Aim("the distance between prediction and target", lambda p, t, m: _mean(_distance(p, t, m)), best=0.0),
     variants=tuple(Variant(functools.partial(_masked, way), _read, fraction=True) for way in (*_WAYS, *_CLASSES)),
 )
 

@@ -7,12 +7,14 @@ import functools
 import torch
 
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, score, single
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import DIVISIONS
 
 ENERGY_OF_THE_ESTIMATE = Mistake(
     "turned_round",
     "the projection on the source is divided by the energy of the estimate: the ratio depends on how loud it is",
     "target = (estimate * source).sum(-1, keepdim=True) * source / (source ** 2).sum(-1, keepdim=True)",
+    otherwise="advice",
 )
 
 
@@ -35,7 +37,12 @@ FORMS = (
         "https://arxiv.org/abs/1811.02508",
         (Argument("estimate", learned=True), Argument("source", learned=False)),
         tuple(
-            Variant(single(functools.partial(_ratio, centred=centred, own=own)), score(mistake), mistake)
+            Variant(
+                single(functools.partial(_ratio, centred=centred, own=own)),
+                score(mistake),
+                mistake,
+                aim=Aim("the ratio", functools.partial(_ratio, centred=centred, own=False), rises=True),
+            )
             for own, mistake in ((False, None), (True, ENERGY_OF_THE_ESTIMATE))
             for centred in (True, False)
         ),

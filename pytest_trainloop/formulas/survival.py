@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop import nested
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, single
+from pytest_trainloop.formulas.trial import Aim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +77,12 @@ def _form(suits: Callable[[Cut], bool], *ways: tuple[Mistake | None, bool, bool]
             Argument("event", "labels", learned=False),
         ),
         tuple(
-            Variant(single(functools.partial(way, before=before, censored=censored)), cost(mistake), mistake)
+            Variant(
+                single(functools.partial(way, before=before, censored=censored)),
+                cost(mistake),
+                mistake,
+                aim=Aim("the partial likelihood's cost of the events", _by_events),
+            )
             for mistake, before, censored in ways
             for way in (_partial, _by_events)
         ),

@@ -40,7 +40,7 @@ def equal_branches(found: Slice) -> Iterator[tuple[Call, int]]:
             for other, b in sides[1]:
                 for mine, its, theirs, complement in ((label, a, b, other), (other, b, a, label)):
                     turned = _complement(found, complement) == _bare(found, mine) and _label(found, mine)
-                    if turned and _equal(found, its, theirs, mine):
+                    if turned and _equal(found, its, theirs, mine) and _says_nothing(found, call, mine):
                         yield call, mine
 
 
@@ -90,6 +90,17 @@ def _label(found: Slice, number: int) -> bool:
     """Whether a value of the batch is 0 and 1, and both."""
     tensor = found.values[number].tensor
     return bool(found.from_batch(number)) and set(tensor.flatten().tolist()) == {0.0, 1.0}
+
+
+def _says_nothing(found: Slice, call: Call, label: int) -> bool:
+    """Whether the sum stays the same with each label turned into the other one."""
+    (number,) = call.outputs
+    before, labels = found.values[number].tensor.double(), found.values[label].tensor
+    try:
+        (turned,) = found.replay({label: 1 - labels}, [number])
+    except CannotReplay:
+        return False
+    return close(turned.detach().double(), before, float(before.abs().max()))
 
 
 def _equal(found: Slice, a: int, b: int, label: int) -> bool:

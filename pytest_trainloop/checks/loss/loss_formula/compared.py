@@ -12,19 +12,21 @@ from pytest_trainloop.checks.loss.loss_formula.distances import cancelling, grow
 from pytest_trainloop.checks.loss.loss_formula.excuses import plays_a_game
 from pytest_trainloop.checks.loss.loss_formula.groups import split_groups
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.formulas.trial import Aim, tried
 from pytest_trainloop.runs.weight_origins import pretrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.finding import Level
+    from pytest_trainloop.formulas.trial import Step
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.loss_slice import Call, Slice
 
 
-def compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
+def compared(part: Slice, step: Step, evidence: Evidence) -> Iterator[Finding]:
     """Findings of one slice, for which no textbook form is needed."""
-    yield from _placed(part)
+    yield from _placed(part, step)
     for call, label in equal_branches(part):
         yield _at(
             part,
@@ -51,50 +53,75 @@ def compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
             level="fault" if _rows_are_apart(evidence) else "advice",
         )
     for call in cancelling(part):
+        level, measured = _tried(step, call.outputs[0], _SPREAD, otherwise=None)
+        if level is None:
+            continue
         yield _at(
             part,
             call,
             "errors_cancel",
             "only the mean of the differences counts: errors of opposite sign cancel",
-            measured=f"{_entries(part, call)} differences",
+            level=level,
+            measured=measured or f"{_entries(part, call)} differences",
             shown_by="the loss is the same with random errors of mean 0 added to them, and another with all raised by "
             "1; nothing else trains these outputs",
         )
     for call, counted in growing(part):
-        if not plays_a_game(part, call.outputs[0], evidence):
+        level, measured = (None, "") if plays_a_game(part, call.outputs[0], evidence) else _tried(
+            step, call.outputs[0], _DISTANCE, otherwise=None
+        )
+        if level is not None:
             yield _at(
                 part,
                 call,
                 "sign_flipped",
                 "the distance between prediction and target is made larger",
-                measured=f"all {counted} entries with a gradient, above and below the target",
-                shown_by="the gradient of what is backpropagated with respect to the differences; nothing else trains "
-                "these outputs",
+                measured=measured or f"{counted} differences",
+                shown_by=f"the gradient of what is backpropagated with respect to all {counted} differences that have "
+                "one, above and below the target; nothing else trains these outputs",
                 repair="between this line and backward() the sign is turned: leave that minus out",
-                level="advice" if evidence.shared(pretrained) else "fault",
+                level="advice" if evidence.shared(pretrained) else level,
             )
 
 
-def _placed(part: Slice) -> Iterator[Finding]:
+_SPREAD = Aim("the spread of the differences", lambda error: (error - error.mean()).abs(), best=0.0)
+_DISTANCE = Aim("the distance between prediction and target", lambda error: error.abs())
+
+
+def _tried(step: Step, number: int, aim: Aim, *, otherwise: Level | None) -> tuple[Level | None, str]:
+    """Whether what is recognised is a fault, advice or nothing, and what training the outputs came to."""
+    outcome = tried(step, (number,), aim)
+    if outcome is None:
+        return "advice", ""
+    return ("fault" if outcome.confirmed else otherwise), outcome.text
+
+
+def _placed(part: Slice, step: Step) -> Iterator[Finding]:
     """Entries that meet those of other places."""
-    for call, mine, theirs in misaligned(part):
+    for found in misaligned(part):
+        aim = Aim("the distance of each entry from the target of its own place", found.distance, best=0.0)
+        level, measured = _tried(step, found.learned, aim, otherwise="advice")
         yield _at(
             part,
-            call,
+            found.call,
             "entries_misaligned",
-            f"{call.name}() compares entries of different places: one side is laid out as {mine}, the other as "
-            f"{theirs}",
-            measured=f"{_entries(part, call)} pairs of entries, in two orders",
+            f"{found.call.name}() compares entries of different places: one side is laid out as {found.mine}, the "
+            f"other as {found.theirs}",
+            level=level or "advice",
+            measured=measured or f"{_entries(part, found.call)} pairs of entries, in two orders",
             shown_by="the same reshapes and transposes, applied to the places of the entries",
         )
-    for call, moved in split_groups(part):
+    for call, moved, scores, share in split_groups(part):
+        aim = Aim("the share of positions whose highest score is at their label", share, rises=True, best=1.0)
+        level, measured = _tried(step, scores, aim, otherwise="advice")
         yield _at(
             part,
             call,
             "entries_misaligned",
             f"{call.name} compares labels with the scores of other positions: {moved}, which spreads the scores of one "
             "position over several",
-            measured=f"{_entries(part, call)} pairs of entries",
+            level=level or "advice",
+            measured=measured or f"{_entries(part, call)} pairs of entries",
             shown_by="the same reshapes, applied to the places of the entries: whichever axis holds the classes, some "
             "label meets another position's scores",
             repair="scores.movedim(1, -1).reshape(-1, classes)",

@@ -4,7 +4,9 @@ errors that cancel in a mean, a distance that is made larger.
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,15 +54,43 @@ def meetings(found: Slice, names: frozenset[str]) -> Iterator[tuple[Call, int, i
             yield call, learned, data
 
 
-def misaligned(found: Slice) -> Iterator[tuple[Call, str, str]]:
-    """Comparisons, entry by entry, of values whose entries lie in another order, with both shapes in words."""
+@dataclass(frozen=True, slots=True)
+class Misaligned:
+    """A comparison, entry by entry, of values whose entries lie in another order."""
+
+    call: Call
+    learned: int
+    mine: tuple[int, ...]
+    """The shape that the learned side had before it was reshaped."""
+    theirs: tuple[int, ...]
+    aligned: tuple[torch.Tensor, ...]
+    """For each way to pair the axes, what belongs to each entry of the learned side."""
+
+    def distance(self, learned: torch.Tensor) -> torch.Tensor:
+        """That of each entry from what belongs to it, in the best way to pair the axes."""
+        return torch.stack([(learned.flatten() - t).abs().mean() for t in self.aligned]).amin(0)
+
+
+def misaligned(found: Slice) -> Iterator[Misaligned]:
     for call, learned, data in meetings(found, MEETINGS):
         theirs, mine = _layout(found, data), _layout(found, learned)
         if theirs is None or mine is None:
             continue
         at_mine, at_theirs = _coordinates(*mine), _coordinates(*theirs)
         if any(not torch.equal(at_mine[a], at_theirs[b]) for a, b in _named_axes(mine[0], theirs[0])):
-            yield call, str(mine[0]), str(theirs[0])
+            target = torch.empty_like(found.values[data].tensor, dtype=torch.float64).flatten()
+            target[theirs[1]] = found.values[data].tensor.double().flatten()
+            yield Misaligned(call, learned, mine[0], theirs[0], tuple(_aligned(mine[0], theirs[0], at_mine, target)))
+
+
+def _aligned(
+    mine: tuple[int, ...], theirs: tuple[int, ...], at: list[torch.Tensor], target: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Entries of a target by the places of the learned side, for each way to pair axes of one length."""
+    for order in itertools.permutations(range(len(theirs))):
+        if all(mine[a] == theirs[b] for a, b in enumerate(order)):
+            strides = [math.prod(theirs[b + 1 :]) for b in order]
+            yield target[torch.stack([c * s for c, s in zip(at, strides, strict=True)]).sum(0)]
 
 
 def _layout(found: Slice, number: int) -> tuple[tuple[int, ...], torch.Tensor] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from pytest_trainloop.recording.torch_names import (
 from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.tracing.loss_slice import Call, Slice
 
@@ -47,8 +48,9 @@ class _Entries:
     reshaped: bool = False
 
 
-def split_groups(found: Slice) -> Iterator[tuple[Call, str]]:
-    """Calls in which labels, one for each position, meet scores of other positions, with both shapes in words."""
+def split_groups(found: Slice) -> Iterator[tuple[Call, str, int, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Calls in which labels, one for each position, meet scores of other positions, with both shapes in words, the
+    scores, and the share of positions whose highest score they have at their own label."""
     needed = found.ancestors(found.root)
     for call in found.calls:
         if not needed.intersection(call.outputs) or len(call.inputs) < 2:
@@ -60,7 +62,24 @@ def split_groups(found: Slice) -> Iterator[tuple[Call, str]]:
         shapes = (tuple(found.values[e.source].tensor.shape) for e in (scores, labels))
         theirs, mine = next(shapes), next(shapes)
         if scores.reshaped and _never_meet(theirs, mine, scores.places, labels.places):
-            yield call, f"scores of shape {theirs} are reshaped to {_shape_of(found, call)}"
+            right = functools.partial(_right_share, labels=found.values[labels.source].tensor)
+            yield call, f"scores of shape {theirs} are reshaped to {_shape_of(found, call)}", scores.source, right
+
+
+def _right_share(scores: torch.Tensor, *, labels: torch.Tensor) -> torch.Tensor:
+    """The share of positions whose highest score is at the label, in the best way to read the axes."""
+    shape, found = tuple(scores.shape), []
+    for axis in _class_axes(shape, tuple(labels.shape)):
+        chosen = scores.argmax(axis)
+        for order in itertools.permutations(range(labels.dim())):
+            turned = chosen.permute(order)
+            if turned.shape == labels.shape:
+                found.append((turned == labels).double().mean())
+    return torch.stack(found).amax(0)
+
+
+def _class_axes(scores: tuple[int, ...], labels: tuple[int, ...]) -> list[int]:
+    return [d for d, size in enumerate(scores) if size > 1 and scores[:d] + scores[d + 1 :] == labels]
 
 
 def _shape_of(found: Slice, call: Call) -> tuple[int, ...]:
@@ -147,7 +166,7 @@ def _all_of(part: object) -> bool:
 def _never_meet(scores: tuple[int, ...], labels: tuple[int, ...], mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether scores have one axis more than labels, and whichever it is, and however axes of one length are paired,
     some label meets the scores of another position."""
-    classes = [d for d, size in enumerate(scores) if size > 1 and scores[:d] + scores[d + 1 :] == labels]
+    classes = _class_axes(scores, labels)
     if not classes or len(labels) < 2 or mine.shape != theirs.shape:
         return False
     at_label = torch.unravel_index(theirs, labels)

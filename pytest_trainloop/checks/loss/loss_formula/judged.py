@@ -11,8 +11,9 @@ from pytest_trainloop.checks.loss.loss_formula.excuses import others_train, play
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
 from pytest_trainloop.formulas.cut import close, slope
-from pytest_trainloop.formulas.roles import class_axes, violates
+from pytest_trainloop.formulas.roles import class_axes, predicts, violates
 from pytest_trainloop.formulas.search import Match, Ruled, matches
+from pytest_trainloop.formulas.trial import Aim, Step, tried
 from pytest_trainloop.runs.weight_origins import pretrained
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 from pytest_trainloop.tracing.loss_tape import Tapes
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Level
     from pytest_trainloop.formulas.form import Mistake
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.loss_slice import Slice
 
 _ROLES = {
     ("probabilities", "scores"): (
@@ -61,24 +63,28 @@ def judged(evidence: Evidence) -> tuple[Finding, ...]:
     found: dict[tuple[str, str], Finding] = {}
     alone: dict[str, list[Match]] = {}
     known: Ruled = {}
-    for part in evidence.shared(Tapes.of).slices:
+    slices = evidence.shared(Tapes.of).slices
+    for part in slices:
+        step = Step(part, slices)
         formed = list(matches(part, FORMS, known))
         for match in formed:
             if match.form.always_judged:
                 alone.setdefault(match.form.name, []).append(match)
-        mistakes = [finding for match in formed for finding in _judge(match, evidence)]
+        mistakes = [finding for match in formed for finding in _judge(match, step, evidence)]
         if not mistakes:
-            mistakes = list(compared(part, evidence))
+            mistakes = list(compared(part, step, evidence))
         wrong = [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]
         for finding in wrong:
             found.setdefault((finding.cause, finding.where), finding)
     for of_form in alone.values():
-        for finding in _all_worse(of_form, evidence):
+        for finding in _all_worse(of_form, slices, evidence):
             found.setdefault((finding.cause, finding.where), finding)
     return tuple(found.values())
 
 
-def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
+def _judge(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
+    if match.form.arguments[0].name == "prediction" and not predicts(match.cut.slice, match.cut.arguments[0]):
+        return
     mistake = match.reading.mistake or match.variant.mistake
     if mistake is not None:
         excused = (mistake.alone and others_train(match.cut.slice, match.cut.number)) or (
@@ -86,17 +92,17 @@ def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
         )
         excused = excused or (mistake.apart and trained_otherwise(match))
         if not excused:
-            yield _mistaken(match, mistake)
+            yield from _mistaken(match, mistake, step)
         return
-    wrong_role = [*_wrong_roles(match), *_wrong_axes(match)]
+    wrong_role = [*_wrong_roles(match, step), *_wrong_axes(match, step)]
     yield from wrong_role
     if wrong_role or match.form.always_judged or not match.form.judges_direction:
         return
     if _rises(match) and not others_train(match.cut.slice, match.cut.number) and not _is_meant(match, evidence):
-        yield _flipped(match, "advice" if evidence.shared(pretrained) else "fault")
+        yield from _flipped(match, step, evidence)
 
 
-def _all_worse(of_form: Sequence[Match], evidence: Evidence) -> Iterator[Finding]:
+def _all_worse(of_form: Sequence[Match], slices: Sequence[Slice], evidence: Evidence) -> Iterator[Finding]:
     """What is wrong with a form that is made worse wherever it is in the loop. Where it is made better too, two
     networks play against each other."""
     if any(o.maximizes for o in evidence.run().optimizers):
@@ -104,32 +110,49 @@ def _all_worse(of_form: Sequence[Match], evidence: Evidence) -> Iterator[Finding
     right = [m for m in of_form if m.reading.mistake is None and m.variant.mistake is None]
     if right and all(_rises(m) and _is_added(m) for m in right):
         for match in right:
-            worse = match.reading.worse
-            level: Level = "advice" if evidence.shared(pretrained) else "fault"
-            yield _flipped(match, level) if worse is None else _mistaken(match, worse)
+            worse, step = match.reading.worse, Step(match.cut.slice, slices)
+            yield from _flipped(match, step, evidence) if worse is None else _mistaken(match, worse, step)
 
 
-def _mistaken(match: Match, mistake: Mistake) -> Finding:
+def _tried(match: Match, step: Step, aim: Aim | None, *, level: Level, otherwise: Level | None) -> tuple[Level | None, str]:
+    """Whether what is recognised is a fault, advice or nothing, by what training the outputs comes to, and that in words.
+    Where nothing can be tried it is advice."""
+    outcome = tried(step, match.cut.arguments, aim, match.numbers, match.cut.number) if aim is not None else None
+    if outcome is None:
+        return "advice", _measured(match)
+    return (level if outcome.confirmed else otherwise), outcome.text
+
+
+def _mistaken(match: Match, mistake: Mistake, step: Step) -> Iterator[Finding]:
     numbers = match.reading.numbers
-    return Finding(
+    level, measured = _tried(
+        match, step, mistake.aim or match.variant.aim, level=mistake.level, otherwise=mistake.otherwise
+    )
+    if level is None:
+        return
+    yield Finding(
         cause=mistake.cause,
-        level=mistake.level,
+        level=level,
         summary=f"{match.form.name}: {mistake.summary.format(**numbers)}",
-        measured=_measured(match),
+        measured=measured,
         shown_by=mistake.shown_by.format(**numbers)
-        or "the textbook form does not give this value; with the difference named above it does",
+        or "the textbook form does not give this value; with the difference named above it does, at "
+        f"{match.cut.count} values of its inputs, in float64",
         culprits=_culprits(match),
         where=_where(match),
         repair=mistake.repair,
     )
 
 
-def _wrong_roles(match: Match) -> Iterator[Finding]:
+def _wrong_roles(match: Match, step: Step) -> Iterator[Finding]:
     found = match.cut.slice
     roles = match.variant.roles or tuple(a.role for a in match.form.arguments)
     for role, number in zip(roles, match.cut.arguments, strict=True):
         instead = violates(found, number, role)
         if not instead or (instead == "labels" and not _all_count(match, number)):
+            continue
+        level, measured = _tried(match, step, match.form.aim, level="fault", otherwise=None)
+        if level is None:
             continue
         cause, words = _ROLES[role, instead]
         entries = found.values[number].tensor
@@ -138,8 +161,9 @@ def _wrong_roles(match: Match) -> Iterator[Finding]:
         text = words.format(low=float(entries.min()), high=float(entries.max()), layer=layer, rows=_inverted(entries))
         yield Finding(
             cause=cause,
+            level=level,
             summary=f"{match.form.name} {text}",
-            measured=_measured(match),
+            measured=measured,
             shown_by=_INSTEAD[instead],
             culprits=_culprits(match),
             where=_where(match),
@@ -162,17 +186,19 @@ def _all_count(match: Match, number: int) -> bool:
     return gradient is not None and bool((gradient[labels.flatten() == 0] != 0).any())
 
 
-def _wrong_axes(match: Match) -> Iterator[Finding]:
+def _wrong_axes(match: Match, step: Step) -> Iterator[Finding]:
     roles = [a.role for a in match.form.arguments]
     if roles[:2] != ["probabilities", "labels"]:
         return
     axes = class_axes(match.cut.slice, *match.cut.arguments[:2])
-    if axes is not None:
+    level, measured = _tried(match, step, match.form.aim, level="fault", otherwise=None) if axes else (None, "")
+    if axes is not None and level is not None:
         yield Finding(
             cause="wrong_axes",
+            level=level,
             summary=f"{match.form.name}: probabilities sum to 1 along axis {axes[1]}, and classes lie along axis "
             f"{axes[0]}",
-            measured=_measured(match),
+            measured=measured,
             shown_by="the sums of both along each axis",
             culprits=_culprits(match),
             where=_where(match),
@@ -188,13 +214,22 @@ def _inverted(entries: torch.Tensor) -> str:
     return f"{len(rows)} of {len(boxes)} boxes (box {rows[0]} first)" if rows else ""
 
 
-def _flipped(match: Match, level: Level) -> Finding:
-    kind = "a cost, and is maximised" if match.reading.direction > 0 else "a score, and is minimised"
-    return Finding(
+def _flipped(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
+    rises = match.reading.direction < 0
+    kind = "a score, and is minimised" if rises else "a cost, and is maximised"
+    aim = match.variant.aim or Aim(
+        match.form.name, lambda value: value, rises=rises, of_value=True
+    )
+    level, measured = _tried(
+        match, step, aim, level="advice" if evidence.shared(pretrained) else "fault", otherwise=None
+    )
+    if level is None:
+        return
+    yield Finding(
         cause="sign_flipped",
         level=level,
         summary=f"{match.form.name} is {kind}: training makes it worse",
-        measured=_measured(match),
+        measured=measured,
         shown_by="the gradient of what is backpropagated with respect to it; nothing else trains these outputs",
         culprits=_culprits(match),
         where=_where(match),
