@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, judges
+from pytest_trainloop.checks.loss.loss_contract.reached import trained_positions
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES
 from pytest_trainloop.tracing.provenance_queries import Layout, layout
 
@@ -46,7 +47,9 @@ def padding(call: Call) -> Iterator[Judgement]:
     if padded is None:
         return
     inside = _between_padding(padded).to(target.device)[row, position]
-    yield from _counted(call, inside, target != ignored, ignored)
+    trains = trained_positions(call, shape) if bool(inside.any()) else None
+    trains = None if trains is None else trains.to(target.device)[row, position]
+    yield from _counted(call, inside, target != ignored, trains, ignored)
     real = ~padded.to(target.device)[row, position] & (target == ignored)
     if ignored >= 0 and bool(real.any()):
         shared = ": padding and a real class share it" if bool((target[inside] == ignored).any()) else ""
@@ -77,13 +80,15 @@ def padded_entries(call: Call) -> Iterator[Judgement]:
     if padded is None or (at is not None and not _in_order(at)):
         return
     inside = _between_padding(padded).to(target.device)
+    trains = trained_positions(call, (given.shape[0], given.shape[1])) if bool(inside.any()) else None
     if given.dim() == 3:
         inside = inside[..., None].expand(given.shape)
+        trains = None if trains is None else trains[..., None].expand(given.shape)
     kept = torch.ones_like(inside)
     weight = call.tensor("weight")
     if weight is not None and weight.shape == given.shape:
         kept = weight != 0
-    yield from _counted(call, inside, kept, -100)
+    yield from _counted(call, inside, kept, trains, -100)
 
 
 def _in_order(at: Layout) -> bool:
@@ -94,11 +99,16 @@ def _in_order(at: Layout) -> bool:
     return bool((rows.diff(dim=0) >= 0).all()) and bool((positions.diff(dim=1) >= 0).all())
 
 
-def _counted(call: Call, inside: torch.Tensor, counted: torch.Tensor, ignored: int) -> Iterator[Judgement]:
+def _counted(
+    call: Call, inside: torch.Tensor, counted: torch.Tensor, trains: torch.Tensor | None, ignored: int
+) -> Iterator[Judgement]:
+    """``counted``: the positions that the call takes; ``trains``: those whose prediction gets a gradient, if known."""
     target = call.tensor("target")
     kept = call.counted()
     if kept is not None and kept.shape == counted.shape:
         counted = counted & kept
+    if trains is not None:
+        counted = counted & (trains | ~inside)  # whatever is predicted at masked padding, no weight moves by it
     wrong = inside & counted
     if target is None or not bool((counted & ~inside).any()):
         return
