@@ -46,7 +46,7 @@ def _slopes(call: Call, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
 def _before(node: torch.autograd.graph.Node) -> Iterator[GradientEdge]:
     """What a node's result was made of, as long as that is one tensor with a history."""
     for _ in range(FARTHEST):
-        following = [edge for edge in node.next_functions if edge[0] is not None]
+        following = [(before, number) for before, number in node.next_functions if before is not None]
         if len(following) != 1 or not following[0][0].next_functions:
             return
         node, number = following[0]

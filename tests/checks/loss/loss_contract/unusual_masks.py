@@ -182,3 +182,18 @@ def gradient_masked_by_a_hook() -> TrainLoop:
         return F.mse_loss(made, batch["y"] * mask, reduction="sum") / mask.sum()
 
     return loop(Forecaster(), series, loss_of)
+
+
+@odd(notes="a translation written in one pass: each row has more or fewer labels than tokens, at padded positions too")
+def translation_in_one_pass() -> TrainLoop:
+    def draw(seed=0):
+        batch = words(seed)
+        lengths = torch.tensor([8, 10, 6, 7, 5, 9])
+        labels = torch.randint(5, (6, LENGTH), generator=torch.Generator().manual_seed(seed + 100))
+        labels = labels.masked_fill(torch.arange(LENGTH)[None] >= lengths[:, None], -100)
+        return {"ids": batch["ids"], "mask": batch["mask"], "labels": labels}
+
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"])
+
+    return loop(Forecaster(5, ids=16), draw, loss_of)
