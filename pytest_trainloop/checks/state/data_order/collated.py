@@ -198,15 +198,16 @@ def _columns(
         if len(set(rows)) < len(rows) or len(kinds) < 2 or _size(inputs) < _size(labels):
             continue
         label_of = dict(zip(rows, labels, strict=True))
+        known = dict[tuple[str, str], _Column]()
         for x, leaf in batch.items():
             order = [digest(value, pads) for value in leaf]
-            if Counter(order) != Counter(rows):
-                continue
-            own = [label_of[row] for row in order]
-            columns = {y: _column(own, list(batch[y]), labels, pads) for y in batch if y != x}
-            known = {(x, y): column for y, column in columns.items() if column is not None}
-            if all(column.changed() for column in known.values()):
-                yield from known.items()
+            own = [label_of[row] for row in order] if Counter(order) == Counter(rows) else None
+            for y in batch if own is not None else ():
+                column = None if y == x or own is None else _column(own, list(batch[y]), labels, pads)
+                if column is not None:
+                    known[x, y] = column
+        if all(column.changed() for column in known.values()):
+            yield from known.items()
 
 
 def _column(own: list[Any], given: list[Any], items: Sequence[Any], pads: Collection[int]) -> _Column | None:
