@@ -27,20 +27,36 @@ def weight_origins(evidence: Evidence) -> dict[str, Origin]:
 
     Constant matrices (zeros, ones) are left out: they are neither.
     """
-    first, second = evidence.fresh_loop(), evidence.fresh_loop(other_seed=1)
-    named = [
-        {f"{prefix}.{name}" if prefix else name: p for name, p in module.named_parameters()}
-        for prefix, module in first.modules.items()
-    ]
-    others = [p for module in second.modules.values() for p in module.parameters()]
     found: dict[str, Origin] = {}
-    for (name, p), other in zip([item for names in named for item in names.items()], others, strict=False):
-        if p.requires_grad and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other) and p.dim() > 1:
+    for name, p, other in _under_two_seeds(evidence):
+        if p.requires_grad and p.dim() > 1:
             with torch.no_grad():
                 own, others_own = local(p), local(other)  # of a shard, what is here
                 if own.numel() > 1 and not bool((own == own.flatten()[0]).all()):
                     found[name] = "pretrained" if torch.equal(own, others_own) else "random"
     return found
+
+
+def drawn(evidence: Evidence) -> frozenset[str]:
+    """The parameters that have other values under another seed, by name; seeds that the function sets are ignored."""
+    with _seeds_ignored():
+        return frozenset(
+            name for name, p, other in _under_two_seeds(evidence) if not torch.equal(local(p), local(other))
+        )
+
+
+def _under_two_seeds(evidence: Evidence) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Each parameter with its name, in two fresh loops."""
+    first, second = evidence.fresh_loop(), evidence.fresh_loop(other_seed=1)
+    named = [
+        (f"{prefix}.{name}" if prefix else name, p)
+        for prefix, module in first.modules.items()
+        for name, p in module.named_parameters()
+    ]
+    others = [p for module in second.modules.values() for p in module.parameters()]
+    for (name, p), other in zip(named, others, strict=False):
+        if not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other):
+            yield name, p, other
 
 
 def pretrained(evidence: Evidence) -> bool:

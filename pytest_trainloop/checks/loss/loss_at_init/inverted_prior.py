@@ -1,7 +1,8 @@
 """A bias that is filled with the log-odds of a rare class, of which the sign is turned.
 
-The last layer's bias is one constant. What is backpropagated before the first step is computed again with outputs of 0,
-which are even odds, and with the outputs that the layer gives under the opposite sign.
+The last layer's bias is one constant: of several entries that are equal, or of one that is the same under another seed,
+as torch's own initialisation draws it. What is backpropagated before the first step is computed again with outputs of
+0, which are even odds, and with the outputs that the layer gives under the opposite sign.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.formulas.origins import MOVES, origin
+from pytest_trainloop.runs.weight_origins import drawn
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 from pytest_trainloop.tracing.loss_tape import Tapes
 
@@ -99,4 +101,5 @@ def _constant_biases(evidence: Evidence) -> dict[str, float]:
                     found[entry.name] = float(values[0])
 
     evidence.rerun(prepare=prepare, enough=lambda record: record.begun)
-    return found
+    others = evidence.shared(drawn) if found else frozenset()
+    return {name: value for name, value in found.items() if name not in others}

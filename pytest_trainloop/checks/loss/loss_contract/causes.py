@@ -207,9 +207,17 @@ CAUSES = {
         change=("seen",),
     ),
     "padding_counted": Cause(
-        proof="positions that are padding in the input count in the loss, all with one label where padding is not "
-        "declared",
+        proof="positions that are padding in the input get a gradient from the loss, all with one label where padding "
+        "is not declared",
         repair="label padded positions with ignore_index, or leave them out of the mean",
+        explains=(*LEARNING, "padding_invariance"),
+        change=("seen",),
+    ),
+    "labels_misplaced": Cause(
+        proof="some rows have labels at padded positions, and others none at their last real ones",
+        repair="sort, shuffle and pad whole examples, and take their fields apart after it: rows = sorted(rows, "
+        "key=...)",
+        do_not="mask the labels at padded positions: real positions would keep the labels of other rows",
         explains=(*LEARNING, "padding_invariance"),
         change=("seen",),
     ),

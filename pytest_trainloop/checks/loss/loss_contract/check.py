@@ -16,10 +16,11 @@ How it decides
     through reshapes, casts, masks, dropout and constant factors back to a softmax, a sigmoid or a layer; the class axis
     by applying the same reshapes to the indices of the entries. A row of scores that sums to 1 by chance is no
     distribution: all rows of all calls must. Entries without a gradient (masked after ``reduction="none"``, a weight of
-    0) are not judged, nor are losses that are computed and not backpropagated. Scores in nll_loss that are not
-    normalised pass where the gradient at them sums to 0 over the classes: the loss then has a log-sum-exp as another
-    term. A loss is maximised by mistake where only its negative is backpropagated, no other loss is, and it trains
-    randomly initialised weights (pretrained ones may unlearn).
+    0) are not judged, nor are losses that are computed and not backpropagated. A padded position counts only if the
+    gradient at its prediction is not 0: it is read at the loss function's input, and at what this was made of. Scores
+    in nll_loss that are not normalised pass where the gradient at them sums to 0 over the classes: the loss then has a
+    log-sum-exp as another term. A loss is maximised by mistake where only its negative is backpropagated, no other loss
+    is, and it trains randomly initialised weights (pretrained ones may unlearn).
     Positions are padding where the batch proves it: by the declared pad id, by an embedding's padding_idx, by a
     mask or lengths beyond which all values are equal in something that the model may be given: slots that only targets
     leave empty are none. The labels of all calls from one line are compared with the

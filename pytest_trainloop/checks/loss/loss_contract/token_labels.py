@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, judges
+from pytest_trainloop.checks.loss.loss_contract.label_rows import misplaced, of_own_row
+from pytest_trainloop.checks.loss.loss_contract.reached import trained_positions
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES
 from pytest_trainloop.tracing.provenance_queries import Layout, layout
 
@@ -46,7 +48,7 @@ def padding(call: Call) -> Iterator[Judgement]:
     if padded is None:
         return
     inside = _between_padding(padded).to(target.device)[row, position]
-    yield from _counted(call, inside, target != ignored, ignored)
+    yield from _counted(call, at, padded, inside, target != ignored, ignored)
     real = ~padded.to(target.device)[row, position] & (target == ignored)
     if ignored >= 0 and bool(real.any()):
         shared = ": padding and a real class share it" if bool((target[inside] == ignored).any()) else ""
@@ -76,14 +78,19 @@ def padded_entries(call: Call) -> Iterator[Judgement]:
     at = layout(call.node("input"))
     if padded is None or (at is not None and not _in_order(at)):
         return
-    inside = _between_padding(padded).to(target.device)
-    if given.dim() == 3:
-        inside = inside[..., None].expand(given.shape)
+    rows, positions = (torch.arange(size, device=target.device) for size in padded.shape)
+    features = (1,) * (given.dim() - 2)
+    entries = TargetPositions(
+        rows.view(-1, 1, *features).expand(given.shape),
+        positions.view(1, -1, *features).expand(given.shape),
+        (given.shape[0], given.shape[1]),
+    )
+    inside = _between_padding(padded).to(target.device)[entries.row, entries.position]
     kept = torch.ones_like(inside)
     weight = call.tensor("weight")
     if weight is not None and weight.shape == given.shape:
         kept = weight != 0
-    yield from _counted(call, inside, kept, -100)
+    yield from _counted(call, entries, padded, inside, kept, -100)
 
 
 def _in_order(at: Layout) -> bool:
@@ -94,20 +101,29 @@ def _in_order(at: Layout) -> bool:
     return bool((rows.diff(dim=0) >= 0).all()) and bool((positions.diff(dim=1) >= 0).all())
 
 
-def _counted(call: Call, inside: torch.Tensor, counted: torch.Tensor, ignored: int) -> Iterator[Judgement]:
-    target = call.tensor("target")
-    kept = call.counted()
-    if kept is not None and kept.shape == counted.shape:
-        counted = counted & kept
+def _counted(
+    call: Call, at: TargetPositions, padded: torch.Tensor, inside: torch.Tensor, taken: torch.Tensor, ignored: int
+) -> Iterator[Judgement]:
+    """``inside``: the entries that are padding; ``taken``: those that the call does not leave out."""
+    target, kept = call.tensor("target"), call.counted()
+    if kept is not None and kept.shape == taken.shape:
+        taken = taken & kept
+    trains = trained_positions(call, at.shape) if bool(inside.any()) else None
+    # whatever is predicted at padding that is masked before the call, no weight moves by it
+    counted = taken if trains is None else taken & (trains.to(taken.device)[at.row, at.position] | ~inside)
     wrong = inside & counted
     if target is None or not bool((counted & ~inside).any()):
         return
     if bool(wrong.any()):
         values = torch.unique(target[wrong])
         declared = call.tokens is not None and call.tokens.declared is not None
-        if values.numel() == 1 or declared:  # labels that differ may be meant
+        in_part = values.numel() > 1 or not torch.equal(wrong, inside)
+        own = of_own_row(call, at, counted & ~wrong) if in_part else True
+        if not own and (found := misplaced(call, at, padded, taken, declared=declared)) is not None:
+            yield found
+        elif values.numel() == 1 or declared:  # labels that differ may be meant
             label = float(values[0]) if values.numel() == 1 else None
-            yield _padding(call, label, ignored, wrong, counted)
+            yield _padding(call, label, ignored, wrong, counted, own=own)
     elif kept is not None and call.weights is not None:
         each = call.weights.detach()[counted].double()
         if bool(((each * counted.numel() - 1).abs() <= 1e-4).all()):
@@ -121,8 +137,11 @@ def _counted(call: Call, inside: torch.Tensor, counted: torch.Tensor, ignored: i
             )
 
 
-def _padding(call: Call, label: float | None, ignored: int, wrong: torch.Tensor, counted: torch.Tensor) -> Judgement:
-    """``label`` is that of all padded positions; None where these have several, and the padding is declared."""
+def _padding(
+    call: Call, label: float | None, ignored: int, wrong: torch.Tensor, counted: torch.Tensor, *, own: bool
+) -> Judgement:
+    """``label`` is that of all padded positions; None where these have several, and the padding is declared. ``own``:
+    nothing speaks against these labels being those of their rows."""
     share = float(wrong.sum()) / float(counted.sum())
     mismatch, over_classes = label is not None and ignored != -100, "ignore_index" in call.given
     target, do_not = call.tensor("target"), ""
@@ -140,6 +159,11 @@ def _padding(call: Call, label: float | None, ignored: int, wrong: torch.Tensor,
         )
     else:
         repair = "loss = (each * mask).sum() / mask.sum(), with mask 0 at padded positions"
+    if not own:
+        repair = (
+            "compare one row of the batch with its example: are these its labels, and where are those of its last "
+            f"tokens?\nmask them only if they are: {repair}"
+        )
     return call.judged(
         "ignore_index_mismatch" if mismatch else "padding_counted",
         f"{share:.0%} of the positions that count in {call.name} are padding"

@@ -13,11 +13,14 @@ Why is this bad?
 How it decides
     There are many right orders (with replacement, weighted, sorted by length, curricula, replay, streams without
     end), so no order is called wrong for itself. A fault is what the stream contradicts in itself. Rows are told
-    apart by their bits. Inputs and labels come apart where two epochs hold the same rows and the same labels and not
+    apart by their bits. Inputs and labels come apart where all epochs hold the same rows and the same labels and not
     the same pairs, the stream's own code stores a tensor of these inputs and one of the same length of these labels,
-    so that each row has a label, and the label is the target of a loss function of torch and given to no module (else
-    advice: captions in turn, unpaired translation, times and classes that a model is conditioned on). So do they
-    where a collate function gives all rows and all labels of its items, and not in the items' pairs. A shuffle is
+    so that each row has a label, and the label is the target of a loss function of torch and no prediction depends on
+    it (else advice: captions in turn, unpaired translation, times and classes that a model is conditioned on). So do
+    they where a collate function gives all rows and all labels of its items, and not in the items' pairs; labels may
+    be cut to the width of the row that they are put into. Labels that are drawn anew would seldom be as many of each
+    kind: epochs and batches are read until that chance is below 1 in 1000. Labels that are renamed, entry by entry, or
+    shifted are those of their rows. A shuffle is
     none where the same order comes in every epoch and that order was drawn for each: where nothing is drawn the order
     is the project's choice. A sampler that follows ``set_epoch`` is advice, as the project may call it outside of
     ``fit``; it is a fault where optimizer steps happen between the batches of a loader that comes in one order in two
@@ -94,6 +97,7 @@ CAUSES = {
         "TensorDataset(x, y)",
         do_not="fix the seed of both shuffles: they part as soon as one of them draws once more",
         settle="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
+        explains=("loss_contract:labels_misplaced",),
     ),
     "shuffled_alike": Cause(
         proof="an order is drawn for each epoch, and all epochs come in the same one",
@@ -176,7 +180,8 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
     found: dict[tuple[str, str], Finding] = {}
     for finding in looks.findings():
         known = found.get((finding.cause, finding.where))
-        if known is None or (known.level, finding.level) == ("advice", "fault"):
+        # Of two with one level that counts which names the line to change: the collate function, not the loader.
+        if known is None or _rank(finding) > _rank(known):
             found[finding.cause, finding.where] = finding
     faults = {finding.cause for finding in found.values() if finding.level == "fault"}
     for finding in found.values():
@@ -191,3 +196,7 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
         "there is one example batch and no DataLoader: give the DataLoader, or what yields batches, as batches=",
         needs="batches=",
     )
+
+
+def _rank(finding: Finding) -> tuple[bool, bool]:
+    return finding.level == "fault", bool(finding.change)

@@ -12,8 +12,9 @@ from pytest_trainloop.wording import count, some
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_trainloop.checks.state.data_order.collated import Collated
     from pytest_trainloop.checks.state.data_order.in_fit import Repeated
-    from pytest_trainloop.checks.state.data_order.items import Changed, Collated
+    from pytest_trainloop.checks.state.data_order.items import Changed
     from pytest_trainloop.checks.state.data_order.last_batch import LastRaises
     from pytest_trainloop.checks.state.data_order.order import Apart, Sorted
     from pytest_trainloop.checks.state.data_order.passes import Pass
@@ -73,19 +74,25 @@ def labels_apart(source: Source, apart: Apart, pair: StoredPair | None, level: L
 
 
 def collated_apart(source: Source, loader: Any, apart: Collated, level: Level) -> Finding:
-    name = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
+    collate = _of_project(loader.collate_fn)
+    name = getattr(collate, "__name__", type(collate).__name__)
+    labels = (
+        f"each row of {apart.labels} agrees with an item wherever it has a label"
+        if apart.cut
+        else f"all values of {apart.labels} are those of the items"
+    )
     return _finding(
         "labels_apart",
         source,
         level=level,
         summary=f"{name}() of {source.name} gives {apart.changed} of {apart.rows} rows of {apart.inputs} the "
         f"{apart.labels} of another item",
-        measured=f"all rows of {apart.inputs} and all values of {apart.labels} are those of the items, and "
-        f"{apart.changed} of {apart.rows} pairs are not",
+        measured=f"all rows of {apart.inputs} are those of the items, {labels}, and {apart.changed} of {apart.rows} "
+        "pairs are not",
         shown_by=f"the items of one batch of {source.name} as the data set gives them, and the same items after "
         f"{name}()",
         culprits=(apart.inputs, apart.labels),
-        change=_function(loader.collate_fn),
+        change=_function(collate),
         **(SORTED if apart.sorts else REORDERED),
     )
 
@@ -364,8 +371,17 @@ def _finding(cause: str, source: Source, **fields: Any) -> Finding:
     return Finding(cause=cause, **fields)
 
 
+def _of_project(collate: Any) -> Any:
+    """The collate function of the project that a library's object calls, as the Trainer of transformers wraps it."""
+    held = vars(collate).values() if not inspect.isroutine(collate) and hasattr(collate, "__dict__") else ()
+    return (
+        next((one for one in held if callable(one) and _function(one)), collate) if not _function(collate) else collate
+    )
+
+
 def _function(function: Any) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None or layer(code.co_filename) != 2:
         return ""
     return str(place_of(code.co_filename, code.co_firstlineno))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,19 +11,17 @@ import torch
 
 from pytest_trainloop.checks.state.data_order.draws import NOISE, Draws
 from pytest_trainloop.checks.state.data_order.held import Held
-from pytest_trainloop.checks.state.data_order.rows import Leaf, digest, rows_of
+from pytest_trainloop.checks.state.data_order.rows import digest
 from pytest_trainloop.runs.process_state import preserved, seed_all
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
 MOST_BYTES = 1 << 28
 """Bytes of stored data that are copied, at most."""
 
 DRAWN = 8
 """Random states under which an item is fetched."""
-
-SORTING = frozenset({"sorted", "sort", "argsort", "lexsort"})
 
 Copy: TypeAlias = tuple[str, Any, Any]
 """The path of what is stored, the object and a copy of it."""
@@ -159,44 +155,6 @@ def _put_back(copies: list[Copy]) -> None:
             value[...] = kept
         else:
             value.copy_(kept)
-
-
-@dataclass(frozen=True, slots=True)
-class Collated:
-    """Fields of items that collating pairs otherwise."""
-
-    inputs: str
-    labels: str
-    rows: int
-    changed: int
-    sorts: bool
-    """Whether the collate function names what sorts."""
-
-
-def collated_apart(loader: Any, indices: Sequence[Any], pads: Collection[int], seed: int) -> Collated | None:
-    """Two fields of the items whose values are all in the batch that is collated of them, in other pairs."""
-    with preserved():
-        seed_all(seed)
-        items = [loader.dataset[index] for index in indices]
-        fields = list(rows_of(items, pads=pads).values()) if isinstance(items[0], (tuple, dict)) else []
-        batch = rows_of(loader.collate_fn(copy.deepcopy(items)), pads=pads)
-    for (i, a), (j, b) in itertools.permutations(enumerate(fields), 2):
-        if len(set(a.digests)) < len(indices) or len(set(b.digests)) < 2 or a.nbytes < b.nbytes:
-            continue
-        left, right = ([path for path, leaf in batch.items() if _same_rows(leaf, field)] for field in (a, b))
-        pairs = Counter(zip(a.digests, b.digests, strict=True))
-        there = {
-            (x, y): Counter(zip(batch[x].digests, batch[y].digests, strict=True)) for x in left for y in right if x != y
-        }
-        if there and pairs not in there.values() and i != j:
-            (x, y), found = next(iter(there.items()))
-            sorts = bool(Held.by(("collate_fn", loader.collate_fn)).names & SORTING)
-            return Collated(x, y, len(indices), (pairs - found).total(), sorts)
-    return None
-
-
-def _same_rows(leaf: Leaf, field: Leaf) -> bool:
-    return Counter(leaf.digests) == Counter(field.digests)
 
 
 def one_noise(dataset: Any, indices: Sequence[Any]) -> tuple[str, int] | None:

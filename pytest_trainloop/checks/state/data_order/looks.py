@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.state.data_order import findings, in_fit, items, order, stored, workers
+from pytest_trainloop.checks.state.data_order.collated import collated_apart
 from pytest_trainloop.checks.state.data_order.fed import is_target
 from pytest_trainloop.checks.state.data_order.held import Held
 from pytest_trainloop.checks.state.data_order.last_batch import is_smaller, last_raises
@@ -19,6 +20,7 @@ from pytest_trainloop.checks.state.data_order.sources import (
     drops_all,
     guarded,
     keep_last,
+    some_batches,
     some_indices,
 )
 from pytest_trainloop.checks.state.data_order.streams import (
@@ -37,7 +39,7 @@ from pytest_trainloop.whose import reraise_ours
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.finding import Finding, Level
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 NEW_ROWS = (
@@ -45,6 +47,9 @@ NEW_ROWS = (
     "its data set and sampler judged"
 )
 LISTED = "the batches are a list, which has no order of its own: give the DataLoader that they come from as batches="
+MORE = 5
+"""How many times as many epochs are read where two hold the same labels in other pairs."""
+
 UNTOLD = "rows cannot be told: give batch_dim="
 
 
@@ -93,7 +98,8 @@ class Looks:
             self.undecided.append(CannotDecide(NEW_ROWS, needs="batches="))
         self.judged += seen or source.kind == "loader"
         yield from self._of_order(now, streams, reading, epochs)
-        yield from self._of_stored(now, streams, reading, epochs)
+        yield from self._of_labels(number, now, reading, epochs)
+        yield from self._of_stored(now, streams, reading)
         for look in (self._of_items, self._of_workers, self._of_last):
             try:
                 yield from look(number, source, reading)
@@ -126,10 +132,19 @@ class Looks:
             f"{str(raised).strip().partition(chr(10))[0][:160]}"
         )
 
-    def _epochs(self, streams: Streams, source: Source) -> Reading:
+    def _epochs(self, streams: Streams, source: Source, times: int = 1) -> Reading:
+        """Two epochs, or ``times`` as many; of a function as many times as many batches."""
+
         def work(out_of_time: Callable[[], bool]) -> Reading:
-            most = DRAWN if source.kind == "function" else MOST_BATCHES
-            return read(source.epochs(), axis=streams.axis, pads=streams.pads, most=most, out_of_time=out_of_time)
+            drawn = DRAWN * times
+            return read(
+                source.epochs(drawn),
+                axis=streams.axis,
+                pads=streams.pads,
+                epochs=2 * times,
+                most=drawn if source.kind == "function" else MOST_BATCHES,
+                out_of_time=out_of_time,
+            )
 
         return guarded(self.evidence, streams.loop, work)
 
@@ -194,13 +209,23 @@ class Looks:
             return []
         return in_fit.repeated(in_fit.passes_in_fit(self.evidence, over=length).passes)
 
-    def _of_stored(self, source: Source, streams: Streams, reading: Reading, epochs: list[Epoch]) -> Iterator[Finding]:
+    def _of_labels(self, number: int, source: Source, reading: Reading, epochs: list[Epoch]) -> Iterator[Finding]:
         apart = order.labels_apart(reading, epochs)
-        held = Held.by(("batches" if source.given else source.name, source.of))
-        if apart is not None:
-            pair = stored.pair_stored(held, epochs[0], apart.inputs, apart.labels)
-            sure = pair is not None and source.given and is_target(self.evidence, apart.labels)
-            yield findings.labels_apart(source, apart, pair, "fault" if sure else "advice")
+        if apart is None or not self._comes_apart_again(number, apart, epochs):
+            return
+        pair = stored.pair_stored(_held(source), epochs[0], apart.inputs, apart.labels)
+        sure = pair is not None and source.as_trained and is_target(self.evidence, apart.labels)
+        yield findings.labels_apart(source, apart, pair, "fault" if sure else "advice")
+
+    def _comes_apart_again(self, number: int, apart: order.Apart, epochs: list[Epoch]) -> bool:
+        """Whether labels that are drawn anew are ruled out, by further epochs where those that were read do not do."""
+        if order.comes_apart_again(apart, epochs):
+            return True
+        more = self._epochs(streams := Streams.of(self.evidence), streams.sources[number], times=MORE)
+        return more.raised is None and order.comes_apart_again(apart, epochs_of(more))
+
+    def _of_stored(self, source: Source, streams: Streams, reading: Reading) -> Iterator[Finding]:
+        held = _held(source)
         if source.trains and (never := stored.rows_never_drawn(held, _all(reading), reading.identity)) is not None:
             yield findings.rows_never_drawn(source, never)
         for slot in stored.shared_slots(held, in_fit.own_tensors(streams.loop)):
@@ -213,17 +238,16 @@ class Looks:
         loader = streams.sources[number].of
 
         def work(_out_of_time: Callable[[], bool]) -> tuple[Any, Any, Any]:
-            indices = some_indices(loader)
-            few, seed = indices[:3], streams.loop.seed
+            few, seed = some_indices(loader)[:3], streams.loop.seed
             changed = items.changed_in_place(loader.dataset, few, seed)
-            batch = indices if loader.batch_sampler is not None and changed is None else []
-            apart = items.collated_apart(loader, batch, streams.pads, seed) if len(batch) > 1 else None
+            batches = some_batches(loader) if changed is None else ()
+            apart = collated_apart(loader, batches, streams.pads, seed)
             return changed, items.one_noise(loader.dataset, few), apart
 
         changed, noise, apart = self._of_user(streams, work) or (None, None, None)
         if apart is not None:
-            level: Level = "fault" if source.given and is_target(self.evidence, apart.labels) else "advice"
-            yield findings.collated_apart(source, loader, apart, level)
+            sure = apart.sure and source.as_trained and is_target(self.evidence, apart.labels)
+            yield findings.collated_apart(source, loader, apart, "fault" if sure else "advice")
         if changed is not None:
             yield findings.changed_in_place(source, loader.dataset, changed)
         if noise is not None:
@@ -293,6 +317,10 @@ def _prepare(source: Source) -> bool:
     had_workers = source.of.num_workers > 0
     in_this_process(source.of)
     return keep_last(source.of) or had_workers
+
+
+def _held(source: Source) -> Held:
+    return Held.by(("batches" if source.given else source.name, source.of))
 
 
 def _given_whole(source: Source) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.state.data_order.passes import Pass
     from pytest_trainloop.checks.state.data_order.rows import Batch
+
+ENOUGH = 10.0
+"""Bits: of 1024 streams that draw some labels anew fewer than one holds as many of each kind every time."""
 
 SAME_BATCHES = 8
 """Batches that hold the same rows, at least, for a stream of one batch."""
@@ -39,7 +43,7 @@ def labels_apart(reading: Reading, epochs: Sequence[Epoch]) -> Apart | None:
     for first, second in itertools.islice(itertools.combinations(epochs, 2), 8):
         leaves = [path for path in first.leaves if path in second.leaves]
         for y in leaves:
-            if y == x or x not in leaves or len(set(first.column(y))) < 2:
+            if y == x or x not in leaves or len(set(first.column(y))) < 2 or _is_an_order(first, y):
                 continue
             mine, other = list(_pairs(first, x, y)), list(_pairs(second, x, y))
             if any(Counter(map(_at(i), mine)) != Counter(map(_at(i), other)) for i in (0, 1)):
@@ -47,6 +51,32 @@ def labels_apart(reading: Reading, epochs: Sequence[Epoch]) -> Apart | None:
             if Counter(mine) != Counter(other) and not _has_stable_copy(first, second, x, y):
                 return Apart(x, y, len(mine), _changed(mine, other))
     return None
+
+
+def _is_an_order(epoch: Epoch, y: str) -> bool:
+    """Whether every batch holds the same values, each once: the numbers of its rows."""
+    whole = [batch[y].digests for batch in epoch.batches[:-1]]
+    return len(whole) > 1 and len({frozenset(rows) for rows in whole}) == 1 and len(set(whole[0])) == len(whole[0])
+
+
+def comes_apart_again(apart: Apart, epochs: Sequence[Epoch]) -> bool:
+    """Whether all of these epochs hold the same rows and labels, in pairs that labels drawn anew would not give."""
+    if not epochs:
+        return False
+    first, bits = epochs[0], 0.0
+    for epoch in epochs[1:]:
+        if any(Counter(first.column(path)) != Counter(epoch.column(path)) for path in (apart.inputs, apart.labels)):
+            return False
+        known = dict(_pairs(first, apart.inputs, apart.labels))
+        bits += bits_of([known[x] for x, y in _pairs(epoch, apart.inputs, apart.labels) if known[x] != y])
+    return bits >= ENOUGH
+
+
+def bits_of(labels: Sequence[int]) -> float:
+    """By how many bits it is unlikely that labels drawn anew from these are as many of each kind."""
+    rows, counts = len(labels), Counter(labels).values()
+    ways = math.lgamma(rows + 1) - sum(math.lgamma(count + 1) for count in counts)
+    return -(ways + sum(count * math.log(count / rows) for count in counts)) / math.log(2)
 
 
 def _has_stable_copy(first: Epoch, second: Epoch, x: str, y: str) -> bool:

@@ -42,14 +42,27 @@ Batch = Mapping[str, Leaf]
 
 def rows_of(batch: Any, axis: int = 0, pads: Collection[int] = PADS) -> dict[str, Leaf]:
     """The leaves of a batch along the dimension in which its rows lie. A list of examples is read by their fields."""
+    found = values_of(batch, axis)
+    return {path: leaf for path, rows in found.items() if (leaf := _leaf(rows, pads)) is not None}
+
+
+def values_of(batch: Any, axis: int = 0) -> dict[str, Any]:
+    """The values of a batch that have rows, by path, each as a sequence of its rows."""
     found = dict(_values(batch, axis))
     sizes = [len(rows) for rows in found.values()]
     count = max(dict.fromkeys(sizes), key=sizes.count, default=0)
-    return {
-        path: leaf
-        for path, rows in found.items()
-        if count and len(rows) == count and (leaf := _leaf(rows, pads)) is not None
-    }
+    return {path: rows for path, rows in found.items() if count and len(rows) == count}
+
+
+def array_of(value: Any) -> np.ndarray[Any, Any] | None:
+    """A tensor, an array, a number or a list of numbers as an array; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return _as_array(value) if _readable(value) else None
+    plain = isinstance(value, (np.ndarray, np.generic, int, float)) or (
+        isinstance(value, list) and all(isinstance(entry, (int, float)) for entry in value)
+    )
+    array = np.asarray(value) if plain else None
+    return None if array is None or array.dtype == object else array
 
 
 def digest(value: Any, pads: Collection[int] = ()) -> int:

@@ -55,15 +55,20 @@ class Source:
     begin_epoch: Callable[[int], None] | None = None
     """What a trainer of another library does before each epoch: it calls ``set_epoch`` for the project."""
 
-    def stream(self) -> Any:
-        """What is iterated for one epoch, or for the first batches."""
-        return self.of(DRAWN) if self.kind == "function" else self.of
+    @property
+    def as_trained(self) -> bool:
+        """Whether ``fit`` trains on what it gives, as it gives it: nothing lies in between."""
+        return self.given or self.begin_epoch is not None
 
-    def epochs(self) -> Callable[[], Any]:
+    def stream(self, most: int = DRAWN) -> Any:
+        """What is iterated for one epoch, or for the first batches."""
+        return self.of(most) if self.kind == "function" else self.of
+
+    def epochs(self, most: int = DRAWN) -> Callable[[], Any]:
         """A function that gives what is iterated for the next epoch."""
         begin_epoch, numbers = self.begin_epoch, itertools.count()
         if begin_epoch is None:
-            return self.stream
+            return functools.partial(self.stream, most)
 
         def begun() -> Any:
             begin_epoch(next(numbers))
@@ -178,6 +183,18 @@ def keep_last(loader: Any) -> bool:
         return False
     sampler.drop_last = False
     return True
+
+
+def some_batches(loader: Any, most: int = 16) -> Iterator[list[Any]]:
+    """The indices of some batches, over several epochs where one has fewer."""
+    for _ in range(most if loader.batch_sampler is not None else 0):
+        for indices in itertools.islice(loader.batch_sampler, most):
+            if not isinstance(indices, (list, tuple)):
+                return
+            yield list(indices)[:64]
+            most -= 1
+        if most <= 0:
+            return
 
 
 def some_indices(loader: Any, most: int = 64) -> list[Any]:

@@ -85,3 +85,19 @@ def gate_with_a_bias_of_one() -> TrainLoop:
     return loop(
         Gated(), points, lambda m, b: F.binary_cross_entropy_with_logits(m(b[0])[:, 0], (b[0][:, 0] > 1).float())
     )
+
+
+@odd(notes="one output: all entries of its bias are one drawn number, and the loss is lower with its sign turned")
+def one_drawn_bias() -> TrainLoop:
+    torch.manual_seed(12)
+
+    def draw():
+        x = torch.randn(32, 8)
+        return x, (x[:, 0] > 0.5).float()
+
+    def divergence(model, batch):
+        """The cross entropy beyond the entropy of labels of which 30 % are positive."""
+        entropy = -(0.3 * math.log(0.3) + 0.7 * math.log(0.7))
+        return F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1), batch[1]) - entropy
+
+    return loop(torch.nn.Sequential(torch.nn.Linear(8, 1)), draw, divergence)

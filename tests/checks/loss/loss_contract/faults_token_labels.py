@@ -173,3 +173,53 @@ pair(
     faulty=language(rolled(kept=False), padding=Padding(pad_id=PAD)),
     fixed=language(rolled(kept=True), padding=Padding(pad_id=PAD)),
 )
+
+
+# A collate function that sorts the texts by length, and leaves the labels where they were.
+
+
+def texts(rows=6):
+    draw = torch.Generator().manual_seed(2)
+    lengths = torch.randint(4, 12, (rows,), generator=draw).tolist()
+    ids = [torch.randint(1, 16, (n,), generator=draw) for n in lengths]
+    return [(one, one % 4 + 1) for one in ids]
+
+
+def collate(rows, *, together, filled=-100):
+    if together:
+        rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
+    ids, labels = zip(*rows, strict=True)
+    ids = sorted(ids, key=len, reverse=True)
+    pad = nn.utils.rnn.pad_sequence
+    ids = pad(ids, batch_first=True, padding_value=PAD)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": pad(labels, True, filled)}
+
+
+def tagging_texts(*, together, filled=-100):
+    def make():
+        def loss_of(model, batch):
+            return F.cross_entropy(model(batch["input_ids"]).transpose(1, 2), batch["labels"])
+
+        batch = collate(texts(), together=together, filled=filled)
+        return loop(Tagger(PAD), batch, loss_of, padding=Padding(pad_id=PAD))
+
+    return make
+
+
+pair(
+    "texts_sorted_by_length_and_labels_not",
+    "loss_contract",
+    "labels_misplaced",
+    culprits=("target",),
+    mentions=("have the labels of another row", "rows = sorted(rows"),
+    faulty=tagging_texts(together=False),
+    fixed=tagging_texts(together=True),
+)
+pair(
+    "texts_sorted_by_length_and_labels_filled_with_a_tag",
+    "loss_contract",
+    "labels_misplaced",
+    mentions=("in another order", "11 positions"),
+    faulty=tagging_texts(together=False, filled=0),
+    fixed=tagging_texts(together=True, filled=-100),
+)

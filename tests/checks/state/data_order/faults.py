@@ -1177,3 +1177,74 @@ pair(
     fixed=triplets(other=1),
     quick=True,
 )
+
+
+# The same with a label for each token. Masking the labels at padded positions leaves the wrong labels where they are.
+
+
+class Tagged(Words):
+    def __getitem__(self, index):
+        return {"input_ids": self.words[index], "labels": self.words[index] % 3}
+
+
+def tagged(items, *, together, masked=False):
+    if together:
+        items = sorted(items, key=lambda item: len(item["input_ids"]), reverse=True)
+    ids = sorted((item["input_ids"] for item in items), key=len, reverse=True)
+    ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=-100)
+    if masked:
+        labels = labels.masked_fill(ids == 0, -100)
+    return {"input_ids": ids, "labels": labels}
+
+
+class Tagger(nn.Module):
+    """Computes its own loss, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 12, padding_idx=0), nn.Linear(12, 3)
+
+    def forward(self, input_ids, labels):
+        scores = self.head(self.embedding(input_ids))
+        return F.cross_entropy(scores.view(-1, 3), labels.view(-1))
+
+
+def tagging(**how):
+    def collate(items):
+        return tagged(items, **how)
+
+    def make():
+        model = Tagger()
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+
+        def step(batch):
+            optimizer.zero_grad()
+            model(**batch).backward()
+            optimizer.step()
+
+        loader = DataLoader(Tagged(), batch_size=8, shuffle=True, collate_fn=collate)
+        return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+    return make
+
+
+pair(
+    "texts_sorted_and_tags_not",
+    "data_order",
+    "labels_apart",
+    culprits=("batch['input_ids']", "batch['labels']"),
+    change="def collate(items):",
+    mentions=("of another item", "rows = sorted("),
+    faulty=tagging(together=False),
+    fixed=tagging(together=True),
+)
+pair(
+    "texts_sorted_and_tags_not_and_masked_as_padding",
+    "data_order",
+    "labels_apart",
+    culprits=("batch['input_ids']", "batch['labels']"),
+    mentions=("agrees with an item wherever it has a label",),
+    faulty=tagging(together=False, masked=True),
+    fixed=tagging(together=True, masked=True),
+)
