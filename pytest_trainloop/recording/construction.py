@@ -71,6 +71,8 @@ class Construction:
         """The last line that drew the values of a parameter."""
         self.casts = Lines()
         """The last line that cast the module of a parameter."""
+        self.loaded = Lines()
+        """The last line that loaded the module of a parameter from a state dict."""
         self.prepared: Place | None = None
         """The line of Accelerate's ``prepare``."""
         self.trainer: Place | None = None
@@ -83,6 +85,7 @@ class Construction:
             for kind in (nn.Module, Optimizer, LRScheduler, GradScaler, DataLoader):
                 patches.put(kind, "__init__", self._noting)
             patches.put(Optimizer, "add_param_group", self._grouping)
+            patches.put(nn.Module, "load_state_dict", self._loading)
             for name in _CASTS:
                 patches.put(nn.Module, name, self._casting)
             accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
@@ -129,6 +132,17 @@ class Construction:
             original(optimizer, *args, **kwargs)
 
         return add_param_group
+
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, *args, **kwargs)
+            if place := maker(module):
+                for parameter in module.parameters():
+                    self.loaded.note(parameter, place)
+            return result
+
+        return load_state_dict
 
     def _casting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -54,6 +54,11 @@ class Parameter:
     """The line of the call that met it first, where it took another one's place in the middle of a forward pass."""
     start: TensorSample = field(default_factory=TensorSample)
     """The tensor as the run began."""
+    uniform: bool = True
+    """Whether the sampled entries were equal to each other at every moment: such values do not show a copy."""
+    equals: frozenset[int] = frozenset()
+    """Parameters of its shape that had its values at some moment, bit for bit: one is a copy of the other. Values that
+    are uniform are left out."""
     gone: bool = False
     """Whether no module held it any more when the run ended."""
     asked: bool = False

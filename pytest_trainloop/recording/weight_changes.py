@@ -16,6 +16,7 @@ from pytest_trainloop.recording.torch_internals import past_dispatch_modes
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.protocol import Observed
+    from pytest_trainloop.recording.record import Parameter
 
 
 @dataclass(slots=True)
@@ -62,9 +63,11 @@ class WeightChanges:
         moves: list[Move] = []
         states: list[tuple[dict[int, _Chunk], dict[int, _Chunk], bool]] = []
         before: dict[int, _Chunk] = {}
+        copies = _Copies(self._watch.table.entries)
         since = 0
         for look in self._looks:
             now = _split(look)
+            copies.note({i: chunk for i, chunk in now.items() if before.get(i) != chunk})
             moved = tuple(i for i, chunk in now.items() if i in before and before[i] != chunk)
             if moved:
                 moves.append(Move(since, look.at, moved, look.step.optimizer if look.step else None))
@@ -73,6 +76,7 @@ class WeightChanges:
                     self._note_updates(look.step, moved, before, now)
             before, since = {**before, **now}, look.at
         self._looks.clear()
+        copies.settle()
         self._note_values(moves, states)
         return moves
 
@@ -107,6 +111,25 @@ class WeightChanges:
             for i, relative, direction in zip(indices, size.tolist(), along.tolist(), strict=True):
                 step.updates[i] = max(step.updates.get(i, 0.0), relative)
                 step.along[i] = direction
+
+
+class _Copies:
+    """Which parameters had one and the same values, at the same moment or at different ones."""
+
+    def __init__(self, entries: list[Parameter]) -> None:
+        self._entries = entries
+        self._by_values: dict[tuple[tuple[int, ...], _Chunk], set[int]] = defaultdict(set)
+
+    def note(self, chunks: dict[int, _Chunk]) -> None:
+        for index, (dtype, raw) in chunks.items():
+            if raw != raw[: dtype.itemsize] * (len(raw) // dtype.itemsize):
+                self._by_values[self._entries[index].shape, (dtype, raw)].add(index)
+                self._entries[index].uniform = False
+
+    def settle(self) -> None:
+        for indices in self._by_values.values():
+            for index in indices if len(indices) > 1 else ():
+                self._entries[index].equals |= indices - {index}
 
 
 def _sampled(tensors: list[torch.Tensor]) -> list[_Part]:

@@ -51,6 +51,7 @@ class MadeAt:
         self._frozen: dict[str, Place] = {}
         self._casts: dict[str, Place] = {}
         self._drawn: dict[str, Place] = {}
+        self._loaded: dict[str, Place] = {}
         self._last: dict[type, Place] = {}
 
     @classmethod
@@ -139,6 +140,10 @@ class MadeAt:
         """The last line that drew the values of the parameter of this name."""
         return _text(self._drawn.get(name))
 
+    def loaded(self, name: str) -> str:
+        """The last line that loaded the parameter of this name from a state dict."""
+        return _text(self._loaded.get(name))
+
     def cast(self, names: Sequence[str]) -> str:
         """The line that cast the module of the first of these parameters to its dtype."""
         return _text(next((self._casts[name] for name in names if name in self._casts), None))
@@ -173,6 +178,7 @@ class MadeAt:
             _put(self._frozen, entry.name, noted.frozen.of(tensor))
             _put(self._casts, entry.name, noted.casts.of(tensor))
             _put(self._drawn, entry.name, noted.drawn.of(tensor))
+            _put(self._loaded, entry.name, noted.loaded.of(tensor))
         for kind in (LRScheduler, GradScaler, DataLoader):
             _put(self._last, kind, noted.made.last(kind))
         if noted.trainer is not None:

@@ -298,11 +298,12 @@ def of_unused(names: tuple[str, ...], frozen: Sequence[str] | None) -> Finding:
 def of_uncalled(record: Record, name: str, parameters: tuple[str, ...], *, moved: bool, made: str) -> Finding:
     """``made`` is the line that made the module."""
     first = next(iter(record.backwards()), None)
-    how = "is updated and never called" if moved else "is never called"
+    called = f"not called in {count(record.rounds, 'optimizer step')}"
+    how = f"is updated and {called}" if moved else f"is {called}"
     return Finding(
         cause="module_uncalled",
         level="advice",
-        summary=f"{name}, which model= names, {how}: no loss depends on it",
+        summary=f"{name}, which model= names, {how}: no loss of these depends on it",
         measured=f"0 calls in training, and moving its {len(parameters)} parameters does not change the loss",
         shown_by="no module in it was called, with or without gradients" + (f"; it was made at {made}" if made else ""),
         culprits=(name,),

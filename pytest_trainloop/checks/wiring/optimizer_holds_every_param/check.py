@@ -10,10 +10,14 @@ Why is this bad?
 How it decides
     A parameter is missing iff it requires grad, a gradient that is not zero arrived at it, no optimizer holds it and
     nothing else moved it. Not missing: what ``frozen=`` names; what is kept in eval mode while the rest trains (a fixed
-    perceptual net); targets that follow by an average; parameters that user code steps. Tensors that an optimizer holds
-    beyond the model (a learned temperature, an image that is optimised) are fine as long as gradients reach them. Where
-    only such train (an image, a latent code) the model is advice, unless frozen= is given, which does not name it, or
-    user code assigned their gradients: then they are master weights, and somebody must write them back.
+    perceptual net); targets that follow by an average; parameters that user code steps; a network that is called by
+    itself and had the values of trained parameters at some moment, bit for bit: a target network, an old policy, a
+    reference, however rarely the loop brings it up to date. A part of a model that is such a copy is advice, unless
+    frozen= is given, and so is a network that was loaded from a state dict as a whole (a teacher); layers of one list
+    are no copies of each other. Tensors that an optimizer holds beyond the model (a learned temperature, an image that
+    is optimised) are fine as long as gradients reach them. Where only such train (an image, a latent code) the model is
+    advice, unless frozen= is given, which does not name it, or user code assigned their gradients: then they are master
+    weights, and somebody must write them back.
     Replaced in forward: a parameter that the optimizer holds is in no module any more, no gradient reaches it, and one
     of its name and shape, first met inside of a forward pass, gets gradients and is in no optimizer.
 
@@ -39,9 +43,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
+from pytest_trainloop.checks.wiring.optimizer_holds_every_param.copies import (
+    all_loaded,
+    called_copies,
+    copied_parts,
+    path,
+)
 from pytest_trainloop.checks.wiring.optimizer_holds_every_param.unregistered import not_registered
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
@@ -51,6 +62,7 @@ from pytest_trainloop.wording import be, count, some, them, they, verb
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.checks.wiring.optimizer_holds_every_param.copies import Pair
     from pytest_trainloop.finding import Level
     from pytest_trainloop.recording.record import Optimizer, Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -128,6 +140,8 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
             f"no backward pass was seen in {record.items} batches: only gradients show which parameters train"
         )
     missing = [p for p in record.parameters if _is_missing(record, p)]
+    targets = called_copies(record, missing)
+    missing = [p for p in missing if p.index not in targets]
     if not missing:
         return
     missing += [p for p in record.parameters if p not in missing and _silent_sibling(record, p, missing)]
@@ -143,8 +157,13 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     if registered and left_over:
         yield _replaced(evidence, record, registered, left_over)
     elif registered and not _follows_later(evidence, record, registered):
-        open_question = record.frozen is None and _may_be_meant(record, registered)
-        yield _missing(evidence, record, registered, "advice" if open_question else "fault")
+        copied = copied_parts(record, registered) if record.frozen is None else {}
+        if copied:
+            yield _copied(evidence, record, [p for p in registered if p.index in copied], *copied.values())
+        registered = [p for p in registered if p.index not in copied]
+        if registered:
+            open_question = record.frozen is None and _may_be_meant(evidence, record, registered)
+            yield _missing(evidence, record, registered, "advice" if open_question else "fault")
 
 
 def _is_missing(record: Record, p: Parameter) -> bool:
@@ -235,16 +254,11 @@ def _replaced(
 
 def _took_the_place(p: Parameter, left_over: Sequence[Parameter]) -> bool:
     """Whether a parameter that came in a forward pass has the name and shape of one that is in no module any more."""
-    return p.came_in is not None and any(q.gone and _path(q) == _path(p) and q.shape == p.shape for q in left_over)
-
-
-def _path(p: Parameter) -> str:
-    """Its name in the model, which several may have had one after another."""
-    return p.name.partition(" (")[0]
+    return p.came_in is not None and any(q.gone and path(q) == path(p) and q.shape == p.shape for q in left_over)
 
 
 def _replaced_in_forward(record: Record, later: Sequence[Parameter]) -> Finding:
-    names = tuple(dict.fromkeys(map(_path, later)))
+    names = tuple(dict.fromkeys(map(path, later)))
     return Finding(
         cause="replaced_in_forward",
         summary=f"{some(names)} {be(names)} replaced by a new Parameter inside of the forward pass, and the optimizer "
@@ -261,13 +275,16 @@ def _holder(record: Record, held: Sequence[Parameter]) -> int:
     return record.held[held[0].index][0]
 
 
-def _may_be_meant(record: Record, missing: Sequence[Parameter]) -> bool:
-    """Whether what is missing may be a fixed function: nets that were not declared as the model (a perceptual net), or
-    a model around something that is optimised in its stead (an image, a latent code)."""
+def _may_be_meant(evidence: Evidence, record: Record, missing: Sequence[Parameter]) -> bool:
+    """Whether what is missing may be a fixed function: nets that were not declared as the model (a perceptual net),
+    those that were loaded from a state dict (a teacher), or a model around something that is optimised in its stead (an
+    image, a latent code)."""
     if not any(p.declared for p in missing) and any(p.declared for p in record.parameters):
         return True
     trained = _trained(record)
-    return any(True for p in trained for _ in record.arrivals(p.index)) and all(p.role == "foreign" for p in trained)
+    if any(True for p in trained for _ in record.arrivals(p.index)) and all(p.role == "foreign" for p in trained):
+        return True
+    return all_loaded(record, missing, _made(evidence))
 
 
 def _steps_copies(record: Record) -> bool:
@@ -312,6 +329,21 @@ def _missing(evidence: Evidence, record: Record, missing: Sequence[Parameter], l
             if copies
             else ""
         ),
+    )
+
+
+def _copied(evidence: Evidence, record: Record, missing: Sequence[Parameter], pair: Pair, *_others: Pair) -> Finding:
+    """Of parts that began with the values of parts that train: as target networks do, which must not be stepped."""
+    finding = _missing(evidence, record, missing, "advice")
+    names = finding.culprits
+    return replace(
+        finding,
+        summary=f"{some(names)} {verb(names, 'get')} gradients and {be(names)} in no optimizer; {pair.copy} began with "
+        f"the values of {pair.original}",
+        shown_by=f"in {count(record.rounds, 'step')} no optimizer held {them(names)}, and nothing else moved "
+        f"{them(names)}; the values of {pair.copy} and {pair.original} were equal bit for bit",
+        repair=f"if {pair.copy} is to train, pass its parameters to the optimizer here\n"
+        f"if it is a target network that follows {pair.original}: {pair.copy}.requires_grad_(False)",
     )
 
 

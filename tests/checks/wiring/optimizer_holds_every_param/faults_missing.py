@@ -377,3 +377,109 @@ pair(
     faulty=lstm(optimizer_after_counting),
     fixed=lstm(optimizer_of_lists),
 )
+
+
+# Layers that are copies of the first one, as torch's own encoder makes them: all of them are to train.
+
+
+class Encoded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.stem(x)[:, None])[:, 0])
+
+
+def encoded(trained):
+    def make():
+        model = Encoded()
+        optimizer = torch.optim.Adam(trained(model), lr=5e-3)
+        fit = lambda batches: train(lambda b: F.cross_entropy(model(b[0]), b[1]), optimizer, batches)  # noqa: E731
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "cloned_layers_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("encoder.layers.1.linear1.weight", "encoder.layers.2.linear2.bias"),
+    faulty=encoded(lambda m: [*m.stem.parameters(), *m.encoder.layers[0].parameters(), *m.head.parameters()]),
+    fixed=encoded(lambda m: m.parameters()),
+)
+
+
+# A copy of the first head that differs in its last layer's size, and is trained on labels of its own.
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.coarse, self.fine = mlp(6, 16), mlp(16, 8, 3), mlp(16, 8, 3)
+        self.fine.load_state_dict(self.coarse.state_dict())
+        self.fine.append(nn.Linear(3, 3))
+
+    def forward(self, x):
+        z = torch.relu(self.body(x))
+        return self.coarse(z), self.fine(z)
+
+
+def two_heads(trained):
+    def make():
+        model = TwoHeads()
+        optimizer = torch.optim.Adam(trained(model), lr=5e-3)
+
+        def fit(batches):
+            for x, y in batches:
+                coarse, fine = model(x)
+                optimizer.zero_grad()
+                (F.cross_entropy(coarse, y) + F.cross_entropy(fine, y.flip(0))).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "head_that_began_as_a_copy_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("fine.3.weight",),
+    faulty=two_heads(lambda m: [*m.body.parameters(), *m.coarse.parameters()]),
+    fixed=two_heads(lambda m: m.parameters()),
+)
+
+
+# Two towers that are called by themselves; one was made in vain.
+
+
+def towers(both):
+    def make():
+        left, right = mlp(6, 16, 4), mlp(6, 16, 4)
+        optimizer = torch.optim.Adam([*left.parameters(), *(right.parameters() if both else ())], lr=5e-3)
+
+        def fit(batches):
+            for x, _ in batches:
+                scores = left(x) @ right(x + 0.1).t()
+                optimizer.zero_grad()
+                F.cross_entropy(scores, torch.arange(len(x))).backward()
+                optimizer.step()
+
+        return TrainLoop(model={"left": left, "right": right}, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "tower_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("right.0.weight",),
+    faulty=towers(both=False),
+    fixed=towers(both=True),
+)
