@@ -127,8 +127,8 @@ def _is_our_handle(handle: Any) -> bool:
 
 
 _OF_TUPLE = type(iter(()))
-_OF_SEVERAL = (type(zip(())), type(map(len, ())), itertools.chain)
-_ITERATORS = (*_OF_SEVERAL, type(enumerate(())), type(filter(None, ())), itertools.cycle, itertools.islice)
+_OF_SEVERAL: tuple[Any, ...] = (type(zip(())), type(map(len, ())), itertools.chain)
+_OF_ONE: tuple[Any, ...] = (type(enumerate(())), type(filter(None, ())), itertools.cycle, itertools.islice)
 """Iterators of Python itself that go over other ones."""
 
 _LOOKS: dict[type, Any] = {
@@ -144,5 +144,5 @@ _LOOKS: dict[type, Any] = {
     types.CodeType: lambda code: is_our_file(code.co_filename),
     types.ModuleType: lambda module: is_our_module(module.__name__),
     dict: _of_namespace,
-    **dict.fromkeys(_ITERATORS, _of_iterator),
+    **dict.fromkeys((*_OF_SEVERAL, *_OF_ONE), _of_iterator),
 }

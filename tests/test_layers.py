@@ -40,6 +40,7 @@ FLOORS = (
         "losscontract",
         "callcontract",
         "refusals",
+        "memory_layout",
         "nested",
         "selection",
         "knobs",

@@ -21,6 +21,7 @@ from pytest_trainloop.baselines.trajectory import (
     Trajectory,
 )
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.events import Backward, ClipCall
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _moving(nudge: Nudge) -> Callable[[Watch], None]:
                 moved = (
                     _by_one_rounding(tensor, draws) if isinstance(nudge, int) else _by(nudge, entry.name, tensor, draws)
                 )
-                tensor.copy_(moved)
+                write(tensor, moved)
         watch.table.begin_anew()
 
     return prepare

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from pytest_trainloop.memory_layout import laid_out_as
 from pytest_trainloop.nested.listings import hold_rows, is_listing, is_sequence, outermost
 from pytest_trainloop.nested.walk import NO_NEST, children, tensors
 
@@ -186,7 +187,8 @@ class _Taking:
             axis = self._layout.row_axis(leaf)
             if axis is None:
                 return leaf
-            fresh = leaf.detach().index_select(axis, torch.tensor(chosen, device=leaf.device)).clone()
+            taken = leaf.detach().index_select(axis, torch.tensor(chosen, device=leaf.device)).clone()
+            fresh = laid_out_as(taken, leaf)
             return fresh.requires_grad_(leaf.requires_grad)
         axis = self._layout.axis
         has_rows = leaf.ndim > _least_dims(axis) and leaf.shape[axis] == count

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import memory_layout
 from pytest_trainloop.optimizers.lost_updates import EntryUpdates, LostUpdates, spaced_by_index, summed
 from pytest_trainloop.optimizers.replay import kind_of, step
 from pytest_trainloop.optimizers.spacing import lr_growth, spacings
@@ -217,9 +218,7 @@ def _dtype(value: Any) -> Any:
 
 def _to_float32(root: Any) -> None:
     """Convert every half-precision tensor that is reached through containers and attributes, in place."""
-    for tensor in _reached(root):
-        if tensor.dtype in HALVES:
-            tensor.data = tensor.data.float()
+    memory_layout.cast(_reached(root), dict.fromkeys(HALVES, torch.float32))
 
 
 def _reached(root: Any) -> Iterator[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import memory_layout
 from pytest_trainloop.reach.copies import restore_tensor, set_state
 from pytest_trainloop.reach.naming import joined
 from pytest_trainloop.reach.slots import MISSING, Entries, Fixed, Hooks, OfClass, OfDict, OfList, OfMember, OfTensor
@@ -35,6 +36,7 @@ class Carrying:
     def __init__(self, copies: Mapping[str, Copy], into: Walked) -> None:
         self.copies, self.into = copies, into
         self.made: dict[int, Any] = {}
+        self.storages: dict[int, object] = {}
         self.by_object: dict[int, list[str]] = {}
         for path, copy in copies.items():
             if not is_plain(copy.place.value):
@@ -201,7 +203,7 @@ class Carrying:
         return self._rebuilt(place.value)
 
     def _tensor(self, copy: Copy) -> Any:
-        value = copy.value.clone()
+        value = memory_layout.copied(copy.place.value, copy.value, self.storages)
         if isinstance(copy.place.value, torch.nn.Parameter):
             return torch.nn.Parameter(value, requires_grad=copy.place.value.requires_grad)
         return value.requires_grad_(copy.place.value.requires_grad and copy.place.value.is_leaf)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.reach import streams
 from pytest_trainloop.reach.places import Place, shown_value
 from pytest_trainloop.reach.slots import Entries, Hooks
@@ -143,7 +144,7 @@ def restore_tensor(tensor: torch.Tensor, value: torch.Tensor | None, storage: to
             tensor.data = storage
         if not same_bits(tensor, value):
             with torch.inference_mode(tensor.is_inference()):
-                tensor.detach().copy_(value)
+                write(tensor.detach(), value)
     except Exception as error:  # of a class of the project's, or read-only memory
         reraise_ours(error)
         return False
@@ -153,7 +154,9 @@ def restore_tensor(tensor: torch.Tensor, value: torch.Tensor | None, storage: to
 def _elsewhere(tensor: torch.Tensor, storage: torch.Tensor) -> bool:
     if tensor.layout != torch.strided:
         return False
-    return tensor.shape != storage.shape or tensor.dtype != storage.dtype or tensor.data_ptr() != storage.data_ptr()
+    if tensor.shape != storage.shape or tensor.stride() != storage.stride():
+        return True
+    return tensor.dtype != storage.dtype or tensor.data_ptr() != storage.data_ptr()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

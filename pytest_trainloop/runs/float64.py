@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from pytest_trainloop import nested
+from pytest_trainloop import memory_layout, nested
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.seams import passed_on
@@ -172,17 +172,15 @@ def _switched_off(original: Callable[..., None]) -> Callable[..., None]:
 
 def widen(loop: TrainLoop) -> None:
     """Widen parameters and buffers that were built in a lower precision all the same (from numpy, from a file)."""
+    held: list[torch.Tensor] = []
     for module in loop.modules.values():
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype in WIDER and not torch.nn.parameter.is_lazy(tensor):
-                tensor.data = tensor.data.to(WIDER[tensor.dtype])
+        held += (*module.parameters(), *module.buffers())
+    memory_layout.cast(held, WIDER)
 
 
 def widen_batch(batch: Any) -> Any:
     """The same batch with its floating tensors in float64."""
     if isinstance(batch, torch.Tensor):
         return _wide(batch)
-    for tensor in nested.tensors(batch):
-        if tensor.dtype in WIDER:
-            tensor.data = tensor.data.to(WIDER[tensor.dtype])
+    memory_layout.cast(nested.tensors(batch), WIDER)
     return batch

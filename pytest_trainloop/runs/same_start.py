@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.runs.no_randomness import NoRandomness
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class SameStart:
                 raise CannotDecide(f"{name} is built in shape {tuple(first.shape)} once and {tuple(tensor.shape)} then")
             if not torch.equal(first, tensor):
                 with torch.no_grad():
-                    tensor.copy_(first)
+                    write(tensor, first)
 
 
 class SameValues:
@@ -78,7 +79,7 @@ class SameValues:
             if tensor is None or tensor.shape != first.shape:
                 raise CannotDecide(f"the model is built differently in another precision: {name} is not the same")
             with torch.no_grad():
-                tensor.copy_(first)
+                write(tensor, first)
 
 
 def _weights(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Realistic correct projects, each with the loop that its user would hand over: the whole battery says nothing wrong."""
+"""Realistic correct projects, each with the loop that its user would hand over, under the whole battery."""
 
 from __future__ import annotations
 

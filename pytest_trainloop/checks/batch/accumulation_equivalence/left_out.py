@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Backward, Place, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
@@ -127,7 +128,7 @@ class LeftOut(FunctionMode):
             if not torch.equal(tensor.detach(), kept):
                 self.any = True
                 self.by_loop |= key not in self._left or not torch.equal(tensor.detach(), self._left[key])
-                tensor.copy_(kept)
+                write(tensor, kept)
 
     def _leave(self, *_call: Any) -> None:
         """At the end of a call from outside any module: what differs from here on, the loop has changed."""

@@ -17,6 +17,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.batches.values import plain
 from pytest_trainloop.checks.batch.every_row_teaches.cuts import as_given, cuts, with_fractions
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
@@ -148,7 +149,7 @@ def equal_inputs(batch: Any) -> Any:
         if plain(tensor) and tensor.dim() > 1 and tensor[0].numel() > 1:
             row = first.setdefault((tuple(tensor.shape), tensor.dtype), tensor[0].detach().clone())
             with torch.no_grad():
-                tensor.copy_(row.expand_as(tensor))
+                write(tensor, row.expand_as(tensor))
     return made
 
 

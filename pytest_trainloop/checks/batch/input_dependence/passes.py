@@ -20,6 +20,7 @@ from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.batches.values import binary, constant
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import moved_a_little
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.hooks import after_modules
@@ -234,7 +235,7 @@ class InputRuns:
             def repeat_row(tensors: Tensors, row: int = row) -> None:
                 for number, tensor in tensors.items():
                     if number in numbers:
-                        tensor.copy_(tensor[row].clone().expand_as(tensor))
+                        write(tensor, tensor[row].clone().expand_as(tensor))
 
             yield self._run(repeat_row, [])
 

@@ -12,6 +12,7 @@ import torch
 from pytest_trainloop.checks.loss.every_term_trains.weight_tables import WeightTables
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.tracing.batches_taken import batches_taken
@@ -193,7 +194,7 @@ class _Held(contextlib.AbstractContextManager[None]):
     def _put_back(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         with torch.no_grad():
             for tensor, kept in self._kept:
-                tensor.copy_(kept)
+                write(tensor, kept)
 
 
 def _change(a: Iterable[float], b: Iterable[float] | None) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.hooks import after_steps, on_gradient
 from pytest_trainloop.recording.samples import readable, spaced
 from pytest_trainloop.runs.hooks import hooked
@@ -48,7 +49,7 @@ def fixed_weights(watch: Watch) -> Iterator[None]:
         with watch.suspended(), torch.no_grad():
             for tensor, first in start:
                 if tensor.shape == first.shape and tensor.dtype == first.dtype and not torch.equal(tensor, first):
-                    tensor.copy_(first)
+                    write(tensor, first)
 
     with hooked(after_steps(restore)):
         yield

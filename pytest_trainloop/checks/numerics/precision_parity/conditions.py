@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.events import ScalerCall
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.seams import passed_on
@@ -48,7 +49,7 @@ class SameBatches:
         for tensor, kept in zip(_dense(item), self._kept.get(number, []), strict=False):
             if tensor.shape == kept.shape and tensor.is_floating_point() == kept.is_floating_point():
                 with torch.no_grad():
-                    tensor.copy_(kept)
+                    write(tensor, kept)
 
 
 def _dense(item: Any) -> Iterator[torch.Tensor]:

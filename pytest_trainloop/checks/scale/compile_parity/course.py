@@ -14,6 +14,7 @@ import torch
 
 from pytest_trainloop.gradients.compare import Agreement, agreement
 from pytest_trainloop.gradients.tolerances import CANCELLATION
+from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
@@ -230,7 +231,7 @@ class Course:
             for name, tensor in self._tensors().items():
                 value = values.get(name)
                 if value is not None and value.shape == tensor.shape and not torch.equal(value, tensor):
-                    tensor.detach().copy_(value)
+                    write(tensor.detach(), value)
 
     def _compare(self, nth: int, what: str, expected: Tensors, got: Tensors) -> None:
         apart = tuple(n for n in dict.fromkeys((*expected, *got)) if not self._alike(expected.get(n), got.get(n)))

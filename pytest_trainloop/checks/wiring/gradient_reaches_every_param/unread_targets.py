@@ -15,6 +15,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.gradients.dependence import until_stepped
+from pytest_trainloop.memory_layout import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -76,7 +77,7 @@ def _repeating(path: Path, row: int) -> Callable[[int, Any], None]:
         for other, tensor in nested.paths(item):
             if other == path and len(tensor):
                 with torch.no_grad():
-                    tensor.copy_(tensor[row].clone().expand_as(tensor))
+                    write(tensor, tensor[row].clone().expand_as(tensor))
 
     return repeat
 
