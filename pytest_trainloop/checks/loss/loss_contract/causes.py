@@ -80,7 +80,8 @@ CAUSES = {
         change=("seen",),
     ),
     "probabilities_saturated": Cause(
-        proof="before the first step probabilities are exactly 0 or 1 and wrong, so their gradient is 0",
+        proof="at the first call probabilities are exactly 0 or 1 and wrong, so their gradient is 0; a fault before "
+        "the first optimizer step",
         repair="use binary_cross_entropy_with_logits, which keeps the gradient; look at the size of the scores",
         explains=(*LEARNING, *_NO_SLOPE),
         change=("seen",),
@@ -263,7 +264,7 @@ CAUSES = {
         change=("seen",),
     ),
     "part_left_out": Cause(
-        proof="no gradient ever reached a loss with a history, while others were backpropagated",
+        proof="no gradient of the run reached a loss with a history, while others were backpropagated",
         repair="add it to the loss; where it is only logged, compute it under no_grad(), which settles it",
         explains=LEARNING,
         change=("seen",),

@@ -275,7 +275,7 @@ class LossCallRecorder(WatchingMode):
             name=name, given=given, place=place, site=site, out=torch.empty(0),
             module=watch.module_path(), tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows,
             log_probs=self._log_probs, with_itself=self._with_itself,
-            pair_tables=self._pair_tables,
+            pair_tables=self._pair_tables, steps=self._steps,
         )  # fmt: skip
         sides = given.get("input"), given.get("target")
         if name == "difference" and all(isinstance(s, torch.Tensor) and s.requires_grad for s in sides):
