@@ -118,7 +118,8 @@ CAUSES = {
     ),
     "all_ignored": Cause(
         proof="every target of a call is the ignored one, and the mean is over none",
-        repair="leave such a batch out explicitly, or sum the losses and divide by max(1, count)",
+        repair="look why no target of the batch counts: truncated before its labels, or labels that are all masked\n"
+        "where other batches have labels: sum the losses, and divide by max(1, count)",
         explains=(*LEARNING, "finite"),
         change=("seen",),
     ),

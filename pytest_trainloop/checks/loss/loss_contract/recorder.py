@@ -395,6 +395,9 @@ def _judges_of(call: Call) -> list[Judge]:
 
 
 def _counted(finding: Finding, times: int, calls: int) -> Finding:
+    if finding.cause == "all_ignored" and times == calls > 1:
+        # a count of at least 1 would hide that nothing is ever learned
+        finding = replace(finding, repair="look why no target of any batch counts: all labels are masked, or cut off")
     often = f"; in {times} of {calls} calls" if calls > 1 else ""
     return replace(finding, measured=f"{finding.measured}{often}".removeprefix("; "))
 
