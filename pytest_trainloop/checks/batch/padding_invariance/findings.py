@@ -214,7 +214,9 @@ def _targets_met(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Fi
         where=str(met[-1].place),
         change=str(term.place) if term else "",
         level="fault" if made.sure or evidence.root_causes("padding_invariance") else "advice",
-        repair="give each row's own length, as the model leaves it, as input_lengths" if aligned else "",
+        repair="give each row's own length, as the model leaves it, as input_lengths"
+        if aligned
+        else _labels_first(evidence),
         holds=lambda smaller: any(not m.reduces for m in made.meetings(smaller)),
     )
 
@@ -236,10 +238,17 @@ def _padded_targets(evidence: Evidence, made: PaddingRuns, found: Comparison) ->
         shown="without their gradient, that of the real positions alone is left"
         + (", divided by all positions" if without.factor else f": {other} may be meant"),
         level="fault" if in_the_mean or made.declared or evidence.root_causes("padding_invariance") else "advice",
-        repair="" if without.factor else _unless_meant(made, "padded_targets", other, _FIRST_TOKEN if token else ""),
+        repair=_labels_first(evidence)
+        or ("" if without.factor else _unless_meant(made, "padded_targets", other, _FIRST_TOKEN if token else "")),
         change=str(reduced.place) if reduced else "",
         holds=lambda smaller: made.without_outputs(smaller) is not None,
     )
+
+
+def _labels_first(evidence: Evidence) -> str:
+    """What to repair before padded targets are masked: those of other rows would be hidden."""
+    found = next((f for f in evidence.root_causes("padding_invariance") if f.cause == "labels_misplaced"), None)
+    return "" if found is None else f"repair {found.check} first: {found.summary}"
 
 
 def _other_pad_id(made: PaddingRuns, found: Comparison, taken: int, filled: float) -> Finding:

@@ -152,7 +152,8 @@ def _of_overwritten(record: Record, site: Site, scalars: Sequence[Scalar]) -> Fi
     return Finding(
         cause="term_overwritten",
         summary=f"the loop at line {line} computes {name} {len(scalars)} times, and only the last is backpropagated",
-        measured=f"{len(scalars) - 1} of {len(scalars)} values are replaced before anything reads them, in every step",
+        measured=f"{len(scalars) - 1} of {len(scalars)} values are replaced before anything reads them, in every step "
+        "that was watched",
         shown_by="the earlier ones were computed from other data or other weights"
         + (f"; {some(untrained)} got no gradient" if untrained else ""),
         culprits=(name, *untrained),

@@ -98,7 +98,7 @@ CAUSES = {
         repair="scale the targets into its range, or leave the function out after the last layer",
         explains=_LEARNING,
         change=("seen",),
-        settle="scale or clamp the targets into the range where what lies outside is noise",
+        settle="scale the targets into the range",
     ),
     "standardised_twice": Cause(
         proof="the targets of the batch are in reach, and the loop's own (y - mean) / spread takes them out of it",

@@ -334,7 +334,7 @@ def _declared(evidence: Evidence, expected: float) -> Iterator[Finding]:
         cause="not_as_declared",
         summary=f"the first loss is {value:.4g}{scaled}, and expected_init_loss says {expected:.4g}",
         measured=measured,
-        shown_by="the first value that is backpropagated, before any step",
+        shown_by="the first value that is backpropagated",
         culprits=("expected_init_loss",),
         where=str(first.place),
     )

@@ -11,10 +11,12 @@ Why is this bad?
 How it decides
     In float64, without dropout, both are functions of weights and batch. The gradient of the loss is written as a
     weighted sum of the gradients of its parts, by least squares; what is left is below 1e-9, or the parts are not all.
-    The weights found are the diagnosis: 0 for a term that is left out, 0.1 for one that is declared at 1. A factor that
-    all terms share (1/k under accumulation, the scale of a scaler) is no fault, nor is a weight that moves from step to
-    step (annealing, weights that are learned). A fault is confirmed at further weights and batches, as many as there
-    are parts and three more. A term that the value holds and the gradient does not is detached.
+    The weights found are the diagnosis: 0 for a term that is left out, 0.1 for one that is declared at (1.0, value). A
+    term that is given without a weight may be a logged one, which the loop weights in its sum: a constant weight other
+    than 1 is advice, a weight of 0 or -1 a fault. A factor that all terms share (1/k under accumulation, the scale of a
+    scaler) is no fault, nor is a weight that moves from step to step (annealing, weights that are learned). A fault is
+    confirmed at further weights and batches, as many as there are parts and three more. A term that the value holds and
+    the gradient does not is detached.
     Losses of one batch that are backpropagated one by one, or by rows, are added up first. Terms that are numbers
     without a history are judged by their values alone.
 
@@ -87,6 +89,7 @@ CAUSES = {
     "weight_differs": Cause(
         proof="the gradient of the loss holds the part's gradient at a constant weight, which is not the declared one",
         repair='declare the weight, {"kl": (0.1, kl)}, or train at the one that is declared',
+        settle="a declared weight, (weight, value), is judged: another one in the loop is a fault",
     ),
     "part_constant": Cause(
         proof="the part is the same number at all weights, with dropout too: it has no history, or is exactly 0",
@@ -117,9 +120,12 @@ def loss_components(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.repeatable:
         raise CannotDecide("whether parts add up takes runs of their own: return a TrainLoop from a marked test")
     found = evidence.shared(judged)
+    logged = [weight for weight in found.weights if weight.how == "differs" and weight.bare]
     for weight in found.weights:
-        if weight.how in _CAUSE:
+        if weight.how in _CAUSE and weight not in logged:
             yield _wrong(found, weight)
+    if logged:
+        yield _logged(found, logged)
     if found.unreported is not None:
         yield _unreported(found, found.unreported)
 
@@ -144,6 +150,22 @@ def _wrong(found: Judged, weight: Weight) -> Finding:
         culprits=(name,),
         where=found.place,
         repair=_repair(weight),
+    )
+
+
+def _logged(found: Judged, logged: list[Weight]) -> Finding:
+    """Parts without a weight of their own, as projects log them, which are weighted in the sum."""
+    pairs = ", ".join(f'"{w.name}": ({w.found:.4g}, {w.name})' for w in logged)
+    return Finding(
+        cause="weight_differs",
+        level="advice",
+        summary="the loss weights parts that are given without a weight: "
+        + some([f"{w.name} is trained at {w.found:.4g}" for w in logged], most=4),
+        measured=_measured(found),
+        shown_by="with these weights the parts give the loss, at moved weights and other batches too",
+        culprits=tuple(w.name for w in logged),
+        where=found.place,
+        repair=f"declare the weights that are meant: parts={{{pairs}}}",
     )
 
 

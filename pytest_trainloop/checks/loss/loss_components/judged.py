@@ -52,6 +52,8 @@ class Weight:
     """With the declared weight."""
     plain: float
     """Without it."""
+    bare: bool = False
+    """Whether no weight was declared."""
 
 
 @dataclass(slots=True)
@@ -158,7 +160,9 @@ def _judge(found: Sequence[Candidate], runs: Sequence[Seen]) -> Judged:
         relative = [w / c if c else 0.0 for w, c in zip(told[name], common, strict=True)]
         how, at = _how(relative, learned=learned)
         part = states[0].parts[name]
-        weights.append(Weight(name, how, part.weight, at * part.weight, shares[name], part.value, part.plain))
+        weights.append(
+            Weight(name, how, part.weight, at * part.weight, shares[name], part.value, part.plain, part.bare)
+        )
     weights = _valued(weights, states, _known(told), common, runs)
     residual = max(f.residual for f in fits)
     return Judged(str(found[0].place), weights, common[0], len(states), residual, learned=learned)
@@ -261,6 +265,7 @@ def _by_value(evidence: Evidence, first: Seen) -> Judged:
                 abs(first_values[n]) / whole,
                 first_values[n],
                 roots[0].parts[n].plain,
+                roots[0].parts[n].bare,
             )
             for n in names
         ]

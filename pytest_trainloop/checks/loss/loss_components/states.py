@@ -58,6 +58,8 @@ class Part:
     """The declared weight."""
     plain: float = math.nan
     """The value without it."""
+    bare: bool = False
+    """Whether it was given without a weight."""
 
 
 @dataclass(slots=True)
@@ -359,7 +361,8 @@ def _parts(loop: TrainLoop, batch: Any, tensors: Sequence[torch.Tensor]) -> dict
 
 
 def _part(name: str, given: Any, tensors: Sequence[torch.Tensor]) -> Part:
-    weight, value = given if isinstance(given, (tuple, list)) and len(given) == 2 else (1.0, given)
+    bare = not (isinstance(given, (tuple, list)) and len(given) == 2)
+    weight, value = (1.0, given) if bare else given
     for one in (weight, value):
         _require_number(name, one)
     whole = weight * value
@@ -367,7 +370,8 @@ def _part(name: str, given: Any, tensors: Sequence[torch.Tensor]) -> Part:
     if not math.isfinite(number):
         raise CannotDecide(f"{name} of parts= is {number} at some step (see finite)")
     total = whole.sum() if isinstance(whole, torch.Tensor) else None
-    return Part(number, None if total is None else _gradient(total, tensors), *map(_number, (weight, value)))
+    gradient = None if total is None else _gradient(total, tensors)
+    return Part(number, gradient, _number(weight), _number(value), bare)
 
 
 def _number(value: Any) -> float:

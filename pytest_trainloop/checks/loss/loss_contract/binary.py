@@ -11,6 +11,7 @@ from pytest_trainloop.checks.loss.loss_contract.class_targets import over_the_wr
 from pytest_trainloop.checks.loss.loss_contract.value_tests import bounds
 from pytest_trainloop.losses.table.lookup import of_torch
 from pytest_trainloop.tracing.provenance_queries import LAYERS, Found, behind, inner, is_sigmoid
+from pytest_trainloop.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,12 +72,14 @@ def _saturated(call: Call, given: torch.Tensor) -> Iterator[Judgement]:
         return
     wrong = ((given == 0) & (target > 0)) | ((given == 1) & (target < 1))
     if call.number == 0 and bool(wrong.any()):
+        when = f"after {count(call.steps, 'optimizer step')}" if call.steps else "before the first optimizer step"
         yield call.judged(
             "probabilities_saturated",
             f"{float(wrong.double().mean()):.0%} of the probabilities given to binary_cross_entropy are exactly 0 or 1 "
-            "and wrong before the first step: their loss is limited to 100 and their gradient is 0",
+            f"and wrong {when}: their loss is limited to 100 and their gradient is 0",
+            level="advice" if call.steps else "fault",  # training may have made them so
             measured=f"{int(wrong.sum())} of {wrong.numel()} entries; input in {bounds(given)}",
-            shown_by="the values of the sigmoid at the first call",
+            shown_by="the values of the sigmoid at the first call of this line",
             culprit="sigmoid",
         )
 

@@ -179,7 +179,9 @@ def _indices(call: Call, known: Known, name: str) -> Iterator[Judgement]:
             measured=f"{bad.numel()} of {target.numel()} labels outside: {as_list(torch.unique(bad))}",
             shown_by=_flags_read(known) + "the labels that count in the loss",
             culprit="target",
-            repair=f"pass ignore_index={int(bad.max())}, if that label is not to count"
+            repair="count labels from 0: target - 1"
+            if int(counted.min()) == 1 and int(bad.max()) == count and int(bad.min()) == count
+            else f"pass ignore_index={int(bad.max())}, if that label marks what is not to be learned"
             if isinstance(known.contract.ignore_index, str) and len(torch.unique(bad)) == 1
             else "",
         )

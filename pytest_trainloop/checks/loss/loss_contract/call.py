@@ -68,6 +68,8 @@ class Call:
     """Rows of the current batch."""
     number: int = 0
     """How many calls from the same line were judged before."""
+    steps: int = 0
+    """How many optimizer steps were made before."""
     weights: torch.Tensor | None = None
     """The gradient of the loop's loss with respect to ``out``."""
     arrived: torch.Tensor | None = None

@@ -80,7 +80,8 @@ CAUSES = {
         change=("seen",),
     ),
     "probabilities_saturated": Cause(
-        proof="before the first step probabilities are exactly 0 or 1 and wrong, so their gradient is 0",
+        proof="at the first call probabilities are exactly 0 or 1 and wrong, so their gradient is 0; a fault before "
+        "the first optimizer step",
         repair="use binary_cross_entropy_with_logits, which keeps the gradient; look at the size of the scores",
         explains=(*LEARNING, *_NO_SLOPE),
         change=("seen",),
@@ -117,7 +118,8 @@ CAUSES = {
     ),
     "all_ignored": Cause(
         proof="every target of a call is the ignored one, and the mean is over none",
-        repair="leave such a batch out explicitly, or sum the losses and divide by max(1, count)",
+        repair="look why no target of the batch counts: truncated before its labels, or labels that are all masked\n"
+        "where other batches have labels: sum the losses, and divide by max(1, count)",
         explains=(*LEARNING, "finite"),
         change=("seen",),
     ),
@@ -263,7 +265,7 @@ CAUSES = {
         change=("seen",),
     ),
     "part_left_out": Cause(
-        proof="no gradient ever reached a loss with a history, while others were backpropagated",
+        proof="no gradient of the run reached a loss with a history, while others were backpropagated",
         repair="add it to the loss; where it is only logged, compute it under no_grad(), which settles it",
         explains=LEARNING,
         change=("seen",),

@@ -127,7 +127,7 @@ def left_out(name: str, where: str, untrained: str | None, lost: str) -> Finding
     """``untrained`` is the layer that no other loss trains; ``lost`` says how its value is lost, where that is sure."""
     shown = "no gradient reached its value, and others did"
     if untrained:
-        shown += "; an optimizer holds the layer, and no gradient ever reached it"
+        shown += "; an optimizer holds the layer, and no gradient of the run reached it"
     if lost:
         shown += f"; {lost}"
     return Finding(
@@ -135,7 +135,7 @@ def left_out(name: str, where: str, untrained: str | None, lost: str) -> Finding
         level="fault" if untrained or lost else "advice",
         summary=f"{name} is computed with a history and goes into nothing that is backpropagated"
         + (f": no other loss trains {untrained}" if untrained else f": {lost}" if lost else ""),
-        measured="in no step of the run",
+        measured="no gradient reaches it",
         shown_by=shown,
         culprits=(untrained or name,),
         where=where,

@@ -276,7 +276,7 @@ class LossCallRecorder(WatchingMode):
             name=name, given=given, place=place, site=site, out=torch.empty(0),
             module=watch.module_path(), tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows,
             log_probs=self._log_probs, with_itself=self._with_itself,
-            pair_tables=self._pair_tables,
+            pair_tables=self._pair_tables, steps=self._steps,
         )  # fmt: skip
         sides = given.get("input"), given.get("target")
         if name == "difference" and all(isinstance(s, torch.Tensor) and s.requires_grad for s in sides):
@@ -397,6 +397,9 @@ def _judges_of(call: Call) -> list[Judge]:
 
 
 def _counted(finding: Finding, times: int, calls: int) -> Finding:
+    if finding.cause == "all_ignored" and times == calls > 1:
+        # a count of at least 1 would hide that nothing is ever learned
+        finding = replace(finding, repair="look why no target of any batch counts: all labels are masked, or cut off")
     often = f"; in {times} of {calls} calls" if calls > 1 else ""
     return replace(finding, measured=f"{finding.measured}{often}".removeprefix("; "))
 

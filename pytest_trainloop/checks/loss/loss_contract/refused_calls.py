@@ -124,8 +124,9 @@ def _range(call: Call, error: Exception, target: torch.Tensor, count: int) -> It
     low, high = int(kept.min()), int(kept.max())
     if low >= 0 and high < count:
         return
+    kinds = torch.unique(kept[(kept < 0) | (kept >= count)])
     if low < 0:
-        hint, repair = f"; ignore_index is {ignored}", f"pass ignore_index={low}, or label what is left out {ignored}"
+        hint, repair = f"; ignore_index is {ignored}", _negative(kinds, ignored)
     elif low == 1 and high == count:
         hint, repair = f": they are 1 to {count}, off by one", "count labels from 0: target - 1"
     else:
@@ -133,6 +134,15 @@ def _range(call: Call, error: Exception, target: torch.Tensor, count: int) -> It
     yield _judged(call, error, "target_out_of_range",
                   f"{call.name} is given labels {low} to {high} and has classes 0 to {count - 1}{hint}", repair=repair,
                   culprit="target", measured=f"labels seen {as_list(torch.unique(kept))}")  # fmt: skip
+
+
+def _negative(kinds: torch.Tensor, ignored: int) -> str:
+    """One label may be that of what is left out; ignoring it would hide a class that the map of names lacks."""
+    look = "look where these labels come from: a map of names that lacks a class gives one label to all of them"
+    if len(kinds) > 1:
+        return look
+    kind = int(kinds[0])
+    return f"{look}\nif {kind} is the label of what is left out: ignore_index={kind}, or label it {ignored}"
 
 
 def _ids(call: Call, error: Exception) -> Iterator[Judgement]:

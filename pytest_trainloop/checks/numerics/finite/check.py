@@ -107,7 +107,9 @@ CAUSES = {
     ),
     "nonfinite_masked": Cause(
         proof="an operation makes a non-finite loss or gradient finite, and the step is made all the same",
-        repair="fix the operation that it comes from; or skip the batch openly (no backward, no step) and count it",
+        repair="fix the operation that it comes from",
+        do_not="skip such batches, or replace what is not finite: the operation stays wrong, and these rows "
+        "teach nothing",
         explains=_EXPLAINS,
     ),
 }

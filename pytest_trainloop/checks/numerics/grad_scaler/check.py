@@ -170,7 +170,8 @@ CAUSES = {
     ),
     "scale_collapsed": Cause(
         proof="the scale falls without end, and steps are skipped as often at the lowest scale of all",
-        repair="fix the operation that is not finite; skip a bad batch before scaler.scale(loss)",
+        repair="fix the operation that is not finite",
+        do_not="skip such batches: the operation stays wrong, and these rows teach nothing",
         explains=("overfit_one_batch", "update_ratio", "every_param_moves:not_updated"),
         change=("seen",),
     ),

@@ -12,6 +12,7 @@ from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice
 from pytest_trainloop.checks.batch.padding_invariance.smaller import composed
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
 from pytest_trainloop.gradients.compare import Agreement
 from pytest_trainloop.recording.events import Place
 from tests.helpers.records import FakeEvidence
@@ -187,7 +188,8 @@ def test_what_even_a_declaration_does_not_decide():
 
 def test_outputs_that_loss_contract_calls_padding_are_a_fault():
     runs = Runs(compared(), cut=compared(Agreement(1.0, 1.0, 0.0)), sure=False)
-    assert said(runs, behind=("a finding",)) == ("padded_targets", "fault")
+    counted = Finding(cause="padding_counted", summary="padding counts")
+    assert said(runs, behind=(counted,)) == ("padded_targets", "fault")
 
 
 def test_one_padded_position_may_be_the_end_of_a_text():

@@ -149,10 +149,10 @@ pair(
     "kl_reported_whole_and_trained_at_a_tenth",
     "loss_components",
     "weight_differs",
+    level="advice",
     culprits=("kl",),
     where="loss.backward()",
-    mentions=("reported at 1 and trained at 0.1",),
-    quick=True,
+    mentions=("kl is trained at 0.1", '"kl": (0.1, kl)'),
     faulty=variational(0.1, elbo_terms),
     fixed=variational(0.1, weighted),
 )
@@ -163,6 +163,7 @@ pair(
     "weight_differs",
     culprits=("kl",),
     mentions=("declared at 0.1 and trained at 0.01",),
+    quick=True,
     faulty=variational(0.01, weighted),
     fixed=variational(0.1, weighted),
 )

@@ -568,3 +568,31 @@ def parts_of_which_one_is_only_watched():
         return {"ce": terms["ce"], "size": (0.0, terms["size"])}
 
     return loop(mlp(6, 24, 3), plain(lambda m, b, _n: two_terms(m, b)["ce"]), parts)
+
+
+class SetCriterion(nn.Module):
+    """The losses of a detector by name, and a table of what each counts; the table is read where they are summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight_dict = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+
+    def forward(self, outputs, targets):
+        boxes = outputs[:, 3:]
+        wanted = F.one_hot(targets, 3).to(boxes.dtype)
+        return {
+            "loss_ce": F.cross_entropy(outputs[:, :3], targets),
+            "loss_bbox": F.l1_loss(boxes, wanted),
+            "loss_giou": (boxes - wanted).square().mean(),
+        }
+
+
+@odd(notes="the criterion's losses are logged without their weights, which a table holds: 5 and 2 for two of them")
+def losses_logged_beside_a_table_of_weights():
+    criterion = SetCriterion()
+
+    def loss_of(model, batch, _number):
+        losses = criterion(model(batch[0]), batch[1])
+        return sum(losses[name] * criterion.weight_dict[name] for name in losses)
+
+    return loop(mlp(6, 24, 6), plain(loss_of), lambda model, batch: criterion(model(batch[0]), batch[1]))

@@ -110,7 +110,7 @@ pair(
     "sigmoid_saturates_at_once",
     "loss_contract",
     "probabilities_saturated",
-    mentions=("before the first step",),
+    mentions=("before the first optimizer step",),
     faulty=spam(lambda y: y, F.binary_cross_entropy, lambda s: torch.sigmoid(1000 * s.squeeze(-1) + 300)),
     fixed=spam(lambda y: y, F.binary_cross_entropy, lambda s: torch.sigmoid(s.squeeze(-1))),
 )

@@ -81,7 +81,7 @@ def test_a_flipped_sign_is_meant_next_to_another_loss():
 def test_a_loss_that_no_gradient_reaches_is_left_out_where_others_are_backpropagated():
     recorder = recorded()
     recorder.sites["mse_loss", (), "aux"] = CallSite("mse_loss", layer="aux", where=LINE, with_history=3)
-    assert found(recorder) == [("part_left_out", "advice", "in no step of the run; in 3 of 3 calls")]
+    assert found(recorder) == [("part_left_out", "advice", "no gradient reaches it; in 3 of 3 calls")]
     recorder.sites["cross_entropy", (), "head"].judged = 0
     assert found(recorder) == []
 

@@ -197,3 +197,25 @@ def translation_in_one_pass() -> TrainLoop:
         return F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"])
 
     return loop(Forecaster(5, ids=16), draw, loss_of)
+
+
+@odd(notes="a generator's first loss comes after a critic's step, which is sure of what is made by then")
+def critic_sure_after_its_first_step() -> TrainLoop:
+    critic, made = nn.Sequential(nn.Linear(6, 1), nn.Sigmoid()), nn.Linear(3, 6)
+    nn.init.normal_(critic[0].weight, std=0.01)
+    of_critic = torch.optim.SGD(critic.parameters(), lr=8.0)
+    of_made = torch.optim.SGD(made.parameters(), lr=1e-2)
+
+    def fit(batches):
+        for real in batches:
+            fake = made(torch.randn(len(real), 3)) - 8
+            of_critic.zero_grad()
+            scores = critic(torch.cat([real, fake.detach()])).squeeze(1)
+            F.binary_cross_entropy(scores, (torch.arange(len(scores)) < len(real)).float()).backward()
+            of_critic.step()
+            of_made.zero_grad()
+            F.binary_cross_entropy(critic(fake).squeeze(1), torch.ones(len(fake))).backward()
+            of_made.step()
+
+    real = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)) + 8
+    return TrainLoop(model={"critic": critic, "made": made}, optimizer=[of_critic, of_made], batch=real, fit=fit)
