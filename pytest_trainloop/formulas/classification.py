@@ -60,14 +60,11 @@ NEGATIVES_MISSING = Mistake(
     "term_missing",
     "entries whose target is 0 cost nothing, so all outputs may rise without end",
     "loss = -(t * log(p) + (1 - t) * log(1 - p)).mean()",
-    alone=True,
-    linear=True,
 )
 TERMS_OPPOSED = Mistake(
     "term_sign",
     "the terms of targets 1 and of targets 0 have opposite signs: one is minimised, the other maximised",
     "put + between the two terms: -(t * log(p) + (1 - t) * log(1 - p)).mean()",
-    linear=True,
 )
 
 

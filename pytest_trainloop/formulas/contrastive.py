@@ -110,6 +110,7 @@ _OTHER_NORM = Mistake(
     "the norm runs over the channels of each position, where the gradient of a row has one norm over all of its "
     "entries",
     "((gradient.flatten(1).norm(dim=1) - 1) ** 2).mean()",
+    shifted=True,
     shown_by="with the norm over all axes but the first, this loss equals the textbook penalty; the critic gives one "
     "score a row",
 )

@@ -68,15 +68,11 @@ class Mistake:
     """What the form put right shows, beside that it agrees."""
     aim: Aim | None = None
     """What it keeps the form from, where that is not the variant's: without any it is only recognised, and advice."""
+    shifted: bool = False
+    """Whether it moves the optimum: no more is claimed than that the loss leaves the outputs that are best."""
     otherwise: Level | None = None
     """What it is where the loss gets the form to its aim all the same; nothing, where it claims that it does not."""
     level: Level = "fault"
-    alone: bool = False
-    """Whether it is one only where nothing else trains the prediction: another term may give what is missing."""
-    apart: bool = False
-    """The same of the entries that the prediction is: other outputs of its layer may be trained by other terms."""
-    linear: bool = False
-    """Whether it is one only where the value is added to what is backpropagated, and nothing is made of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ _FACTOR = Mistake(
     "learned is the right one divided by {ratio:g}",
     "nll = 0.5 * (log_var + (target - mean) ** 2 / log_var.exp()); with a deviation: std.log() + 0.5 * ((target - mean)"
     " / std) ** 2",
+    shifted=True,
 )
 
 
@@ -249,17 +250,19 @@ _FACTOR_IN_DIVERGENCE = Mistake(
     "the logarithm counts in another ratio than it must beside the square of the mean and the variance, though the "
     "constant is that of the standard normal: it is least at a variance of {best:g}, not 1",
     "kl = 0.5 * (mean ** 2 + std ** 2 - 1) - std.log()",
+    shifted=True,
 )
 _MEAN_NOT_SQUARED = Mistake("power_differs", "the mean is not squared: it is driven to minus infinity", _DIVERGENCE)
 _DEVIATION = Mistake(
     "parameter_confused",
     "the deviation, exp(0.5 * log_var), stands where the variance belongs",
     _DIVERGENCE,
+    shifted=True,
 )
 
 def _to_the_prior(*, logs: bool, times: float) -> Aim:
     way = functools.partial(_divergence, logs=logs, times=times)
-    return Aim("the KL divergence", lambda *given: _lowered(_right(way, logarithm=-0.5 * times, mean=0.5, variance=0.5)(*given)))
+    return Aim("the KL divergence", lambda *given: _lowered(_right(way, logarithm=-0.5 * times, mean=0.5, variance=0.5)(*given)), endless=True)
 
 
 def _lowered(made: torch.Tensor | None) -> torch.Tensor | None:

@@ -45,11 +45,13 @@ _ADDED = Mistake(
     "ingredient_differs",
     "the weights are added to the densities where they multiply them: a component fits whatever its weight",
     _RIGHT,
+    shifted=True,
 )
 _NOT_LOGGED = Mistake(
     "parameter_confused",
     "the weights themselves are added to the logarithms of the densities, where their own logarithms belong",
     _RIGHT,
+    shifted=True,
     otherwise="advice",
 )
 

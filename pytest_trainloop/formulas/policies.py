@@ -260,6 +260,7 @@ _LEARNED_ADVANTAGE = Mistake(
     "target_with_gradient",
     "the advantage has a gradient: the policy's term pulls the critic's values away from the returns",
     "loss = -(log_prob * (returns - values).detach()).mean()",
+    shifted=True,
     shown_by="the term equals the textbook form, and a gradient flows through its advantage",
 )
 GRADIENT = Form(

@@ -53,8 +53,6 @@ _ONE_SIDE_PAYS = Mistake(
     "an error of 1 costs {above:g} where the target is above the prediction, and {below:g} where it is below: one side "
     "pays, and the loss falls without bound",
     "loss = torch.maximum(q * (target - prediction), (q - 1) * (target - prediction)).mean()",
-    apart=True,
-    linear=True,
 )
 
 PINBALL = Form(
@@ -65,7 +63,7 @@ PINBALL = Form(
         Variant(
             _pinball,
             _read_pinball,
-            aim=Aim("the distance between prediction and target", lambda p, t: (p - t).abs(), best=0.0),
+            aim=Aim("the distance between prediction and target", lambda p, t: (p - t).abs(), best=0.0, endless=True),
         ),
     ),
     ops=MASKING | MULTIPLICATIONS | ADDITIONS | SUBTRACTIONS | frozenset({"maximum", "max", "minimum", "min", "mean"}),
@@ -103,6 +101,7 @@ _AXIS_OF_TARGET = Mistake(
     "the shares run along the targets' quantiles and not along the predicted ones: every predicted quantile is trained "
     "to the same value",
     "tau[None, :, None] for errors of shape (rows, predicted, target)",
+    shifted=True,
 )
 
 PAIRS = Form(

@@ -52,6 +52,8 @@ class Aim:
     """What outputs are trained on before, to get to where the mistake counts."""
     held: tuple[int, ...] = ()
     """Arguments that stay as they are."""
+    endless: bool = False
+    """Whether it is to get worse without end: as many steps again make it worse by at least as much again."""
     shared: bool = False
     """Whether all rows get one output: with an output for each row any spread is 0 at best."""
     of_value: bool = False
@@ -105,14 +107,20 @@ class Step:
 
 
 def tried(
-    step: Step, arguments: Sequence[int], aim: Aim, numbers: Mapping[str, float] | None = None, value: int | None = None
+    step: Step,
+    arguments: Sequence[int],
+    aim: Aim,
+    numbers: Mapping[str, float] | None = None,
+    value: int | None = None,
+    *,
+    shifted: bool = False,
 ) -> Outcome | None:
     """What comes of training the outputs that ``arguments`` were computed from; None where it cannot be tried.
-    ``value`` is what the form agreed with."""
+    ``value`` is what the form agreed with. ``shifted``: it is enough that the loss leaves the outputs that are best."""
     if aim.moves or aim.parallel or aim.of_value:
         assert value is not None, f"{aim.name} needs a value"
     try:
-        experiment = _Experiment(step, tuple(arguments), aim, dict(numbers or {}), value)
+        experiment = _Experiment(step, tuple(arguments), aim, dict(numbers or {}), value, shifted)
         if aim.parallel:
             return experiment.directions()
         return experiment.outcome()
@@ -126,6 +134,8 @@ class _Course:
 
     before: torch.Tensor
     after: torch.Tensor
+    later: torch.Tensor
+    """Where as many steps again led, if that is asked for."""
     best: torch.Tensor
     kept: torch.Tensor
     """Where training on the quantity leads, and then where the loss leads from there."""
@@ -140,6 +150,7 @@ class _Experiment:
     aim: Aim
     numbers: dict[str, float]
     value: int | None
+    shifted: bool
 
     def __post_init__(self) -> None:
         found = self.step.part
@@ -154,9 +165,10 @@ class _Experiment:
             return None
         groups = range(courses[0].before.numel())
         for group in groups:
-            if all(_worse(c, group, by=0.5 if self.aim.best is not None else 0.75) for c in courses):
+            by = 0.5 if self.aim.best is not None else 0.75
+            if all(_worse(c, group, by) and (not self.aim.endless or _goes_on(c, group)) for c in courses):
                 return Outcome(True, self._told(courses, group, "after"))
-        if self.aim.best is None:
+        if self.shifted:
             least = min(float((c.before - c.best).sum()) for c in courses)
             for group in groups:
                 if all(_left(c, group, least) for c in courses):
@@ -216,9 +228,11 @@ class _Experiment:
         after = self._quantity(trained)
         if after is None or not (fell or self.aim.moves):
             return None
-        if self.aim.best is not None or self.aim.moves:
+        later = self._quantity(descended(loss, trained, held)[0]) if self.aim.endless else after
+        later = after if later is None else later
+        if self.aim.best is not None or self.aim.moves:  # known, or nothing to be trained
             best = torch.full_like(before, -(self.aim.best or 0.0) if self.aim.rises else self.aim.best or 0.0)
-            return _Course(before, after, best, best, best)
+            return _Course(before, after, later, best, best, best)
         taught, _ = descended(textbook, start, held)
         best = self._quantity(taught)
         again, _ = descended(textbook, taught, held)
@@ -226,7 +240,7 @@ class _Experiment:
         kept, further = self._quantity(left), self._quantity(again)
         if best is None or kept is None or further is None:
             return None
-        return _Course(before, after, best, kept, (best - further).clamp(min=0))
+        return _Course(before, after, later, best, kept, (best - further).clamp(min=0))
 
     def _quantity(self, outputs: Outputs) -> torch.Tensor | None:
         """The quantity as a cost, one number for each group; None where it has none here."""
@@ -283,6 +297,11 @@ def _worse(course: _Course, group: int, by: float) -> bool:
         return True
     whole = max(abs(before - best), abs(after - before))
     return whole > 0 and after - best >= by * whole
+
+
+def _goes_on(course: _Course, group: int) -> bool:
+    before, after, later = (float(t[group]) for t in (course.before, course.after, course.later))
+    return math.isinf(after) or later - after >= after - before > 0
 
 
 def _left(course: _Course, group: int, least: float) -> bool:

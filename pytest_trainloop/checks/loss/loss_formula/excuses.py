@@ -27,26 +27,6 @@ def others_train(found: Slice, number: int) -> bool:
     return any(g is not None and bool((g != 0).any()) for g in gradients)
 
 
-def trained_otherwise(match: Match) -> bool:
-    """Whether anything else of what is backpropagated trains the entries of layers that the prediction is."""
-    found, prediction = match.cut.slice, match.cut.arguments[0]
-    layers = {v.number: v.tensor.clone().requires_grad_() for v in found.trained(found.root)}
-    own = {n: leaf for n, leaf in layers.items() if found.depends(prediction, n)}
-    try:
-        (root,) = found.replay({**layers, match.cut.number: match.cut.value}, [found.root])
-        (made,) = found.replay(own, [prediction]) if prediction not in own else (own[prediction],)
-    except CannotReplay:
-        return True
-    if not root.requires_grad or not made.requires_grad:
-        return False
-    leaves = list(own.values())
-    others = torch.autograd.grad(root.sum(), leaves, allow_unused=True)
-    mine = torch.autograd.grad(made.sum(), leaves, allow_unused=True)
-    return any(
-        a is not None and b is not None and bool(((a != 0) & (b != 0)).any()) for a, b in zip(others, mine, strict=True)
-    )
-
-
 def plays_a_game(found: Slice, number: int, evidence: Evidence) -> bool:
     """Whether an optimizer maximises, or none holds the layers that gave the prediction."""
     record = evidence.run()

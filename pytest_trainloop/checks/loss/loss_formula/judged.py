@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_trainloop.checks.loss.loss_formula.compared import compared, culprits_of, layer_of
-from pytest_trainloop.checks.loss.loss_formula.excuses import others_train, plays_a_game, trained_otherwise
+from pytest_trainloop.checks.loss.loss_formula.excuses import others_train, plays_a_game
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
 from pytest_trainloop.formulas.cut import close, slope
@@ -87,12 +88,7 @@ def _judge(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
         return
     mistake = match.reading.mistake or match.variant.mistake
     if mistake is not None:
-        excused = (mistake.alone and others_train(match.cut.slice, match.cut.number)) or (
-            mistake.linear and not _is_added(match)
-        )
-        excused = excused or (mistake.apart and trained_otherwise(match))
-        if not excused:
-            yield from _mistaken(match, mistake, step)
+        yield from _mistaken(match, mistake, step)
         return
     wrong_role = [*_wrong_roles(match, step), *_wrong_axes(match, step)]
     yield from wrong_role
@@ -108,16 +104,19 @@ def _all_worse(of_form: Sequence[Match], slices: Sequence[Slice], evidence: Evid
     if any(o.maximizes for o in evidence.run().optimizers):
         return
     right = [m for m in of_form if m.reading.mistake is None and m.variant.mistake is None]
-    if right and all(_rises(m) and _is_added(m) for m in right):
+    if right and all(map(_rises, right)):
         for match in right:
             worse, step = match.reading.worse, Step(match.cut.slice, slices)
             yield from _flipped(match, step, evidence) if worse is None else _mistaken(match, worse, step)
 
 
-def _tried(match: Match, step: Step, aim: Aim | None, *, level: Level, otherwise: Level | None) -> tuple[Level | None, str]:
+def _tried(
+    match: Match, step: Step, aim: Aim | None, *, level: Level, otherwise: Level | None = None, shifted: bool = False
+) -> tuple[Level | None, str]:
     """Whether what is recognised is a fault, advice or nothing, by what training the outputs comes to, and that in words.
     Where nothing can be tried it is advice."""
-    outcome = tried(step, match.cut.arguments, aim, match.numbers, match.cut.number) if aim is not None else None
+    cut = match.cut
+    outcome = None if aim is None else tried(step, cut.arguments, aim, match.numbers, cut.number, shifted=shifted)
     if outcome is None:
         return "advice", _measured(match)
     return (level if outcome.confirmed else otherwise), outcome.text
@@ -125,8 +124,11 @@ def _tried(match: Match, step: Step, aim: Aim | None, *, level: Level, otherwise
 
 def _mistaken(match: Match, mistake: Mistake, step: Step) -> Iterator[Finding]:
     numbers = match.reading.numbers
+    aim = mistake.aim or match.variant.aim
+    if aim is not None and mistake.shifted:
+        aim = replace(aim, endless=False)
     level, measured = _tried(
-        match, step, mistake.aim or match.variant.aim, level=mistake.level, otherwise=mistake.otherwise
+        match, step, aim, level=mistake.level, otherwise=mistake.otherwise, shifted=mistake.shifted
     )
     if level is None:
         return
@@ -151,7 +153,7 @@ def _wrong_roles(match: Match, step: Step) -> Iterator[Finding]:
         instead = violates(found, number, role)
         if not instead or (instead == "labels" and not _all_count(match, number)):
             continue
-        level, measured = _tried(match, step, match.form.aim, level="fault", otherwise=None)
+        level, measured = _tried(match, step, match.form.aim, level="fault")
         if level is None:
             continue
         cause, words = _ROLES[role, instead]
@@ -191,7 +193,7 @@ def _wrong_axes(match: Match, step: Step) -> Iterator[Finding]:
     if roles[:2] != ["probabilities", "labels"]:
         return
     axes = class_axes(match.cut.slice, *match.cut.arguments[:2])
-    level, measured = _tried(match, step, match.form.aim, level="fault", otherwise=None) if axes else (None, "")
+    level, measured = _tried(match, step, match.form.aim, level="fault") if axes else (None, "")
     if axes is not None and level is not None:
         yield Finding(
             cause="wrong_axes",
@@ -221,7 +223,7 @@ def _flipped(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
         match.form.name, lambda value: value, rises=rises, of_value=True
     )
     level, measured = _tried(
-        match, step, aim, level="advice" if evidence.shared(pretrained) else "fault", otherwise=None
+        match, step, aim, level="advice" if evidence.shared(pretrained) else "fault"
     )
     if level is None:
         return
