@@ -218,9 +218,14 @@ class Accumulation:
         one, parts = self._run(halves_of.whole()), self._parts(halves_of)
         optimizer = optimizers(one)[0]
         whole, *halves = vectors([consumed(record, optimizer, 0) or {} for record in (one, *parts)])
+        if not all(bool(v.isfinite().all()) for v in (whole, *halves)):
+            raise CannotDecide(f"the gradient of the declared loss is not finite on {self.cut.which(halves_of.rows)}")
         found = combination(whole, halves)
         if found is None or found.residual > separable(bound(one, *parts)):
-            raise CannotDecide("the declared loss is no weighted sum over rows: accumulation need not be equal")
+            raise CannotDecide(
+                f"along axis {self.cut.axis} the declared loss is no weighted sum over rows: accumulation need not be "
+                f"equal{'' if self.cut.declared else ', unless rows lie along another axis (batch_dim=)'}"
+            )
         return found.weights
 
     def excess_of_second_window(self, split: Split) -> Combination | None:

@@ -84,7 +84,7 @@ class RowShares:
 
     evidence: Evidence
     few: FewRows | None = None
-    _tapes: dict[object, Tape | None] = field(default_factory=dict)
+    _tapes: dict[tuple[Change, str, bool], Tape | None] = field(default_factory=dict)
     _ways: list[tuple[bool, tuple[int, ...], bool]] = field(default_factory=lambda: list(_WAYS))
     floats_only: bool = False
     """Whether whole numbers stay in changed rows, since the step is another one without them."""
@@ -105,10 +105,15 @@ class RowShares:
 
     @classmethod
     def require_taken(cls, evidence: Evidence) -> None:
-        """Raise the ``Refused`` of a loop that raises on a few of its rows, if that was why nothing could be seen."""
+        """Raise ``CannotDecide`` where the loop raised on a few of its rows, or on rows with other values, or gave NaN
+        for these, and nothing could be seen therefore."""
         made, refused = evidence.shared(cls.tried)
-        if made is None and refused is not None:
+        refused = refused if made is None else made._refused
+        if refused is not None and (made is None or not made._moved(None, "")):
             raise refused
+        tapes = [] if made is None else list(made._tapes.values())
+        if any(math.isnan(value) for tape in tapes if tape is not None for value in tape.values):
+            raise CannotDecide("the loss is NaN on few rows of the batch, or on rows with other values")
 
     @classmethod
     def tried(cls, evidence: Evidence) -> tuple[RowShares | None, Refused | None]:
@@ -378,13 +383,17 @@ class RowShares:
         plan = replace(plan, before_item=lambda _number, item: mode.take(item))
         try:
             record = self.evidence.rerun(plan)
-        except Refused as reason:
-            self._refused = reason.with_traceback(None)
-            return None
         except CannotDecide:
             return None
         mode.tape.double = record.double
-        return mode.tape if record.backwards() or mode.tape.shares else None
+        if record.backwards() or mode.tape.shares:
+            return mode.tape
+        if record.raised is not None:
+            given = (
+                "on a few rows of the batch" if change == AS_IT_IS else "on rows with other values, or in another order"
+            )
+            self._refused = self._refused or Refused(f"fit raised {record.raised.summary} {given}")
+        return None
 
     def _note_fixes(self, seen: RowTape) -> None:
         self.crossings.update((found.at, found) for found in crossings(seen))

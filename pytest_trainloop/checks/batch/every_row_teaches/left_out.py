@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,8 +150,10 @@ class _Rows:
     def _print(self, rows: tuple[int, ...]) -> object:
         watched = self._seen is not None and rows != self._chosen and not self._seen.calls
         made = self._made.at(Composition(rows), contexts=(self._seen.contexts,) if watched and self._seen else ())
-        if made.refused and not self.refused:
-            self.refused, self.refused_rows = made.refused, rows
+        roots = [root.value for backward in made.record.backwards() for root in backward.roots]
+        refused = made.refused or ("the loss is NaN" if any(map(math.isnan, roots)) else "")
+        if refused and not self.refused:
+            self.refused, self.refused_rows = refused, rows
         return None if made.refused or not made.record.ended else fingerprint(made.record)
 
 
