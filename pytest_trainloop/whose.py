@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     Error = TypeVar("Error", bound=BaseException)
+    T = TypeVar("T")
 
 SIGNALS = (BrokenRun, CannotDecide, OwnMistake, TimeRanOut, TrainLoopError, Unreliable, UserCodeError)
 """Exceptions by which one part of this package tells another one something: never to be taken for the project's."""
@@ -90,6 +91,13 @@ def of_the_project(error: Error) -> Error:
     """An exception that code of this package raises on purpose where the project's code is expected to."""
     error.of_the_project = True  # type: ignore[attr-defined]
     return error
+
+
+def present(value: T | None, what: str) -> T:
+    """A value that is there whenever this is called: that it is not is a mistake of this package."""
+    if value is None:
+        raise LookupError(f"{what} is asked for before it is known")
+    return value
 
 
 def mistake(error: BaseException) -> OwnMistake:

@@ -9,6 +9,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import plain, two_valued, whole
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,9 +94,8 @@ class Leaf:
     @property
     def cells(self) -> torch.Tensor:
         """The tensor as (rows, positions, ...)."""
-        assert self.row is not None
-        assert self.time is not None
-        return self.tensor.detach().movedim((self.row, self.time), (0, 1))
+        axes = present(self.row, "the axis of rows"), present(self.time, "the axis of positions")
+        return self.tensor.detach().movedim(axes, (0, 1))
 
     def at(self, mask: torch.Tensor) -> torch.Tensor:
         """Its entries where a mask (rows, positions) is true."""

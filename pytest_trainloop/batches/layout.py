@@ -9,6 +9,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from pytest_trainloop.batches.roles import Part, Roles
@@ -32,9 +33,9 @@ class Layout:
     @classmethod
     def of(cls, roles: Roles) -> Layout:
         """The positions as they are."""
-        assert roles.padded is not None
-        rows, length = roles.padded.shape
-        return cls(torch.arange(length).expand(rows, length), ~roles.padded)
+        padded = present(roles.padded, "which positions are padding")
+        rows, length = padded.shape
+        return cls(torch.arange(length).expand(rows, length), ~padded)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -73,9 +74,7 @@ def rebuilt(batch: Any, roles: Roles, layout: Layout, mask: MaskKind | None) -> 
 
 
 def _back(part: Part, cells: torch.Tensor) -> torch.Tensor:
-    assert part.row is not None
-    assert part.time is not None
-    restored = cells.movedim((0, 1), (part.row, part.time)).contiguous()
+    restored = cells.movedim((0, 1), part.axes).contiguous()
     return restored.to(part.tensor.device).requires_grad_(part.tensor.requires_grad)
 
 
@@ -83,8 +82,8 @@ def _laid_out(part: Part, layout: Layout, source: torch.Generator | None) -> tor
     old, device = part.cells, part.tensor.device
     rows = torch.arange(len(old), device=device)[:, None]
     cells = old[rows, layout.source.clamp(min=0).to(device)]
-    assert part.fill is not None
-    cells[(layout.source < 0).to(device)] = torch.tensor(part.fill, dtype=torch.float64).to(old)
+    fill = present(part.fill, "what is at padded positions")
+    cells[(layout.source < 0).to(device)] = torch.tensor(fill, dtype=torch.float64).to(old)
     if source is not None and part.role in ("ids", "features"):
         real = layout.real.to(device)
         cells[~real] = _others(old[real], cells[~real].shape, source)
@@ -102,9 +101,8 @@ def _others(seen: torch.Tensor, shape: torch.Size, source: torch.Generator) -> t
 
 def _mask(part: Part, layout: Layout, kind: MaskKind | None) -> torch.Tensor:
     """The mask of this layout, in its own kind or in another of the same meaning."""
-    assert part.real is not None
-    assert part.fill is not None
-    real, fill, dtype = part.real, part.fill, part.tensor.dtype
+    real, fill = present(part.real, "what a mask has at real positions"), present(part.fill, "and at padded ones")
+    dtype = part.tensor.dtype
     if kind is not None:
         if kind not in _DTYPES:
             raise UsageError(f"a mask has no kind {kind!r}: there are {', '.join(_DTYPES)}")

@@ -10,6 +10,7 @@ from pytest_trainloop.batches.grids import Grid, Leaf, leaves, open_grids
 from pytest_trainloop.batches.padding import PaddingMask, Proof, read_padding
 from pytest_trainloop.batches.padding_hints import is_label
 from pytest_trainloop.batches.values import additive, constant, count_up
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,11 +47,14 @@ class Part:
         return nested.shown(self.path)
 
     @property
+    def axes(self) -> tuple[int, int]:
+        """The axes of rows and of positions, of a tensor that has both."""
+        return present(self.row, "the axis of rows"), present(self.time, "the axis of positions")
+
+    @property
     def cells(self) -> torch.Tensor:
         """The tensor as (rows, positions, ...)."""
-        assert self.row is not None
-        assert self.time is not None
-        return self.tensor.detach().movedim((self.row, self.time), (0, 1))
+        return self.tensor.detach().movedim(self.axes, (0, 1))
 
 
 @dataclass(frozen=True, slots=True)

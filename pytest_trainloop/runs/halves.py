@@ -21,7 +21,7 @@ from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import present, reraise_ours
 
 if TYPE_CHECKING:
     import contextlib
@@ -322,8 +322,7 @@ class _Run:
         raise _HalfOver
 
     def _watched(self) -> Watch:
-        assert self.watch is not None
-        return self.watch
+        return present(self.watch, "the watch of the run")
 
 
 def _fit_of(loop: TrainLoop) -> Callable[[Any], Any]:

@@ -12,6 +12,7 @@ from pytest_trainloop.batches.repadding import PaddingChange, Repadding, group, 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.loop import one_padding
 from pytest_trainloop.strategies.seeds import seeds
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,14 +166,14 @@ def _paddings(
 
 def _possible(roles: Roles, only: Sequence[PaddingChange] | None) -> list[PaddingChange]:
     """The changes that this batch allows, of those that are wanted."""
-    assert roles.padded is not None
+    padded = present(roles.padded, "which positions are padding")
     said = bool(roles.of("mask", "lengths"))
     allowed = {
         "as_is": True,
         "more": True,
-        "other_values": said and bool(roles.padded.any()) and bool(roles.of("ids", "features")),
+        "other_values": said and bool(padded.any()) and bool(roles.of("ids", "features")),
         "one_left": max(roles.lengths) > 1,
-        "no_padding": bool(roles.padded.any()) and not bool(roles.padded.any(0).all()),
+        "no_padding": bool(padded.any()) and not bool(padded.any(0).all()),
         "empty_row": max(roles.lengths) > 0 and (only is not None or not roles.of("lengths")),
     }
     unknown = [change for change in only or () if change not in CHANGES]

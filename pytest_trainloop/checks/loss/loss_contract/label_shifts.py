@@ -303,15 +303,14 @@ def _before_head(found: Layout, at: list[torch.Tensor]) -> tuple[tuple[int, ...]
     entries lie on them."""
     node, moves = found.layer.parents[0], []
     while node.moves and node.parents:
-        moves += [node] if node.replay is not None else []
+        moves += [] if node.replay is None else [node.replay]
         node = node.parents[0]
     if len(found.leading) != 1 or not moves or len(node.shape) != 3:
         return found.leading, at
     flat = torch.arange(node.shape[0] * node.shape[1]).reshape(*node.shape[:2], 1).expand(node.shape)
     try:
-        for move in reversed(moves):
-            assert move.replay is not None
-            flat = move.replay(flat)
+        for replay in reversed(moves):
+            flat = replay(flat)
     except (RuntimeError, TypeError):  # a move that numbers cannot make, or an index on another device
         return found.leading, at
     if flat.dim() != 2 or flat.shape[0] != found.leading[0]:

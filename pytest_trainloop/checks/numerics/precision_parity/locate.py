@@ -20,6 +20,7 @@ from pytest_trainloop.checks.numerics.precision_parity.float32_regions import In
 from pytest_trainloop.checks.numerics.precision_parity.op_log import Operation, OpLog, Sample
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.torch_names import ADDITIONS, SUBTRACTIONS
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -227,8 +228,7 @@ def _underflow(runs: LowPrecisionRuns, aligned: Sequence[Aligned], scale: float)
 
 def _in_float32(runs: LowPrecisionRuns, parity: Parity, found: Located) -> Located:
     """The same, with the error that is left when the region of the operation is computed in float32."""
-    operation = found.operation
-    assert operation is not None
+    operation = present(found.operation, "the operation")
     region = InFloat32(operation)
     record = runs.again(region.contexts)
     if record.raised is not None or not region.met:

@@ -33,6 +33,7 @@ from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, Usag
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS
 from pytest_trainloop.runs.same_start import SameValues
 from pytest_trainloop.runs.scalers import scalers_built_with
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -136,6 +137,11 @@ class LowPrecisionRuns:
         """The least precise dtype of what was computed; None where nothing was in low precision."""
         return next((dtype for dtype in LOW if dtype in self._choices.low), None)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The same where there is one."""
+        return present(self.low, "the low precision")
+
     def again(self, contexts: Contexts = lambda watch: (), rounds: int = 1) -> Record:
         """The run in low precision once more, from the same start, to so many steps, inside these contexts."""
         outer = self._plan.contexts
@@ -156,8 +162,7 @@ class LowPrecisionRuns:
 
     def rounded(self, noise: int | None, *, picks: bool = False, contexts: Contexts = lambda watch: ()) -> Record:
         """The same with products rounded as in low precision, or with errors of that size."""
-        assert self.low is not None
-        mode = Rounded(self.low, self._choices.products, noise=noise)
+        mode = Rounded(self._dtype, self._choices.products, noise=noise)
         return self._float64(contexts, mode, picks=picks)[0]
 
     def _float64(
@@ -189,10 +194,9 @@ class LowPrecisionRuns:
     def parity(self) -> Parity | None:
         """How far the gradient is from float64; None where that is no more than two roundings of it. Raises
         ``CannotDecide`` where no gradient can be compared, ``Unreliable`` where a second run gives another one."""
-        assert self.low is not None
         if self.record.raised is not None:
             raise CannotDecide(f"{self.name} the loop raises {self.record.raised.summary}")
-        unit, reference = unit_roundoff(self.low), self.reference
+        unit, reference = unit_roundoff(self._dtype), self.reference
         gradient, expected = first_gradient(self.record, reference), first_gradient(reference)
         if not expected or not gradient:
             raise CannotDecide("no gradient arrives before the first step")
@@ -205,7 +209,7 @@ class LowPrecisionRuns:
             return None
         if not finite(gradient):
             self._require_repeatable(gradient, unit)
-            return Parity(dtype=self.low, measured=math.inf, explained=unit, finite=False)
+            return Parity(dtype=self._dtype, measured=math.inf, explained=unit, finite=False)
         found = self._explained(measured, expected, picks=False)
         if found.ratio > PASSES and self._picked_otherwise:
             expected = first_gradient(self._float64(picks=True)[0])
@@ -222,12 +226,11 @@ class LowPrecisionRuns:
             raise kind("two runs in low precision under one seed give different gradients (see determinism)")
 
     def _explained(self, measured: float, expected: Gradient, *, picks: bool) -> Parity:
-        assert self.low is not None
-        explained, enough = unit_roundoff(self.low), FAILS if self.imposed else PASSES
+        explained, enough = unit_roundoff(self._dtype), FAILS if self.imposed else PASSES
         for noise in NOISE:
             if measured > enough * explained:
                 explained = max(explained, distance(expected, first_gradient(self.rounded(noise, picks=picks))))
-        return Parity(dtype=self.low, measured=measured, explained=explained, finite=True)
+        return Parity(dtype=self._dtype, measured=measured, explained=explained, finite=True)
 
 
 def low_precision_runs(evidence: Evidence) -> Iterator[LowPrecisionRuns | CannotDecide]:

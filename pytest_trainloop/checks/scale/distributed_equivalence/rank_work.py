@@ -125,9 +125,8 @@ def _kept(did: Did, make: Callable[[], Record]) -> Did:
     try:
         did.record = make()
         if did.record.raised is not None and PEER_IS_GONE.search(did.record.raised.summary):
-            raise of_the_project(
-                ConnectionError(did.record.raised.summary)
-            )  # for the launch, which knows who waited for whom
+            gone = ConnectionError(did.record.raised.summary)
+            raise of_the_project(gone)  # for the launch, which knows who waited for whom
     except TimeRanOut as refusal:
         did.refused = TimeRanOut.__name__, (refusal.steps, refusal.seconds, " of a rank")
     except UserCodeError as refusal:

@@ -34,7 +34,7 @@ from pytest_trainloop.checks.state.data_order.streams import (
 )
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import present, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,8 +123,7 @@ class Looks:
                 return reading, streams
             if not changed:
                 break
-        raised = reading.raised
-        assert raised is not None
+        raised = present(reading.raised, "what reading raised")
         if source.given and source.kind == "loader":
             raise UserCodeError(user_error(raised, f"reading batch {reading.at} of {source.name}"), one_check=True)
         raise CannotDecide(

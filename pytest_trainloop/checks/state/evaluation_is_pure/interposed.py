@@ -22,7 +22,7 @@ from pytest_trainloop.recording.source import NOWHERE, here
 from pytest_trainloop.runs.halves import halves
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.user_traceback import raised, user_error
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import present, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -221,9 +221,9 @@ def _displace(loop: TrainLoop, watch: Watch) -> None:
 
 
 def _call(loop: TrainLoop, watch: Watch) -> None:
-    assert loop.evaluate is not None
+    evaluate = present(loop.evaluate, "TrainLoop.evaluate")
     try:
-        loop.evaluate()
+        evaluate()
     except (Exception, SystemExit) as error:  # of the project's evaluate
         reraise_ours(error)
         where = raised(error).place

@@ -29,6 +29,7 @@ from pytest_trainloop.reach.copies import same_bits
 from pytest_trainloop.recording.events import ModeCall, Step
 from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -138,8 +139,7 @@ class _Judging:
         self._made.reseeding = reseeding(self._evidence, cut.interposed, self._known(), run.seen, early)
 
     def _known(self) -> Halves:
-        assert self._reference is not None
-        return self._reference
+        return present(self._reference, "the run to compare with")
 
     def _cut(self, moment: Moment, reference: Halves) -> _Cut:
         interposed = Interposed(self._evidence, double=reference.double, **OPTIONS[moment])

@@ -55,8 +55,6 @@ def averages(a: Uninterrupted, b: Resumed, renewed: Renewed, found: Sequence[Fac
 def _moves(a: Uninterrupted, b: Resumed, differences: Sequence[Difference]) -> bool:
     """Whether training made it, goes on moving it, and it is no copy of the weights at some moment."""
     end, other = a.ended.half.end, b.ended.half.end
-    assert b.built is not None
-    assert a.saved is not None
     if end is None or not any(d.leaf.kind in _STATES for d in differences):
         return False
     weights = [a.saved.value(p) for p in a.paths.values() if p in a.saved.leaves]
@@ -96,7 +94,6 @@ def steered(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Fact]:
     everything = {d.leaf.path for differences in left.values() for d in differences}
     if apart & _averages_apart(a, Resumed(a, everything, renewed=renewed), set()):
         return
-    assert a.saved is not None
     read = any("evaluate" in a.saved.leaves[path].reached_from for path in apart)
     for name, differences in scalars.items():
         without = everything - {d.leaf.path for d in differences}
@@ -111,7 +108,6 @@ def steered(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Fact]:
 
 def _averages_apart(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:
     """Paths of what looks like an average, is as it was saved after ``load``, and ends elsewhere."""
-    assert a.saved is not None
     mine, other = a.ended.half.end, b.ended.half.end
     if mine is None or other is None:
         return set()
@@ -128,6 +124,5 @@ def _averages_apart(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:
 
 
 def _as_built(b: Resumed, difference: Difference) -> bool:
-    assert b.built is not None
     path = difference.leaf.path
     return path in b.built.leaves and same_value(b.built.value(path), difference.after)

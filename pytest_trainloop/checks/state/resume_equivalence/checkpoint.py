@@ -17,7 +17,7 @@ import torch
 
 from pytest_trainloop.fields import is_folder, path_parameter
 from pytest_trainloop.recording.patches import patched
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import present, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,9 +61,7 @@ class Checkpoint:
 
     def take(self, loop: TrainLoop) -> None:
         """Call ``save``. Raises what that raises."""
-        save, load = loop.save, loop.load
-        assert save is not None
-        assert load is not None
+        save, load = present(loop.save, "TrainLoop.save"), present(loop.load, "TrainLoop.load")
         self._parameter = path_parameter(save, load)
         written: list[Any] = []
         with patched(torch, "save", lambda original: _noting(original, written)):
@@ -77,12 +75,12 @@ class Checkpoint:
 
     def give(self, loop: TrainLoop) -> None:
         """Call ``load`` with a copy of its own. Raises what that raises."""
-        assert loop.load is not None
+        load = present(loop.load, "TrainLoop.load")
         if self._given is not None and self._folder is not None:
             _replace(self._folder / "kept", self._folder / "given")
-            self._give_path(loop.load, self._given)
+            self._give_path(load, self._given)
         else:
-            loop.load(copied(self._state))
+            load(copied(self._state))
 
     @property
     def given(self) -> Path | None:
@@ -165,8 +163,8 @@ class Checkpoint:
         return self._given
 
     def _keep(self) -> None:
-        assert self._folder is not None
-        _replace(self._folder / "given", self._folder / "kept")
+        folder = present(self._folder, "the folder of the checkpoint")
+        _replace(folder / "given", folder / "kept")
 
     def _look_at(self, roots: list[tuple[str, Any]]) -> None:
         self.seen = bool(roots)

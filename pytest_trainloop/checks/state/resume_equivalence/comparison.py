@@ -12,6 +12,7 @@ from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.knobs import nearest
 from pytest_trainloop.runs.halves import halves, no_halves
+from pytest_trainloop.whose import present
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def compared(evidence: Evidence) -> Iterator[tuple[Fact, Uninterrupted]]:
             yield Fact("save_raises", ("save()",), raised=a.save_error), a
             return
         a.require_two_halves()
-        assert b is not None
+        b = present(b, "the resumed run")
         changed = _changed_by_save(a)
         if changed is not None:
             yield changed, a
@@ -138,7 +139,6 @@ def _require_own(raised: Raised, function: str) -> None:
 
 def _renewed(evidence: Evidence, a: Uninterrupted) -> Renewed:
     names = tuple(evidence.declared("renews") or ())
-    assert a.saved is not None
     for name in names:
         if name in RENEWABLE_KINDS:
             continue

@@ -102,7 +102,7 @@ def _undecided(a: Uninterrupted, b: Resumed, whole: Resumed, renewed: Renewed) -
         return CannotDecide(OTHER_INPUTS)
     names = whole.unequal()
     what = "it raises" if names == ["fit"] else f"{names[0]} is the first to differ"
-    cut = f" ({a.saved.cut})" if a.saved is not None and a.saved.cut else ""
+    cut = f" ({a.cut})" if a.cut else ""
     return CannotDecide(
         f"the resumed run differs although everything that could be reached was carried over{cut}: {what}; is "
         "there state at module level, in a closure of a library, or outside of the process?"

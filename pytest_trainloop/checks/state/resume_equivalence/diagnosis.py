@@ -86,7 +86,6 @@ def untied(a: Uninterrupted, b: Resumed) -> Iterator[Fact]:
 
 def _certain(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Lost]:
     """What is lost for sure in a run that cannot be compared: weights that training goes on with, and moments."""
-    assert a.saved is not None
     trained = {a.paths.get(name) for name in a.ended.made.trained()}
     for name, differences in candidates(b, renewed).items():
         weights = tuple(d for d in differences if d.leaf.kind == "weight" and d.leaf.path in trained)
@@ -98,7 +97,6 @@ def _certain(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Lost]:
 
 def _is_stream(a: Uninterrupted, lost: Lost) -> bool:
     """Whether it is an iterator of the loop's own: how far the data have come is not judged."""
-    assert a.saved is not None
     held = [a.saved.object(path) for path in lost.paths if path in a.saved.places]
     return bool(held) and all(isinstance(value, Iterator) for value in held)
 
@@ -176,7 +174,6 @@ def _weights(b: Resumed, fact: Fact) -> Fact:
 
 def _as_built(b: Resumed, difference: Difference) -> bool:
     """Whether ``load`` has left a value as the fresh loop had it."""
-    assert b.built is not None
     path = difference.leaf.path
     if path not in b.built.leaves:
         return difference.how == "vanished"
@@ -185,7 +182,6 @@ def _as_built(b: Resumed, difference: Difference) -> bool:
 
 def _swapped(a: Uninterrupted, differences: Sequence[Difference]) -> str:
     """Whose moments one weight has after ``load``, in words; empty where they are none of another's."""
-    assert a.saved is not None
     moments = {p: a.saved.value(p) for p, leaf in a.saved.leaves.items() if leaf.kind == "optimizer_state"}
     for difference in differences:
         path, after = difference.leaf.path, difference.after
@@ -199,7 +195,6 @@ def _swapped(a: Uninterrupted, differences: Sequence[Difference]) -> str:
 
 def _in_a_module(a: Uninterrupted, lost: Lost) -> bool:
     """Whether it is an attribute of a module."""
-    assert a.saved is not None
     for path in lost.paths:
         place = a.saved.places.get(path)
         while place is not None:
@@ -214,8 +209,6 @@ def _schedules(a: Uninterrupted, b: Resumed, renewed: Renewed, found: Sequence[F
     if any(fact.cause == "scheduler_restarts" for fact in found):
         return
     end, other = a.ended.half.end, b.ended.half.end
-    assert a.saved is not None
-    assert b.built is not None
     if end is None or other is None:
         return
     for path, leaf in a.saved.leaves.items():
@@ -270,8 +263,7 @@ def _live(a: Uninterrupted) -> Iterator[Fact]:
 def _drawn(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Fact]:
     """Weights and buffers that are as another seed built them: neither saved nor made by training."""
     other = Resumed(a, renewed=renewed, other_seed=1, steps=False)
-    assert a.saved is not None
-    if other.load_error is not None or other.loaded is None or other.built is None or b.loaded is None:
+    if other.load_error is not None or other.loaded is None or b.loaded is None:
         return
     names = []
     for name, path in a.paths.items():

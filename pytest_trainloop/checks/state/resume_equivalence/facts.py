@@ -48,7 +48,6 @@ def saved_as(a: Uninterrupted, differences: Sequence[Difference]) -> str:
 
 def as_weights(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
     """Whether most of these tensors have the shapes of declared weights."""
-    assert a.saved is not None
     shapes = {v.shape for p in a.paths.values() if p in a.saved.leaves and (v := a.saved.value(p)) is not None}
     tensors = [d.before for d in differences if isinstance(d.before, torch.Tensor) and d.before.numel() > 1]
     return bool(tensors) and 2 * sum(t.shape in shapes for t in tensors) > len(tensors)

@@ -30,7 +30,7 @@ from pytest_trainloop.runs.halves import halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import raised as as_text
-from pytest_trainloop.whose import project_may_raise, reraise_ours
+from pytest_trainloop.whose import present, project_may_raise, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -132,7 +132,7 @@ class Uninterrupted:
         self.checkpoint = Checkpoint(bare=bare)
         self.save_error: Raised | None = None
         self.unreadable = ""
-        self.saved: Snapshot | None = None
+        self._saved: Snapshot | None = None
         self.changed_by_save: list[Difference] = []
         self.ties: list[tuple[str, ...]] = []
         self.states: dict[str, Any] = {}
@@ -169,7 +169,7 @@ class Uninterrupted:
                 if self._put_back:
                     before.put_back(self._put_back)
                 reach = Reach.of(loop)
-                self.saved = reach.snapshot()
+                self._saved = reach.snapshot()
                 self.scales = scales(reach)
                 self.changed_by_save = differences(before, self.saved)
                 self.ties = ties(loop)
@@ -204,9 +204,18 @@ class Uninterrupted:
             self.save_error = as_text(error)
             raise Over from None
 
+    @property
+    def saved(self) -> Snapshot:
+        """The loop as it was saved."""
+        return present(self._saved, "the saved state")
+
+    @property
+    def cut(self) -> str:
+        """What the snapshot of the loop leaves out; empty without one."""
+        return "" if self._saved is None else self._saved.cut
+
     def values(self) -> dict[str, torch.Tensor]:
         """Declared weights and buffers by name, as they were saved."""
-        assert self.saved is not None
         return {name: self.saved.value(path) for name, path in self.paths.items() if path in self.saved.leaves}
 
     def require_two_halves(self) -> None:
@@ -258,7 +267,7 @@ class Resumed:
         self.load_error: Raised | None = None
         self.unopened = ""
         """What ``load`` did not find, within the folder that ``save`` wrote to."""
-        self.built: Snapshot | None = None
+        self._built: Snapshot | None = None
         self.loaded: Snapshot | None = None
         self.lost: list[Difference] = []
         self.ties: list[tuple[str, ...]] = []
@@ -276,9 +285,8 @@ class Resumed:
         half = SecondHalf()
 
         def between(loop: TrainLoop, watch: Watch) -> None:
-            assert a.saved is not None
             with watch.suspended():
-                self.built = Reach.of(loop).snapshot()
+                self._built = Reach.of(loop).snapshot()
                 before = reached_by_functions(loop)
             self._load(loop)
             with watch.suspended():
@@ -323,9 +331,13 @@ class Resumed:
             raise Over from None
         self.restored = random_states_are(self.a.states)
 
+    @property
+    def built(self) -> Snapshot:
+        """The loop before ``load``."""
+        return present(self._built, "the loop before load()")
+
     def _for_resuming_alone(self) -> frozenset[str]:
         built = self.built
-        assert built is not None
         return frozenset(
             d.leaf.path
             for d in self.lost
@@ -344,7 +356,6 @@ class Resumed:
 
     def _apart(self) -> frozenset[str]:
         """Names of buffers that no state dict holds."""
-        assert self.a.saved is not None
         leaves = self.a.saved.leaves
         return frozenset(n for n, path in self.a.paths.items() if path in leaves and not leaves[path].persistent)
 
