@@ -95,3 +95,25 @@ def test_an_optimizer_that_never_steps_in_a_script_that_ends(watch):
     """
     )
     assert causes(said) == {"step_missing"}
+
+
+SCHEDULED = """
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for epoch in range(3):
+        train(model, optimizer, loader())
+        RAISE
+        scheduler.step()
+"""
+
+
+def test_a_scheduler_is_not_missed_in_a_script_that_raised_before(watch):
+    said = watch(SCHEDULED.replace("RAISE", "raise FileNotFoundError('val.json')"))
+    assert said.status == 1
+    assert "StepLR" not in said.out.partition("Traceback")[2].partition("\n\n")[2]
+
+
+def test_a_scheduler_that_a_whole_script_never_calls_is_advice(watch):
+    said = watch(SCHEDULED.replace("RAISE", "").replace("scheduler.step()", "pass"))
+    assert "no call of it was seen: the 12 steps that were watched are made at 0.1" in said.out
