@@ -91,8 +91,9 @@ def _in_single_run(record: Record) -> Judged | None:
 def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InEval | None:
     """The first training forward pass with modules in evaluation mode that nobody put there on purpose.
 
-    On purpose: norms (their statistics are to stay), and a part of the model that was switched alone, or by a
-    ``train()`` that the model defines, with no evaluation in between.
+    On purpose: norms (their statistics are to stay), a part of the model that was switched alone, or by a ``train()``
+    that the model defines, with no evaluation in between, and a model in evaluation mode of which parts were switched
+    back.
     """
     once_training: set[str] = set()
     passes = list(_training_passes(record))
@@ -103,6 +104,8 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
         if forward.training:
             never = _not_on_purpose(record, never, forward, own_train) - norms
             never = {m for m in never if _holder_trains(record, m)}
+        elif _switched_by_parts(record, forward):
+            never = set()
         else:
             left = left or switched & once_training
         chosen = left or (never if forward.below else set())
@@ -113,7 +116,7 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
                 cause="eval_left_on" if left else "trained_in_eval",
                 modules=tuple(sorted(chosen)),
                 step=sum(s.at < forward.at for s in record.innermost_steps()),
-                whole=not forward.training,
+                whole=not forward.training and not forward.in_training,
                 call=str(call.place) if call else "",
                 forward=str(forward.place),
                 unscored=between[0].site if between else None,
@@ -182,6 +185,16 @@ def _not_on_purpose(record: Record, modules: set[str], forward: Forward, own_tra
         if not initially and not by_class and not any(_for_training(record, c) for c in calls):
             left.add(module)
     return left
+
+
+def _switched_by_parts(record: Record, forward: Forward) -> bool:
+    """Whether code put parts of a model in evaluation mode back into training mode: by a call that leaves others in
+    evaluation mode, or through the attribute after a call of ``eval()``. New parts are in training mode without any."""
+    for module in forward.in_training:
+        calls = [c for c in record.of(ModeCall) if c.at < forward.at and _covers(c, module)]
+        if calls and not (calls[-1].on and all(_covers(calls[-1], m) for m in forward.in_eval)):
+            return True
+    return False
 
 
 def _for_training(record: Record, call: ModeCall) -> bool:
