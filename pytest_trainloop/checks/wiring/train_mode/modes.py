@@ -46,6 +46,8 @@ class InEval:
     call: str
     """The line of the call that switched them, if one was seen."""
     forward: str
+    training: tuple[str, ...] = ()
+    """The modules that were in training mode in that pass, in a model that was not."""
     unscored: object = None
     """The call site of a pass without gradients between that call and the training pass, if any."""
 
@@ -72,7 +74,7 @@ def in_eval(evidence: Evidence) -> Judged | None:
         kinds = Kinds()
         evidence.rerun(plan, prepare=kinds, enough=lambda r: r.rounds >= 1)
         found = trained_in_eval(record, kinds.norms, kinds.own_train)
-        if found:
+        if found and not _switched_when_built(evidence, found):
             own_data = found.unscored is not None and trained_on(evidence, found.unscored, record, plan)
             other = evidence.rerun(plan, contexts=_in_training_mode(set(found.modules)), varied="in training mode")
             return Judged(found, _difference(record, other), "advice" if own_data else "fault")
@@ -118,6 +120,7 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
                 step=sum(s.at < forward.at for s in record.innermost_steps()),
                 whole=not forward.training and not forward.in_training,
                 call=str(call.place) if call else "",
+                training=() if forward.training else forward.in_training,
                 forward=str(forward.place),
                 unscored=between[0].site if between else None,
             )
@@ -195,6 +198,14 @@ def _switched_by_parts(record: Record, forward: Forward) -> bool:
         if calls and not (calls[-1].on and all(_covers(calls[-1], m) for m in forward.in_eval)):
             return True
     return False
+
+
+def _switched_when_built(evidence: Evidence, found: InEval) -> bool:
+    """The same of calls that were made before ``fit``: then a mixture of modes is no default of new parts."""
+    from pytest_trainloop.tracing.made_at import MadeAt
+
+    made = evidence.shared(MadeAt.of) if found.training and found.cause == "trained_in_eval" else None
+    return made is not None and any(map(made.switched_on, found.training))
 
 
 def _for_training(record: Record, call: ModeCall) -> bool:

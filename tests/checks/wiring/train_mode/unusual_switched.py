@@ -144,3 +144,15 @@ def switched_by_a_freezing_helper():
             step(model, optimizer, x, y)
 
     return loop(fit)
+
+
+@odd(notes="the modes are set where the model is built: all off, the head on")
+def switched_when_the_model_is_built():
+    model = Pretrained().eval()
+    model.head.train()
+
+    def fit(model, optimizer, batches):
+        for x, y in batches:
+            step(model, optimizer, x, y)
+
+    return loop(fit, model=model)
