@@ -311,11 +311,12 @@ def _require_schedulers(given: Any, optimizers: list[Any]) -> None:
     for scheduler in listed(given):
         if isinstance(given, Mapping) and not hasattr(scheduler, "step"):
             continue  # Lightning's {"scheduler": ..., "interval": "step"}
-        able = callable(getattr(scheduler, "step", None)) or callable(scheduler)
+        able = callable(scheduler) or any(True for _ in _inner_optimizers(scheduler)) or _has_calls(scheduler)
         other = isinstance(scheduler, (type, torch.optim.Optimizer, nn.Module))
         if not able or other:
             raise UsageError(
-                f"TrainLoop.scheduler is {a(scheduler)}; a scheduler with step() is needed, or a list of them"
+                f"TrainLoop.scheduler is {a(scheduler)}; a scheduler with step() is needed, or another object that "
+                "writes the optimizer's learning rates, or a list of them"
             )
         schedulers.append(scheduler)
     scheduled = [o for scheduler in schedulers for o in _inner_optimizers(scheduler)]
@@ -325,6 +326,13 @@ def _require_schedulers(given: Any, optimizers: list[Any]) -> None:
             f"TrainLoop.scheduler is {a(schedulers[0])} of another {type(scheduled[0]).__name__} than those of "
             "TrainLoop.optimizer, whose rates it never changes; build it on the optimizer that trains"
         )
+
+
+def _has_calls(scheduler: Any) -> bool:
+    """Whether an object has a method that moves a schedule on: ``step()``, ``step_update()``, ``update_lr()``."""
+    words = ("step", "update", "adjust", "set_lr")
+    names = [n for n in dir(type(scheduler)) if not n.startswith("_") and n.lower().startswith(words)]
+    return any(callable(getattr(type(scheduler), name)) for name in names)
 
 
 def _inner_optimizers(holder: Any, depth: int = _DEPTH) -> Iterator[Any]:

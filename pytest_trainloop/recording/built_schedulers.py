@@ -1,4 +1,5 @@
-"""The schedulers of a run: those that are built while it is watched, those that are declared and those that step."""
+"""The schedulers of a run: those that are built while it is watched, those that are declared and those that step; and
+the optimizers that are built."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
 
 from pytest_trainloop.fields import listed
 from pytest_trainloop.recording.as_caller import as_caller
@@ -41,6 +43,7 @@ class BuiltSchedulers:
         self._optimizers: list[weakref.ref[Any] | None] = []
         self._numbers: dict[int, int] = {}
         self._under_way: set[int] = set()
+        self._built_optimizers: list[weakref.ref[Optimizer]] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -48,7 +51,22 @@ class BuiltSchedulers:
             for cls in with_subclasses(LRScheduler):
                 if "__init__" in vars(cls):
                     patches.put(cls, "__init__", self._noting)
+            patches.put(Optimizer, "__init__", self._noting_optimizer)
             yield
+
+    def _noting_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            as_caller(original, (optimizer, *args), kwargs)
+            self._built_optimizers.append(weakref.ref(optimizer))
+
+        return init
+
+    def optimizers(self) -> Iterator[Optimizer]:
+        """The optimizers that were built in the block and are still held."""
+        for reference in self._built_optimizers:
+            if (optimizer := reference()) is not None:
+                yield optimizer
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -73,6 +73,9 @@ class Construction:
         """The last line that cast the module of a parameter."""
         self.loaded = Lines()
         """The last line that loaded the module of a parameter from a state dict."""
+        self.switched = Lines()
+        """The last line that put a module into training mode by a call of ``train()`` on it."""
+        self._switching = 0
         self.prepared: Place | None = None
         """The line of Accelerate's ``prepare``."""
         self.trainer: Place | None = None
@@ -86,6 +89,7 @@ class Construction:
                 patches.put(kind, "__init__", self._noting)
             patches.put(Optimizer, "add_param_group", self._grouping)
             patches.put(nn.Module, "load_state_dict", self._loading)
+            patches.put(nn.Module, "train", self._switching_on)
             for name in _CASTS:
                 patches.put(nn.Module, name, self._casting)
             accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
@@ -143,6 +147,19 @@ class Construction:
             return result
 
         return load_state_dict
+
+    def _switching_on(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(module: Any, mode: bool = True) -> Any:
+            if mode and not self._switching and (place := maker(module)):
+                self.switched.note(module, place)
+            self._switching += 1
+            try:
+                return original(module, mode)
+            finally:
+                self._switching -= 1
+
+        return train
 
     def _casting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -98,8 +98,13 @@ class Graphs:
         self._marked.append(weakref.ref(sentinel))
 
     def refused(self, event: Backward, error: RuntimeError) -> None:
-        """Note a pass that raised and went through the graph of an earlier step or batch."""
-        if self._again and any(words in str(error) for words in _REFUSALS):
+        """Note a pass that raised and went through the graph of an earlier iteration: this line has made a pass before.
+
+        Where it has not, the graph is of the present iteration, and another optimizer's step or pass came between (a
+        generator's loss that is backpropagated after the discriminator's step).
+        """
+        ran_before = any(e.site == event.site for e in self._watch.record.autograd_passes() if e is not event)
+        if self._again and ran_before and any(words in str(error) for words in _REFUSALS):
             self._watch.record.refused = RefusedBackward(at=event.at, place=event.place, message=str(error))
             self.when_refused()
 

@@ -51,7 +51,7 @@ class Optimizers:
         self._handles.clear()
         self._drop_late()
 
-    def index(self, optimizer: Any, declared: bool = False) -> int:
+    def index(self, optimizer: Any, declared: bool = False, known_only: bool = False) -> int:
         """The index of an optimizer, a wrapper counted as what it wraps; one that is not known gets an entry."""
         inner = unwrap(optimizer)
         known = self._index.get(id(inner))
@@ -64,7 +64,7 @@ class Optimizers:
         held = Held(index=index, kind=type(inner).__name__, declared=declared, from_torch=ours)
         self._watch.record.optimizers.append(held)
         rates_of(getattr(inner, "param_groups", None) or (), self._watch.reader, held, "first_lrs")
-        self.refresh(inner)
+        self.refresh(inner, known_only)
         return index
 
     def known(self, optimizer: Any) -> int | None:
@@ -75,15 +75,25 @@ class Optimizers:
         """Every optimizer that was given or has stepped, by its index."""
         yield from enumerate(self._kept)
 
-    def refresh(self, optimizer: Any) -> list[int]:
-        """Note the options of the optimizer's groups, and the parameters that they hold now, repetitions kept."""
+    def enter_waiting(self, optimizer: Any) -> None:
+        """Enter an optimizer that has not stepped, where it holds a parameter that no other one holds."""
+        if self.known(optimizer) is not None:
+            return
+        table, held = self._watch.table, self._watch.record.held
+        tensors = [t for g in optimizer.param_groups for t in g["params"]]
+        if any((i := table.index(t)) is not None and i not in held for t in tensors):
+            self.index(optimizer, known_only=True)
+
+    def refresh(self, optimizer: Any, known_only: bool = False) -> list[int]:
+        """Note the options of the optimizer's groups, and the parameters that they hold now, repetitions kept.
+        ``known_only``: but for tensors that were not met before."""
         watch = self._watch
         groups = [g for g in getattr(optimizer, "param_groups", None) or () if isinstance(g, dict)]
         held: list[int] = []
         group_of: list[int] = []
         for g, group in enumerate(groups):
             for i, tensor in enumerate(group.get("params", ())):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and not (known_only and watch.table.index(tensor) is None):
                     name = f"{type(optimizer).__name__}.param_groups[{g}][{i}]"
                     held.append(watch.table.add(tensor, name, "foreign"))
                     group_of.append(g)

@@ -158,6 +158,7 @@ class Watch:
 
     def _note_end(self) -> None:
         self.weight_changes.look()
+        self._enter_waiting()
         self.record.schedulers = self._built.finish(self.optimizers.known)
         self.clips.settle()
         self._state_dicts.look()
@@ -266,6 +267,8 @@ class Watch:
         record.rounds = max(record.rounds, optimizer.steps)
         record.begun = record.begun or self._trains_the_model(optimizer)
         self.graphs.look(record.rounds)
+        if self.full:
+            self._enter_waiting()
         for index, grad in (step.reads[-1].grads if step.reads else {}).items():
             if grad is not None:
                 self.steps_on[index] += 1
@@ -273,6 +276,12 @@ class Watch:
             self._lighten()
         elif not self.full:
             self._take_off()
+
+    def _enter_waiting(self) -> None:
+        """Enter the optimizers that were built and have not stepped yet: they hold what they hold. After ``fit`` those
+        that it built are gone."""
+        for optimizer in self._built.optimizers():
+            self.optimizers.enter_waiting(optimizer)
 
     def _trains_the_model(self, optimizer: Optimizer) -> bool:
         known = optimizer.declared or not any(o.declared for o in self.record.optimizers)

@@ -52,6 +52,7 @@ class MadeAt:
         self._casts: dict[str, Place] = {}
         self._drawn: dict[str, Place] = {}
         self._loaded: dict[str, Place] = {}
+        self._switched: dict[str, Place] = {}
         self._last: dict[type, Place] = {}
 
     @classmethod
@@ -144,6 +145,12 @@ class MadeAt:
         """The last line that loaded the parameter of this name from a state dict."""
         return _text(self._loaded.get(name))
 
+    def switched_on(self, path: str) -> str:
+        """The last line that called ``train()`` on the module of this path, or on a part of the model that holds it."""
+        while path and path not in self._switched:
+            path = path.rpartition(".")[0]
+        return _text(self._switched.get(path)) if path else ""
+
     def cast(self, names: Sequence[str]) -> str:
         """The line that cast the module of the first of these parameters to its dtype."""
         return _text(next((self._casts[name] for name in names if name in self._casts), None))
@@ -169,6 +176,7 @@ class MadeAt:
         for path, module in modules.items():
             _put(self._modules, path, noted.made.of(module))
             _put(self._forwards, path, _own_method(module, "forward"))
+            _put(self._switched, path, noted.switched.of(module))
             self._plain.update(plain_objects(module, path))
         for entry in watch.table.entries:
             if entry.role == "unregistered" or not entry.layer:

@@ -11,7 +11,9 @@ from tests.helpers.refusals import judged
 
 NEEDS_A_MODEL = "a torch.nn.Module is needed, or a list or dict of modules"
 NEEDS_AN_OPTIMIZER = "an optimizer with step() is needed, or a list of them"
-NEEDS_A_SCHEDULER = "a scheduler with step() is needed, or a list of them"
+NEEDS_A_SCHEDULER = (
+    "a scheduler with step() is needed, or another object that writes the optimizer's learning rates, or a list of them"
+)
 NEEDS_A_SCALER = "a gradient scaler is needed, as in torch.amp.GradScaler()"
 NEEDS_PATHS = "paths of modules or parameters are needed, as in ('backbone.',)"
 SHARED = (

@@ -92,8 +92,32 @@ def settled(evidence: Evidence, made: Accumulation, split: Split) -> Settled | N
             return Settled(kind, None)  # with the rates held equal, windows and one batch agree
         if kind == "rates" and not left.by_loop:
             return None  # rates that are to scale with the window, not moved inside it
+        if kind == "rates" and not any(_inside(record, split, s.at) for s in record.of(SchedulerStep)):
+            return Settled(kind, _written_by_hand(evidence, split))
         return Settled(kind, _finding(kind, split, record, left))
     return None
+
+
+def _written_by_hand(evidence: Evidence, split: Split) -> Finding:
+    """Of rates that lines of the loop write, and no scheduler: what it counts in batches is its own choice."""
+    from pytest_trainloop.tracing.rate_writes import RateWrites
+
+    writes = evidence.shared(RateWrites.of)
+    line = next(filter(None, map(writes.line, ("lr", "momentum", "betas", "weight_decay"))), "")
+    return Finding(
+        cause="scheduled_inside_window",
+        level="advice",
+        summary="the loop writes the optimizer's learning rate or momentum with every micro-batch, "
+        f"{split.accumulate} times for each step",
+        measured=f"after the last step weights differ by {share(split.updates)} of how far they moved, "
+        f"{split.precision}",
+        shown_by="with the optimizer's options held as they were at the start, windows and one batch give the same "
+        "gradients and the same weights",
+        culprits=("optimizer.param_groups",),
+        where=line or str(split.step_place),
+        repair="right if it is meant to count batches; if it is meant to count optimizer steps, run this line once a "
+        "window, where optimizer.step() is called",
+    )
 
 
 def _may_be(kind: Kind, record: Record, split: Split) -> bool:

@@ -31,9 +31,11 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
 
     A fault where nobody can have called it later: ``fit`` itself built it and came to its end, ``fit`` made several
     passes, or it calls the scheduler of the same kind on another optimizer; and where no line of ``fit`` that did not
-    run may be the call.
+    run may be the call. Nothing is said where ``fit`` raised: the call may come after that.
     """
     record = evidence.run()
+    if record.raised is not None:
+        return
     for scheduler in record.schedulers:
         if scheduler.calls or scheduler.inner or scheduler.optimizer is None:
             continue
@@ -50,9 +52,10 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             cause="never_called",
             level="fault" if certain else "advice",
-            summary=(
-                f"{scheduler.kind} is built and fit never calls it: all {optimizer.steps} steps are made at {rate:g}"
-            ),
+            summary=f"{scheduler.kind} is built and fit never calls it: all {optimizer.steps} steps are made at {rate:g}"
+            if certain
+            else f"{scheduler.kind} is built, and no call of it was seen: the {optimizer.steps} steps that were watched "
+            f"are made at {rate:g}",
             measured=f"0 calls of {scheduler.kind}.step() in {optimizer.steps} steps of {optimizer.kind}",
             shown_by=proof or "fit may be one epoch of a loop that calls it",
             culprits=(f"{scheduler.kind}.step()",),

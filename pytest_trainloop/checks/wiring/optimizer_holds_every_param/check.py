@@ -8,6 +8,7 @@ Why is this bad?
     nothing were wrong: the loss falls a little, through the rest or not at all, and nothing is raised.
 
 How it decides
+    An optimizer counts from when it is built, also before its first step.
     A parameter is missing iff it requires grad, a gradient that is not zero arrived at it, no optimizer holds it and
     nothing else moved it. Not missing: what ``frozen=`` names; what is kept in eval mode while the rest trains (a fixed
     perceptual net); targets that follow by an average; parameters that user code steps; a network that is called by

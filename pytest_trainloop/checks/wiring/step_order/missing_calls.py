@@ -87,6 +87,8 @@ def _never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: Seque
     """
     if not all(mine & b.cleared for b in lost[:-1]) or may_step_later(evidence.run()):
         return False
+    if not evidence.repeatable:  # what was ended from outside shows no more than a beginning
+        return not evidence.run().cut_short
     later = evidence.shared(longer_run).optimizers
     return optimizer < len(later) and not later[optimizer].steps
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def may_step_later(record: Record) -> bool:
@@ -42,9 +43,11 @@ def _uncalled(file: str, line: int, made: dict[tuple[str, int], set[object]]) ->
         return True
     functions = [n for n in ast.walk(tree) if isinstance(n, _Function)]
     around = [f for f in functions if f.lineno <= line <= (f.end_lineno or f.lineno)]
-    if not source or not around:
+    if not source:
         return True
-    innermost = min(around, key=lambda f: (f.end_lineno or f.lineno) - f.lineno)
+    # a loop at the top of a script is in no function
+    top = ast.Module([n for n in tree.body if not isinstance(n, _DEFINITIONS)], [])
+    innermost = min(around, key=lambda f: (f.end_lineno or f.lineno) - f.lineno) if around else top
     called = set(_called(innermost))
     helpers = [f for f in functions if isinstance(f, ast.FunctionDef) and f.name in called and f not in around]
     calls: dict[int, int] = defaultdict(int)
@@ -55,8 +58,8 @@ def _uncalled(file: str, line: int, made: dict[tuple[str, int], set[object]]) ->
     return any(count > len(made.get((file, at), ())) for at, count in calls.items())
 
 
-def _called(function: _Function) -> Iterator[str]:
-    """Names of functions and methods that are called in a function."""
+def _called(function: ast.AST) -> Iterator[str]:
+    """Names of functions and methods that are called in a function or module."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute):

@@ -46,6 +46,8 @@ class InEval:
     call: str
     """The line of the call that switched them, if one was seen."""
     forward: str
+    training: tuple[str, ...] = ()
+    """The modules that were in training mode in that pass, in a model that was not."""
     unscored: object = None
     """The call site of a pass without gradients between that call and the training pass, if any."""
 
@@ -72,7 +74,7 @@ def in_eval(evidence: Evidence) -> Judged | None:
         kinds = Kinds()
         evidence.rerun(plan, prepare=kinds, enough=lambda r: r.rounds >= 1)
         found = trained_in_eval(record, kinds.norms, kinds.own_train)
-        if found:
+        if found and not _switched_when_built(evidence, found):
             own_data = found.unscored is not None and trained_on(evidence, found.unscored, record, plan)
             other = evidence.rerun(plan, contexts=_in_training_mode(set(found.modules)), varied="in training mode")
             return Judged(found, _difference(record, other), "advice" if own_data else "fault")
@@ -91,8 +93,9 @@ def _in_single_run(record: Record) -> Judged | None:
 def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InEval | None:
     """The first training forward pass with modules in evaluation mode that nobody put there on purpose.
 
-    On purpose: norms (their statistics are to stay), and a part of the model that was switched alone, or by a
-    ``train()`` that the model defines, with no evaluation in between.
+    On purpose: norms (their statistics are to stay), a part of the model that was switched alone, or by a ``train()``
+    that the model defines, with no evaluation in between, and a model in evaluation mode of which parts were switched
+    back.
     """
     once_training: set[str] = set()
     passes = list(_training_passes(record))
@@ -103,6 +106,8 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
         if forward.training:
             never = _not_on_purpose(record, never, forward, own_train) - norms
             never = {m for m in never if _holder_trains(record, m)}
+        elif _switched_by_parts(record, forward):
+            never = set()
         else:
             left = left or switched & once_training
         chosen = left or (never if forward.below else set())
@@ -113,8 +118,9 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
                 cause="eval_left_on" if left else "trained_in_eval",
                 modules=tuple(sorted(chosen)),
                 step=sum(s.at < forward.at for s in record.innermost_steps()),
-                whole=not forward.training,
+                whole=not forward.training and not forward.in_training,
                 call=str(call.place) if call else "",
+                training=() if forward.training else forward.in_training,
                 forward=str(forward.place),
                 unscored=between[0].site if between else None,
             )
@@ -182,6 +188,24 @@ def _not_on_purpose(record: Record, modules: set[str], forward: Forward, own_tra
         if not initially and not by_class and not any(_for_training(record, c) for c in calls):
             left.add(module)
     return left
+
+
+def _switched_by_parts(record: Record, forward: Forward) -> bool:
+    """Whether code put parts of a model in evaluation mode back into training mode: by a call that leaves others in
+    evaluation mode, or through the attribute after a call of ``eval()``. New parts are in training mode without any."""
+    for module in forward.in_training:
+        calls = [c for c in record.of(ModeCall) if c.at < forward.at and _covers(c, module)]
+        if calls and not (calls[-1].on and all(_covers(calls[-1], m) for m in forward.in_eval)):
+            return True
+    return False
+
+
+def _switched_when_built(evidence: Evidence, found: InEval) -> bool:
+    """The same of calls that were made before ``fit``: then a mixture of modes is no default of new parts."""
+    from pytest_trainloop.tracing.made_at import MadeAt
+
+    made = evidence.shared(MadeAt.of) if found.training and found.cause == "trained_in_eval" else None
+    return made is not None and any(map(made.switched_on, found.training))
 
 
 def _for_training(record: Record, call: ModeCall) -> bool:

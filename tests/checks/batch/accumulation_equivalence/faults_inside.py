@@ -134,7 +134,7 @@ pair(
 )
 
 
-# Rates that are set by hand.
+# Rates that are set by hand: the loop counts in what it chooses, which is advice.
 
 
 def rate_by_hand(i, _model, optimizer):
@@ -151,6 +151,8 @@ pair(
     "rate_by_hand_inside_a_window",
     "accumulation_equivalence",
     "scheduled_inside_window",
+    level="advice",
+    where='group["lr"]',
     faulty=windowed(each=rate_by_hand),
     fixed=windowed(after=rate_by_hand),
 )
@@ -158,6 +160,8 @@ pair(
     "momentum_by_hand_inside_a_window",
     "accumulation_equivalence",
     "scheduled_inside_window",
+    level="advice",
+    where='group["momentum"]',
     faulty=windowed(each=momentum_by_hand),
     fixed=windowed(after=momentum_by_hand),
 )

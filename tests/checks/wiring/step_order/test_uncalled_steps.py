@@ -59,7 +59,7 @@ ONE_LINE = "def train(a, b, x):\n    loss(x).backward(); a.step(); x.late and b.
         (ELSEWHERE, 3, [(0, 4)], False),
         (ONE_LINE, 2, [(0, 2)], True),
         ("", 1, [(0, 1)], True),
-        ("loss.backward()\na.step()\n", 1, [(0, 2)], True),
+        ("loss.backward()\na.step()\n", 1, [(0, 2)], False),
         ("def f(:", 1, [(0, 1)], True),
     ],
     ids=[

@@ -397,3 +397,80 @@ pair(
     faulty=predictions(evaluating=False),
     fixed=predictions(evaluating=True),
 )
+
+
+# A pretrained body comes in evaluation mode, and a new head is put on: it alone is in training mode, by default.
+
+
+class Loaded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Dropout(0.3))
+        self.eval()
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(24, 3))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def new_head(switched):
+    def make():
+        model = Loaded()
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def fit(batches):
+            if switched:
+                model.train()
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "new_head_on_a_body_in_evaluation_mode",
+    "train_mode",
+    "trained_in_eval",
+    culprits=("body.2",),
+    faulty=new_head(switched=False),
+    fixed=new_head(switched=True),
+)
+
+
+# After the validation only the head is put back into training mode.
+
+
+def put_back(whole):
+    def make():
+        model = Loaded().train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def fit(batches):
+            for _ in range(2):
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                model.eval()
+                with torch.no_grad():
+                    accuracy = (model(x).argmax(1) == y).double().mean()
+                print(f"accuracy {accuracy:.2f}")
+                (model if whole else model.head).train()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "only_the_head_put_back_after_validation",
+    "train_mode",
+    "eval_left_on",
+    culprits=("body.2",),
+    faulty=put_back(whole=False),
+    fixed=put_back(whole=True),
+)
