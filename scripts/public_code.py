@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop import check_loop
-from scripts.public import images, policies, sequences, series, text, vision
+from scripts.public import images, policies, sequences, series, text, unlabelled, vision
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sys.path.append(str(options.folder / "site"))
-    modules = images, sequences, policies, vision, text, series
+    modules = images, sequences, policies, vision, unlabelled, text, series
     loops = {name: make for module in modules for name, make in module.loops(options.folder).items()}
     for name, make in loops.items():
         if options.k in name:

@@ -406,7 +406,9 @@ def overlaps(root: Path, name: str, mode: str) -> Make:
         model = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3 if mode == "multiclass" else 1, 1)
         )
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        if name == "MCCLoss":
+            model.append(nn.Sigmoid())
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         epoch = trainer(model, loss, [], optimizer, verbose=False)
         shape, high = ((4, 8, 8), 3) if mode == "multiclass" else ((4, 1, 8, 8), 2)
         mask = torch.randint(0, high, shape)

@@ -144,13 +144,14 @@ def imported(folder: Path, name: str, bare: str = "") -> Any:
 def on_cpu() -> Iterator[None]:
     """What scripts move to a GPU stays where it is, and a process group has one rank: this process."""
     same = {"cuda": lambda self, *_args, **_settings: self}
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     with (
         patch.multiple(torch.Tensor, **same),
         patch.multiple(torch.nn.Module, **same),
         patch.object(torch.cuda, "synchronize", lambda *_args: None),
+        contextlib.ExitStack() as stack,
     ):
+        stack.callback(torch.distributed.destroy_process_group)
         yield
 
 
