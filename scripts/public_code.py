@@ -3,7 +3,8 @@
 python scripts/public_code.py FOLDER [-k TEXT]
 
 Their data are replaced by small random tensors of the same shapes; the loops, models and losses are the repositories'
-own, run from the checkouts. Whether what is said is true is for a reader to judge.
+own, run from the checkouts. Whether what is said is true is for a reader to judge. FOLDER/site, where it exists, holds
+packages that some of them import: torchvision, einops and timm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop import check_loop
-from scripts.public import images, sequences
+from scripts.public import images, policies, sequences, series, text, unlabelled, vision
 
 
 def main() -> int:
@@ -31,7 +32,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for name, make in {**images.loops(options.folder), **sequences.loops(options.folder)}.items():
+    sys.path.append(str(options.folder / "site"))
+    modules = images, sequences, policies, vision, unlabelled, text, series
+    loops = {name: make for module in modules for name, make in module.loops(options.folder).items()}
+    for name, make in loops.items():
         if options.k in name:
             began = time.perf_counter()
             try:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
+import importlib
+import json
 import sys
-from types import ModuleType
+from functools import cache
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +85,8 @@ def _lenient(folder: Path) -> dict[str, Any]:
             module = ModuleType(name)
             vars(module).update(Source(own).names)
             return module
+        if name == "torch.utils.tensorboard":
+            return MagicMock(name=name)  # it may be there and fail, after a long time
         try:
             return builtins.__import__(name, globals_, locals_, fromlist, level)
         except Exception:
@@ -99,3 +108,75 @@ class Loader:
 
     def __len__(self) -> int:
         return 12
+
+
+@cache
+def imported(folder: Path, name: str, bare: str = "") -> Any:
+    """A module of a checkout, imported as from ``folder``, with stand-ins for packages that are not installed.
+
+    Its checkout's modules are forgotten again, since many checkouts have a ``utils`` and a ``models``. The package
+    ``bare`` is entered without its ``__init__``, which imports more than the loop needs.
+    """
+    before, stubs = set(sys.modules), ["torch.utils.tensorboard"]
+    sys.path.insert(0, str(folder))
+    if bare:
+        sys.modules[bare] = ModuleType(bare)
+        sys.modules[bare].__path__ = [str(folder / bare)]
+    try:
+        while True:
+            for stub in set(stubs) - before:
+                sys.modules[stub] = MagicMock(name=stub, __path__=[], __spec__=ModuleSpec(stub, None))
+            try:
+                return importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name in stubs:
+                    raise
+                stubs.append(error.name)
+    finally:
+        sys.path.remove(str(folder))
+        for key in set(sys.modules) - before:
+            places = getattr(sys.modules[key], "__file__", None), *getattr(sys.modules[key], "__path__", ())
+            if key in stubs or any(str(folder) in str(place) for place in places):
+                del sys.modules[key]
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """What scripts move to a GPU stays where it is, and a process group has one rank: this process."""
+    same = {"cuda": lambda self, *_args, **_settings: self}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with (
+        patch.multiple(torch.Tensor, **same),
+        patch.multiple(torch.nn.Module, **same),
+        patch.object(torch.cuda, "synchronize", lambda *_args: None),
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(torch.distributed.destroy_process_group)
+        yield
+
+
+class Nothing:
+    """A writer, logger or progress bar that does nothing and, unlike a mock, keeps nothing."""
+
+    def __getattr__(self, name: str) -> Nothing:
+        return self
+
+    def __call__(self, *_values: Any, **_settings: Any) -> Nothing:
+        return self
+
+
+def definitions(path: Path) -> SimpleNamespace:
+    """The imports, functions and classes of a notebook or a script, without what it runs."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+        sources = ("".join(cell["source"]) for cell in cells)
+        text = "\n".join(source for source in sources if not source.startswith(("%", "!")))
+    kinds = ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef
+    module = ModuleType(f"public_{path.stem}")
+    sys.modules[module.__name__] = module
+    names = vars(module)
+    names["__builtins__"] = _lenient(path.parent)
+    kept: list[ast.stmt] = [statement for statement in ast.parse(text).body if isinstance(statement, kinds)]
+    exec(compile(ast.Module(kept, []), str(path), "exec"), names)
+    return SimpleNamespace(names=names, **{key: value for key, value in names.items() if not key.startswith("__")})
