@@ -51,6 +51,8 @@ class Parameter:
     """The line of the call that met it first, where it took another one's place in the middle of a forward pass."""
     start: TensorSample = field(default_factory=TensorSample)
     """The tensor as the run began."""
+    contiguous: bool = True
+    """Whether its entries lay in memory in the order of their indices as the run began."""
     gone: bool = False
     """Whether no module held it any more when the run ended."""
     asked: bool = False
