@@ -75,6 +75,7 @@ class ParameterTable:
         for index in made:
             tensor, entry = self.tensors[index], self.entries[index]
             entry.shape, entry.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            entry.contiguous = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous()
             entry.start = self._reader.sample(tensor)
         self._lazy = [i for i in self._lazy if i not in made]  # another thread may have settled some
         return made

@@ -59,6 +59,8 @@ class Parameter:
     equals: frozenset[int] = frozenset()
     """Parameters of its shape that had its values at some moment, bit for bit: one is a copy of the other. Values that
     are uniform are left out."""
+    contiguous: bool = True
+    """Whether its entries lay in memory in the order of their indices as the run began."""
     gone: bool = False
     """Whether no module held it any more when the run ended."""
     asked: bool = False

@@ -18,11 +18,16 @@ LEAST_STEPS = 3
 """Steps with a gradient that must leave a parameter as it was."""
 
 
+def noise_of(record: Record) -> float:
+    """The size up to which a gradient is what is left of terms that cancel (a bias before a batch norm)."""
+    peaks = [a.incoming.peak for b in record.of(Backward) for arrived in b.arrivals.values() for a in arrived]
+    return CANCELLATION * max((p for p in peaks if math.isfinite(p)), default=0.0)
+
+
 def steps_with_gradient(record: Record) -> dict[int, int]:
     """For each parameter, the number of steps at a learning rate above zero that consumed a gradient: one with sampled
     entries other than zero, and above what is left of terms that cancel (a bias before a batch norm)."""
-    peaks = [a.incoming.peak for b in record.of(Backward) for arrived in b.arrivals.values() for a in arrived]
-    noise = CANCELLATION * max((p for p in peaks if math.isfinite(p)), default=0.0)
+    noise = noise_of(record)
     steps: dict[int, int] = {}
     for step in record.of(Step):
         if step.nested or not step.full or not step.reads:

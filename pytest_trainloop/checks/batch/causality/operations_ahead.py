@@ -132,7 +132,7 @@ def _offsets(op: Op, length: int) -> set[int]:
         for at in sorted({length // 4, length // 2}) if to is not None else ():
             for t, gradient in zip(inputs, grads(weighted_sum(out.select(to or 0, at)), inputs), strict=True):
                 if gradient is not None:
-                    nonzero = (gradient.movedim(axis_of(t, length) or 0, 0).flatten(1) != 0).any(1)
+                    nonzero = (gradient.movedim(axis_of(t, length) or 0, 0).reshape(length, -1) != 0).any(1)
                     found |= {p - at for p in nonzero.nonzero().flatten().tolist()}
     return found
 

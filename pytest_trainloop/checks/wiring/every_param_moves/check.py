@@ -18,6 +18,9 @@ How it decides
     by any means. Not in 156 steps from another start (it may stay at the bound of a projection), nor at 1e4 times the
     learning rate (its steps may be kept elsewhere until they are large enough), while it moves others, or nothing moves
     at all.
+    Written to a copy: a parameter that got gradients in at least three backward passes and never changed, whoever
+    updates it, is run again with the same values in another layout: contiguous, or with its axes in reverse order. In
+    float64 it rests in its own layout and moves in the other one.
     Entries are counted as well: one is lost if it never changed and half a ULP at its value is more than the largest
     step on its tensor in float64. Half of all low-precision entries lost is a fault, whether a whole tensor stays or
     not.
@@ -47,7 +50,7 @@ from pytest_trainloop.checks.wiring.consequences import LEARNING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import some, verb
+from pytest_trainloop.wording import some, them, verb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,6 +68,18 @@ CAUSES = {
         change=(
             "cast",
             "module",
+        ),
+    ),
+    "written_to_a_copy": Cause(
+        proof="in float64 the same loop moves the parameter once it lies in memory in another layout",
+        repair=(
+            "write into the parameter: p.add_(update.view_as(p)), or p.copy_(new); p.contiguous(), p.reshape(-1) and "
+            "p.flatten() give a copy where the layout of p needs one"
+        ),
+        explains=LEARNING,
+        change=(
+            "step",
+            "optimizer",
         ),
     ),
     "not_updated": Cause(
@@ -90,11 +105,15 @@ MOST = 0.5
 @check(needs={"fit"}, causes=CAUSES, rank=50, steps=1)
 def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import bit_equal, low_precision_by_torch
+    from pytest_trainloop.checks.wiring.every_param_moves.left_in_copies import left_in_copies
 
     record = evidence.run()
     if not record.steps and not record.changed():
         raise CannotDecide("no optimizer step was seen, and no weight changed")
-    unmoved = bit_equal(record)
+    if in_copies := left_in_copies(evidence, record):
+        yield _in_copies(record, in_copies)
+    known = {p.name for p in in_copies}
+    unmoved = [p for p in bit_equal(record) if p.name not in known]
     low = low_precision_by_torch(record, LOW)
     if unmoved:
         depending = _depending(evidence, [p.name for p in unmoved])
@@ -217,6 +236,27 @@ def _lost(evidence: Evidence, record: Record, unmoved: Sequence[Unmoved], level:
         where=record.step_line(),
         change="" if first.dtype in LOW else evidence.shared(MadeAt.of).group(group),
         repair="" if first.dtype in LOW else "raise the learning rate of this group, if it is meant to train",
+    )
+
+
+def _in_copies(record: Record, found: Sequence[Parameter]) -> Finding:
+    names, first = tuple(p.name for p in found), found[0]
+    reason = "its memory is not contiguous" if not first.contiguous else "its memory is read in another order"
+    other = "contiguous memory" if not first.contiguous else "memory with the axes in reverse order"
+    passes = sum(any(not a.incoming.zero for a in b.arrivals.get(first.index, ())) for b in record.backwards())
+    return Finding(
+        cause="written_to_a_copy",
+        summary=(
+            f"{some(names)} {verb(names, 'get')} gradients and never {verb(names, 'move')}: each update is written to "
+            "a copy"
+        ),
+        measured=(
+            f"bit-equal after {passes} backward passes that gave a gradient, in float64 too; {first.name} of shape "
+            f"{first.shape}: {reason}"
+        ),
+        shown_by=f"the same loop moves {them(names)} once the same values lie in {other}",
+        culprits=names,
+        where=record.step_line() or next((str(b.place) for b in record.backwards()), ""),
     )
 
 

@@ -230,7 +230,7 @@ def signs(optimizer_class):
 pair(
     "own_optimizer_updates_a_copy",
     "every_param_moves",
-    "not_updated",
+    "written_to_a_copy",
     culprits=("0.weight", "2.weight"),
     faulty=signs(SignSGDIntoACopy),
     fixed=signs(SignSGD),

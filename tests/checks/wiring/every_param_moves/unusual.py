@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import points
@@ -196,3 +197,47 @@ def keeping_on_to_the_peak_of_one_cycle():
         batch=points(12),
         fit=lambda batches: train_low(model, optimizer, batches, cycle.step),
     )
+
+
+@odd(notes="a turned matrix is updated through a view of its own layout, which is contiguous once it is turned back")
+def updating_a_turned_matrix_through_its_transpose():
+    model = relu_mlp(6, 24, 3)
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+
+    def fit(batches):
+        for x, y in batches:
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                value, gradient = (p.data, p.grad) if p.is_contiguous() else (p.data.t(), p.grad.t())
+                value.view(-1).sub_(gradient.reshape(-1), alpha=0.1)
+
+    return TrainLoop(model=model, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="a turned weight rests at zero, the bound of a projection, and wants below it")
+def resting_turned_weight_at_its_bound():
+    model = Turned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + model.share.sum()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.share.clamp_(min=0.0)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+class Turned(nn.Module):
+    """A gate of a matrix that starts closed, and lies in memory by columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = relu_mlp(6, 16, 3)
+        self.share = nn.Parameter(torch.zeros(3, 6).t())
+
+    def forward(self, x):
+        return self.body(x) + 0.01 * x @ self.share
