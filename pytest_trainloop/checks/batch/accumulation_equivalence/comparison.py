@@ -384,7 +384,9 @@ class Accumulation:
         if record.raised is None:
             return
         given, k = self.cut.which(composition.rows), len(composition.parts)
-        given = f"{given.removeprefix('a copy of ')} in {k} parts{f' with accumulate={k}' * self._gradients.splits}" if k > 1 else given
+        if k > 1:
+            knob = f" with accumulate={k}" if self._gradients.splits else ""
+            given = f"{given.removeprefix('a copy of ')} in {k} parts{knob}"
         give = self.cut.what_to_give()
         raise Refused(
             f"{self._gradients.calls} raised {record.raised.summary} on {given}, and not on the loop's own batches"
