@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Make = Callable[..., Any]
 
+BUILDING = "building the loop"
+"""The stage of what the user's function raises."""
+
 _REQUIRED = {"model": "a torch.nn.Module is needed, or a list or dict of modules"}
 
 
@@ -39,7 +42,7 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int, kept: KeptBatches | N
         if slip := slip_in_the_call(error, TrainLoop, _REQUIRED):
             raise slip from None
         reraise_ours(error)
-        raise UserCodeError(user_error(error, "building the loop")) from error
+        raise UserCodeError(user_error(error, BUILDING)) from error
     if not isinstance(loop, TrainLoop):
         other = " (for a loss the marker is trainloop_loss)" if isinstance(loop, LossContract) else ""
         raise UsageError(

@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_trainloop.errors import BrokenRun, CannotDecide, OwnMistake, TimeRanOut, UsageError
+from pytest_trainloop.errors import (
+    BrokenRun,
+    CannotDecide,
+    OwnMistake,
+    Refused,
+    TimeRanOut,
+    UsageError,
+    UserCodeError,
+)
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.budget import Budget
-from pytest_trainloop.runs.build import Make, build, require_fresh, require_on_cuda
+from pytest_trainloop.runs.build import BUILDING, Make, build, require_fresh, require_on_cuda
 from pytest_trainloop.runs.kept_batches import LoaderBatches
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.released import Memory
@@ -179,6 +187,10 @@ class Evidence:
             if not first:
                 self.budget.require()
             raise
+        except UserCodeError as error:
+            if error.error.stage == BUILDING and (number := self._number_of_ours(plan)):
+                raise Refused(f"{error} with {number}, and not with the default") from error
+            raise
         record.require_no_mistake()
         self._memory.learn(record)
         if plan.own_steps:
@@ -218,6 +230,12 @@ class Evidence:
         if given & {"fit", "loss"}:
             given.add("run")
         return frozenset(given)
+
+    def _number_of_ours(self, plan: RunPlan) -> str:
+        """How many micro-batches a window has in this run, in words as "accumulate=4"; empty where it is the loop's own
+        number: a project need not take every one."""
+        name = self.knobs.get("accumulate", "")
+        return f"{name}={plan.knobs[name]}" if name in plan.knobs and self._offers is not None else ""
 
     def _plan(self, knobs: Mapping[str, Any]) -> RunPlan:
         unknown = [name for name in knobs if name not in self.knobs]

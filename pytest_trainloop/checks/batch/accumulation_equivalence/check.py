@@ -88,7 +88,7 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.diagnosis import (
 )
 from pytest_trainloop.checks.batch.accumulation_equivalence.inside_window import RULED_OUT, settled
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE, all_equal
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, Refused
 from pytest_trainloop.finding import Finding, code_of
 from pytest_trainloop.registry import check
 from pytest_trainloop.wording import direction, share
@@ -417,7 +417,10 @@ def _last_window(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.records.gradient_ledger import gradient_ledger
     from pytest_trainloop.records.windows import left_open
 
-    record = evidence.run(accumulate=WINDOW)
+    try:
+        record = evidence.run(accumulate=WINDOW)
+    except Refused:
+        return  # so many micro-batches are none that the loop takes
     left = left_open(record, gradient_ledger(record))
     if left:
         yield Finding(

@@ -29,7 +29,7 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.windows import (
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.compositions.step_runs import StepRuns, bound, precision, separable
-from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.errors import CannotDecide, Refused, Unreliable
 from pytest_trainloop.gradients.compare import (
     agreement,
     by_tensor,
@@ -119,9 +119,13 @@ class Accumulation:
         return Accumulation(self._gradients.cut_as(self.cut.of_whole_batches()))._compare()
 
     def _compare(self) -> tuple[Accumulation, list[Split]]:
-        made, splits = self, list[Split]()
+        made, splits, refused = self, list[Split](), None
         for k in self.sizes():
-            split = made.split(k)
+            try:
+                split = made.split(k)
+            except Refused as reason:
+                refused = refused or reason  # other numbers may do: the rows must be divided evenly
+                continue
             if not split.equal and made is self and self._depends_on(self.cut.shared, split):
                 made = Accumulation(self._gradients.cut_as(self.cut.recounting()))
                 split = made.split(k)
@@ -134,6 +138,8 @@ class Accumulation:
                         needs="split_batch=",
                     )
             splits.append(split)
+        if refused is not None and not splits:
+            raise refused
         return made, splits
 
     def split(self, k: int) -> Split:
@@ -383,9 +389,11 @@ class Accumulation:
         if record.raised is None:
             return
         given, k = self.cut.which(composition.rows), len(composition.parts)
-        given = f"{given.removeprefix('a copy of ')} in {k} parts" if k > 1 else given
+        if k > 1:
+            knob = f" with accumulate={k}" if self._gradients.splits else ""
+            given = f"{given.removeprefix('a copy of ')} in {k} parts{knob}"
         give = self.cut.what_to_give()
-        raise CannotDecide(
+        raise Refused(
             f"{self._gradients.calls} raised {record.raised.summary} on {given}, and not on the loop's own batches"
             f"{f'; give {give} if these are no batches for it' if give else ''}",
             needs=give.partition(" ")[0],

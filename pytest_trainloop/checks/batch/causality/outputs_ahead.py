@@ -198,6 +198,6 @@ def _offsets(entered: DataInput, scores: torch.Tensor, targets: _Targets, ahead:
     for at in sorted({asked[len(asked) * n // 4] for n in (1, 2, 3)} if asked else ()):
         for gradient in _along_positions(entered, scores, targets, at):
             least = ROUNDING * torch.finfo(gradient.dtype).eps * float(gradient.abs().max()) if inexact else 0.0
-            nonzero = (gradient.abs() > least).flatten(1).any(1)
+            nonzero = (gradient.abs() > least).reshape(len(gradient), -1).any(1)
             offsets |= {p - at for p in nonzero.nonzero().flatten().tolist()}
     return offsets

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.whose import reraise_ours
 
 MOST = 1_000_000
 """Rows of a data set whose order is read, at most."""
@@ -68,5 +69,6 @@ def last_batch(batches: Any, end: Ending) -> Any:
     indices, several = list(end.last or ()), getattr(batches.dataset, "__getitems__", None)
     try:
         return batches.collate_fn(several(indices) if several else [batches.dataset[index] for index in indices])
-    except Exception as error:  # of the project's data set and collate function, and nothing else is called
+    except Exception as error:  # of the project's data set or collate function
+        reraise_ours(error)
         raise CannotDecide(f"the loader's last batch cannot be composed: {type(error).__name__}: {error}") from error

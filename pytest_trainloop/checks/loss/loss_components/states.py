@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.errors import CannotDecide, Refused, UsageError, UserCodeError
 from pytest_trainloop.gradients.flat import flat
 from pytest_trainloop.recording.function_mode import aside, is_aside
 from pytest_trainloop.recording.patches import patched
@@ -138,9 +138,25 @@ def seen(evidence: Evidence, setup: Setup) -> Seen:
         )
     )
     if reader.error is not None:
+        _require_taken(evidence, setup, reader.error)
         raise reader.error
     _require_states(evidence, reader, record)
     return Seen(reader.states, setup, record.double, record.items)
+
+
+def _require_taken(evidence: Evidence, setup: Setup, error: Exception) -> None:
+    """Raise ``Refused`` where the project's functions raise, or return no terms, only in a run that differs from the
+    loop's own: in float64, with moved weights, on part of a batch."""
+    own = Setup(rounds=1, stir=0.0, plain=True)
+    if setup == own or not isinstance(error, (UserCodeError, UsageError)):
+        return
+    try:
+        seen(evidence, own)
+    except CannotDecide:
+        return
+    how = "with moved weights" if setup.plain else "in float64, with moved weights"
+    part = " on part of a batch" if setup.chunks > 1 else ""
+    raise Refused(f"{error}{part} {how}, and not beside the loop's own steps") from error
 
 
 def _require_states(evidence: Evidence, reader: _Reader, record: Record) -> None:
@@ -334,12 +350,16 @@ def _total(tensors: Any, gradients: Any) -> torch.Tensor | None:
 def _chunks(loop: TrainLoop, batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
-    if loop.split_batch is not None:
-        return list(loop.split_batch(batch, count))
     axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
-    rows = nested.rows(batch, axis)
-    size = math.ceil(rows / count)
-    return [nested.take(batch, range(at, min(at + size, rows)), axis) for at in range(0, rows, size)] or [batch]
+    try:
+        if loop.split_batch is not None:
+            return list(loop.split_batch(batch, count))
+        rows = nested.rows(batch, axis)
+        size = math.ceil(rows / count)
+        return [nested.take(batch, range(at, min(at + size, rows)), axis) for at in range(0, rows, size)] or [batch]
+    except Exception as error:  # of the project's own function, or torch's of a layout that has no rows
+        reraise_ours(error)
+        raise Refused(f"the batch cannot be split into {count} parts: {type(error).__name__}: {error}") from error
 
 
 def _parts(loop: TrainLoop, batch: Any, tensors: Sequence[torch.Tensor]) -> dict[str, Part]:

@@ -116,7 +116,7 @@ class Comparison:
         if made.refused:
             raise CannotDecide(f"{made.refused} on the rows of the batch in another order; give batch_dim=")
         if not made.finite:
-            raise CannotDecide("the gradients are not finite in one process (see finite)")
+            raise CannotDecide("in one process the gradients are not finite on the rows of the batch in another order")
         return made.record
 
     @cached_property

@@ -169,7 +169,7 @@ CAUSES = {
 def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.step_order import findings
     from pytest_trainloop.checks.wiring.step_order.clip_findings import clip_findings, inside_findings
-    from pytest_trainloop.checks.wiring.step_order.leaks import leak
+    from pytest_trainloop.checks.wiring.step_order.leaks import accumulating, leak
     from pytest_trainloop.checks.wiring.step_order.untrained import untrained
     from pytest_trainloop.checks.wiring.step_order.windows import cleared_inside
     from pytest_trainloop.records.gradient_ledger import gradient_ledger
@@ -193,8 +193,8 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
         return
     yield from clips
     yield from _moved_by_hand(evidence, record)
-    if "accumulate" in evidence.knobs and record.raised is None:
-        record = evidence.run(accumulate=ACCUMULATE)
+    if record.raised is None and (accumulates := accumulating(evidence)) is not None:
+        record = accumulates
         if inside := cleared_inside(record, gradient_ledger(record), ACCUMULATE):
             yield findings.of_cleared_inside(inside)
         yield from inside_findings(record, judged_elsewhere=True)

@@ -8,11 +8,12 @@ import linecache
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_trainloop.errors import Refused
 from pytest_trainloop.records.gradient_ledger import gradient_ledger
 from pytest_trainloop.records.windows import left_open
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.events import Backward, Place, Step
@@ -62,13 +63,23 @@ def condition_of(place: Place) -> str:
     return f"{place.file}:{max(around)}   {lines[max(around) - 1].strip()}" if around else ""
 
 
+def accumulating(evidence: Evidence) -> Record | None:
+    """The watched run with windows of several micro-batches; None where the loop has no knob for it, or does not take
+    so many."""
+    try:
+        return evidence.run(accumulate=ACCUMULATE) if "accumulate" in evidence.knobs else None
+    except Refused:
+        return None
+
+
 def leak(evidence: Evidence) -> Leak | None:
     """What the watched run leaves for its next pass over the data, or else for the next call of ``fit``. To be asked
     for by ``evidence.shared``."""
-    record = evidence.run(accumulate=ACCUMULATE) if "accumulate" in evidence.knobs else evidence.run()
+    accumulates = accumulating(evidence)
+    record = accumulates or evidence.run()
     found = leaked(record, [*itertools.accumulate(record.passes)][:-1], next_call=False)
     if found is None and evidence.repeatable and left_open(record, gradient_ledger(record)):
-        found = _into_next_call(evidence, record)
+        found = _into_next_call(evidence, record, {"accumulate": ACCUMULATE} if accumulates else {})
     if found is None:
         return None
     batches: Any = evidence.fresh_loop().batches if evidence.repeatable else None
@@ -109,13 +120,12 @@ def _windows(record: Record) -> list[tuple[Step, list[Backward]]]:
     return windows
 
 
-def _into_next_call(evidence: Evidence, record: Record) -> Leak | None:
+def _into_next_call(evidence: Evidence, record: Record, knobs: Mapping[str, int]) -> Leak | None:
     """A run with two calls of ``fit``, each over batches that fill all windows but the last."""
     window = max((len(passes) for _, passes in _windows(record)), default=1)
     if window < 2:
         return None
     calls = _TwoCalls(WINDOWS * window - 1)
-    knobs = {"accumulate": ACCUMULATE} if "accumulate" in evidence.knobs else {}
     again = evidence.rerun(
         evidence.plan(**knobs),
         fit=calls.of,
