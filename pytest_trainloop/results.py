@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import BrokenRun, CannotDecide, DoesNotApply, OwnMistake
 from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.whose import is_ours, mistake
+from pytest_trainloop.whose import is_ours, mistake, of_the_project
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,12 +32,14 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
 
     cause = check.causes.get(finding.cause)
     if cause is None:
-        raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
+        undeclared = f"{check.name} named the cause {finding.cause!r}, which it does not declare"
+        raise of_the_project(ValueError(undeclared))  # who wrote the check
     explains = finding.explains or (cause.explains if finding.level == "fault" else ())
     known = registered()
     unknown = sorted(name for name in explains if not _is_known(name, known))
     if unknown:
-        raise ValueError(f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check or cause")
+        nothing = f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check or cause"
+        raise of_the_project(ValueError(nothing))
     return replace(
         finding,
         check=check.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 
 from pytest_trainloop import CheckFailed, TrainLoop, UsageError, check_loop, observe, registry
 from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.errors import BrokenCheck, CannotDecide, TimeRanOut, Unreliable
-from pytest_trainloop.finding import Finding
+from pytest_trainloop.errors import CannotDecide, TimeRanOut, Unreliable
+from pytest_trainloop.finding import Finding, Result
+from pytest_trainloop.paths import PACKAGE
 from pytest_trainloop.registry import Cause, Check
-from pytest_trainloop.runs import guard
+from pytest_trainloop.runs import evidence, guard
 
 
 class Loops:
@@ -198,15 +200,71 @@ def test_a_projects_own_check_that_raises_is_an_error_with_its_traceback_and_the
     assert second.outcome == "passed"
 
 
-def test_a_mistake_of_ours_fails_no_loop_and_is_told(only_these):
-    only_these(a_check("one", broken, module="pytest_trainloop.checks.batch.one.check"), a_check("two", says(ADVICE)))
-    with pytest.warns(BrokenCheck, match="^one could not be judged; a mistake in this check, not in the loop: Index"):
-        first, second = check_loop(Loops(), raises=False).results
-    assert first.outcome == "skipped"
-    assert first.reason.startswith(
-        "a mistake in this check, not in the loop: IndexError: list index out of range (test_ba"
-    )
+OURS = {}
+exec(compile("def mistaken(*_given): raise IndexError('list index out of range')", f"{PACKAGE}x.py", "exec"), OURS)
+mistaken = OURS["mistaken"]
+"""A function that stands in a file of the package, by its code's filename."""
+
+STOPPED = (
+    "one was stopped by a mistake in pytest-trainloop, not in your code: IndexError: list index out of range "
+    "(pytest_trainloop/x.py:1); please report it in the issue tracker of pytest-trainloop"
+)
+
+
+def test_a_mistake_of_ours_is_an_error_that_asks_for_a_report_and_the_others_go_on(only_these):
+    only_these(a_check("one", mistaken, module="pytest_trainloop.checks.batch.one.check"), a_check("two", says(ADVICE)))
+    first, second = check_loop(Loops(), raises=False).results
+    assert (first.outcome, first.reason, first.error) == ("error", STOPPED, None)
+    assert first.mistake.startswith("Traceback")
+    assert Result.from_json(first.to_json()).mistake == first.mistake
     assert second.outcome == "passed"
+    with pytest.raises(CheckFailed, match=f"^{re.escape(STOPPED)}$"):
+        check_loop(Loops())
+
+
+def test_a_mistake_of_ours_in_a_projects_own_check_asks_for_a_report_too(only_these):
+    only_these(a_check("one", mistaken))
+    (result,) = check_loop(Loops(), raises=False).results
+    assert (result.outcome, result.reason) == ("error", STOPPED)
+
+
+def test_a_mistake_of_ours_that_stops_several_checks_is_one_line(only_these):
+    only_these(*(a_check(name, mistaken, module="pytest_trainloop.checks.x") for name in ("one", "two")))
+    report = str(check_loop(Loops(), raises=False))
+    assert f"error  one, two: {STOPPED.removeprefix('one ')}" in report
+    assert report.count("please report it") == 1
+
+
+def test_who_reads_a_record_with_a_mistake_of_ours_ends_as_an_error(only_these, monkeypatch):
+    def run(make, plan):
+        record = real(make, plan)
+        with pytest.raises(IndexError) as caught:
+            mistaken()
+        assert record.note_mistake(caught.value)
+        return record
+
+    real = evidence.run
+    monkeypatch.setattr(evidence, "run", run)
+    only_these(a_check("one", lambda evidence: evidence.run() and ()), a_check("two", lambda evidence: ()))
+    results = check_loop(Loops(), raises=False).results
+    assert [(r.outcome, r.reason) for r in results[:1]] == [("error", STOPPED)]
+
+
+@pytest.mark.parametrize("where", ["build", "fit", "evaluate"])
+def test_a_mistake_of_ours_in_the_projects_code_is_not_taken_for_the_projects(where):
+    def train(model, optimizer, batches):
+        plain(model, optimizer, batches)
+        if where == "fit":
+            mistaken()
+
+    def make():
+        if where == "build":
+            mistaken()
+        return Loops(train, evaluate=mistaken if where == "evaluate" else None)()
+
+    report = check_loop(make, only=["evaluation_is_pure"], raises=False)
+    assert [r.outcome for r in report.results] == ["error"]
+    assert "evaluation_is_pure was stopped by a mistake in pytest-trainloop" in report.results[0].reason
 
 
 def test_a_check_sees_its_options(only_these):

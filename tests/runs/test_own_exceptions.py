@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.errors import BrokenCheck, BrokenRun, CannotDecide
+from pytest_trainloop.errors import BrokenRun, CannotDecide
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.tracing.forward_pass import ForwardPass
@@ -59,17 +58,13 @@ def loop(act=lambda model, x: None, *, over_rows=False):
 
 
 def judged(make, *checks):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        report = check_loop(make, only=checks, raises=False)
-    broken = [str(w.message) for w in caught if w.category is BrokenCheck]
-    return {r.check: r for r in report.results}, broken
+    report = check_loop(make, only=checks, raises=False)
+    return {r.check: r for r in report.results}
 
 
 def test_an_average_that_fit_copies_hides_no_fault():
-    results, broken = judged(loop(over_rows=True), "batch_independence")
+    results = judged(loop(over_rows=True), "batch_independence")
     assert [f.cause for f in results["batch_independence"].findings] == ["normalised_over_rows"]
-    assert not broken
 
 
 def breaks(self, value):
@@ -79,12 +74,11 @@ def breaks(self, value):
 @pytest.mark.parametrize("check", ["batch_independence", "causality"])
 def test_what_the_plugin_makes_fit_raise_is_named_and_reported(check, monkeypatch):
     monkeypatch.setattr(ForwardPass, "_opened", breaks)
-    results, broken = judged(loop(over_rows=True), check)
+    results = judged(loop(over_rows=True), check)
     reason = results[check].reason
-    assert results[check].outcome == "skipped"
+    assert results[check].outcome == "error"
     assert "fit raised TypeError: cannot pickle '_thread.RLock' object" in reason
     assert "in a run of this check only; please report it" in reason
-    assert reason in broken[0]
 
 
 def test_what_only_the_watch_makes_fit_raise_is_no_error_of_the_loop(monkeypatch):
@@ -92,12 +86,11 @@ def test_what_only_the_watch_makes_fit_raise_is_no_error_of_the_loop(monkeypatch
         raise TypeError("of a hook")
 
     monkeypatch.setattr(Modules, "_enter", enter)
-    results, broken = judged(loop(), "step_order", "finite")
+    results = judged(loop(), "step_order", "finite")
     for result in results.values():
-        assert result.outcome == "skipped"
+        assert result.outcome == "error"
         assert "fit raised TypeError: of a hook" in result.reason
         assert "only while the run was watched; please report it" in result.reason
-    assert broken
 
 
 def few_rows(model, x):
@@ -112,18 +105,16 @@ def initial_weights(model, x):
 
 
 def test_weights_that_the_loop_refuses_are_a_skip_that_says_so():
-    results, broken = judged(loop(initial_weights), "batch_independence", "causality", "input_dependence")
+    results = judged(loop(initial_weights), "batch_independence", "causality", "input_dependence")
     for result in results.values():
         assert result.outcome == "skipped"
         assert "fit raised ValueError: a checkpoint of its own is needed" in result.reason
         assert "with moved weights, and not in the watched run" in result.reason
-    assert not broken
 
 
 def test_rows_that_the_loop_refuses_are_left_as_they_are():
-    results, broken = judged(loop(few_rows), "batch_independence")
+    results = judged(loop(few_rows), "batch_independence")
     assert results["batch_independence"].outcome == "passed"
-    assert not broken
 
 
 def only_in_training(model, x):
@@ -135,9 +126,8 @@ def only_in_training(model, x):
 
 
 def test_a_mode_that_the_loop_refuses_is_a_skip_that_says_so():
-    results, broken = judged(loop(only_in_training), "batch_independence")
+    results = judged(loop(only_in_training), "batch_independence")
     assert "fit raised ValueError: no evaluation here in evaluation mode" in results["batch_independence"].reason
-    assert not broken
 
 
 def at_random():
@@ -152,9 +142,8 @@ def at_random():
 
 
 def test_a_loop_that_raises_once_is_not_the_same_twice():
-    results, broken = judged(loop(at_random()), "determinism")
+    results = judged(loop(at_random()), "determinism")
     assert "whether fit raises (ValueError: once)" in str(results["determinism"].findings)
-    assert not broken
 
 
 def test_a_longer_run_may_end_as_it_likes():
@@ -199,7 +188,6 @@ def test_an_error_of_the_loop_is_the_loops():
     def act(model, x):
         raise ValueError("no weights file")
 
-    results, broken = judged(loop(act), "step_order")
+    results = judged(loop(act), "step_order")
     assert results["step_order"].outcome == "error"
     assert results["step_order"].reason == "fit raised ValueError: no weights file"
-    assert not broken

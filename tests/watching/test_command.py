@@ -281,7 +281,7 @@ def test_a_check_that_breaks_is_told_of_and_the_others_judge(watch, broken, filt
     said = watch(filters + FAULTY.replace("\n    ", "\n"))
     assert said.status == 1
     assert "optimizer_holds_every_param: " in said.out
-    assert "skipped  step_order: a mistake in this check, not in the loop: IndexError: list index out" in said.out
+    assert "error  step_order: was stopped by a mistake in pytest-trainloop, not in your code: IndexError" in said.out
     assert "Traceback" not in said.out + said.err
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pickle
 import select
 import signal
 import time
@@ -24,6 +25,7 @@ from pytest_trainloop.checks.state.determinism.first_difference import CallLog, 
 from pytest_trainloop.errors import TimeRanOut
 from pytest_trainloop.recording.events import Backward, Event, Step
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 LATE = b"late"
 """What a child says whose time ran out."""
+
+MISTAKEN = b"mistake"
+"""What it says before a pickled mistake of this package."""
 
 Source = Literal["random", "nondeterministic_kernel", "kept", "settled", "unknown"]
 """``settled``: something lived on from the first run to the second, and no longer changes after it."""
@@ -193,20 +198,28 @@ def _in_child(work: Callable[[], bytes], seconds: float) -> bytes | None:
         warnings.simplefilter("ignore")  # Python warns of forks where threads run: the child uses only its own
         pid = os.fork()
     if pid == 0:
-        with contextlib.suppress(BaseException):
+        try:
             torch.set_num_threads(1)
-            try:
-                os.write(write, work())
-            except TimeRanOut:
-                os.write(write, LATE)
-        os._exit(0)
+            os.write(write, work())
+        except TimeRanOut:
+            os.write(write, LATE)
+        except BaseException as error:  # of the project's loop, which has run twice in this process before
+            if is_ours(error):
+                told = mistake(error)
+                told.traceback = told.traceback[-select.PIPE_BUF // 2 :]  # what is written at once is read at once
+                os.write(write, MISTAKEN + pickle.dumps(told))
+        finally:
+            os._exit(0)
     os.close(write)
     try:
         ready, _, _ = select.select([read], [], [], seconds)
-        return (os.read(read, 64) or None) if ready else LATE
+        said = os.read(read, select.PIPE_BUF) if ready else LATE
     finally:
         os.close(read)
         _reap(pid)
+    if said.startswith(MISTAKEN):
+        raise pickle.loads(said.removeprefix(MISTAKEN))
+    return said or None
 
 
 def _reap(pid: int) -> None:
