@@ -130,7 +130,7 @@ def _loss(p: torch.Tensor, t: torch.Tensor, *, way: _Way, eps: float = 0.0) -> t
     return None if made is None else 1 - made
 
 
-def _nearness(p: torch.Tensor, t: torch.Tensor, *, form: str, eps: float = 0.0) -> torch.Tensor:
+def _nearness(p: torch.Tensor, t: torch.Tensor, *, form: str, **_: float) -> torch.Tensor:
     """Least for small boxes that are far from the target in both directions."""
     (px1, py1, px2, py2), (tx1, ty1, tx2, ty2) = _corners(p, form), _corners(t, form)
     return px2 - px1 + py2 - py1 - (px1 + px2 - tx1 - tx2).abs() - (py1 + py2 - ty1 - ty2).abs()

@@ -34,7 +34,9 @@ def _chosen_from(found: Slice, number: int) -> list[int]:
             if call.name == "cross_entropy":
                 return _indices(found, call)
             if call.name == "log_softmax":
-                chosen = [c for c in found.calls if c.name in {"nll_loss", "gather"} and c.inputs[:1] == call.outputs[:1]]
+                chosen = [
+                    c for c in found.calls if c.name in {"nll_loss", "gather"} and c.inputs[:1] == call.outputs[:1]
+                ]
                 return _indices(found, chosen[0]) if chosen else []
             if call.name in {"view", "reshape", "contiguous", "float", "double", "to"}:
                 todo.extend(n for n in call.outputs if n not in seen)

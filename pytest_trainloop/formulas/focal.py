@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,8 @@ from pytest_trainloop.formulas.classification import (
     log_p,
     log_sigmoid,
 )
-from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.formulas.form import Coefficients, Form, Mistake, Reading, Variant, cost, single
+from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ EXPONENT_AS_FACTOR = Mistake(
     "one side is weighted by a power gamma, the other is multiplied by gamma",
     "weight = (1 - p) ** gamma for targets of 1, p ** gamma for targets of 0",
     shown_by="the form agrees with the exponent 1 on one side, whose weight is multiplied by the exponent of the other",
+    level="advice",
 )
 
 
@@ -125,8 +127,8 @@ def _grown(logs: Logs, t: torch.Tensor, *, gamma: float) -> torch.Tensor | None:
 
 def _focal_variants(logs: str) -> tuple[Variant, ...]:
     made = log_sigmoid if logs == "scores" else log_p
-    kept = (lambda x: x) if logs == "scores" else (lambda p: p.clamp(1e-12, 1 - 1e-12))
-    aim = Aim(ENTROPY, lambda x, t, gamma: binary_entropy(made(kept(x)), t), groups=True)
+    ends = (-math.inf, math.inf) if logs == "scores" else (1e-12, 1 - 1e-12)
+    aim = Aim(ENTROPY, lambda x, t, gamma: binary_entropy(made(x.clamp(*ends)), t), groups=True)
     of_plain = Aim("the plain cross entropy", lambda x, t, gamma: _plain(made(x), t), parallel=True)
     wanted: tuple[tuple[int, int, Mistake | None], ...] = (
         (1, 0, None),

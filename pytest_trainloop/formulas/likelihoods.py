@@ -25,7 +25,9 @@ _DISTANCES = frozenset({"abs", "__abs__", "l1_loss", "absolute"})
 LIKELIHOOD = "the negative log-likelihood of the targets"
 
 
-def _right(basis: Callable[..., Mapping[str, torch.Tensor] | None], **weights: float) -> Callable[..., torch.Tensor | None]:
+def _right(
+    basis: Callable[..., Mapping[str, torch.Tensor] | None], **weights: float
+) -> Callable[..., torch.Tensor | None]:
     """The textbook's sum of the parts of a form."""
 
     def made(*arguments: torch.Tensor, **numbers: float) -> torch.Tensor | None:
@@ -260,13 +262,17 @@ _DEVIATION = Mistake(
     shifted=True,
 )
 
+
 def _to_the_prior(*, logs: bool, times: float) -> Aim:
-    way = functools.partial(_divergence, logs=logs, times=times)
-    return Aim("the KL divergence", lambda *given: _lowered(_right(way, logarithm=-0.5 * times, mean=0.5, variance=0.5)(*given)), endless=True)
-
-
-def _lowered(made: torch.Tensor | None) -> torch.Tensor | None:
-    return None if made is None else made - 0.5
+    """The divergence itself."""
+    parts = _right(
+        functools.partial(_divergence, logs=logs, times=times), logarithm=-0.5 * times, mean=0.5, variance=0.5
+    )
+    return Aim(
+        "the KL divergence",
+        lambda mean, spread: None if (made := parts(mean, spread)) is None else made - 0.5,
+        endless=True,
+    )
 
 
 DIVERGENCE = Form(

@@ -51,8 +51,7 @@ _NOT_LOGGED = Mistake(
     "parameter_confused",
     "the weights themselves are added to the logarithms of the densities, where their own logarithms belong",
     _RIGHT,
-    shifted=True,
-    otherwise="advice",
+    level="advice",
 )
 
 
@@ -80,12 +79,13 @@ MIXTURE = Form(
         *(
             Variant(
                 single(way),
-                score(mistake),
-                mistake,
+                score(_ADDED),
+                _ADDED,
                 aim=Aim("the log-likelihood of the targets", _mixture, rises=True, held=(1,), shared=True),
             )
-            for way, mistake in ((_added, _ADDED), (_plainly_added, _ADDED), (_not_logged, _NOT_LOGGED))
+            for way in (_added, _plainly_added)
         ),
+        Variant(single(_not_logged), score(_NOT_LOGGED), _NOT_LOGGED),
     ),
     ops=ADDITIONS | SUBTRACTIONS | _LOGS | frozenset({"squeeze"}),
     needs=(_LOGS,),

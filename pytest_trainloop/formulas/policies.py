@@ -12,8 +12,6 @@ from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import ADDITIONS, CLAMPS, DISTANCE_LOSSES, MULTIPLICATIONS, SUBTRACTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pytest_trainloop.formulas.cut import Cut
     from pytest_trainloop.tracing.loss_slice import Slice, Value
 
@@ -40,17 +38,18 @@ def _clipped(
     return torch.max(*both) if largest else torch.min(*both)
 
 
-def _lowered(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, **bounds: float) -> torch.Tensor | None:
-    made = _clipped(new, old, advantage, **_around(bounds))
+def _lowered(
+    new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float
+) -> torch.Tensor | None:
+    """The textbook's cost; bounds around 0 are taken to be around 1."""
+    middle = 0.0 if low > 0 else 1.0
+    made = _clipped(new, old, advantage, low=middle + low, high=middle + high)
     return None if made is None else -made
 
 
-def _around(bounds: Mapping[str, float]) -> dict[str, float]:
-    """Bounds around 1."""
-    return {n: b if bounds["low"] > 0 else 1 + b for n, b in bounds.items()}
-
-
-def _past_bounds(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float) -> torch.Tensor:
+def _past_bounds(
+    new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, *, low: float, high: float
+) -> torch.Tensor:
     ratio = (new - old).exp()
     return torch.where(advantage > 0, (ratio - high).relu(), (low - ratio).relu())
 
@@ -59,9 +58,13 @@ def _of_gains(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, **_
     return (new - old).exp()[advantage > 0]
 
 
-_GAINS = "the probability ratio of what has an advantage"
+def _surrogate(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, **_: float) -> torch.Tensor:
+    return (new - old).exp() * advantage
+
+
 _FURTHER = Aim("how far ratios are outside of their bounds", _past_bounds, book=_lowered)
-_LIKELIER = Aim(_GAINS, _of_gains, rises=True, book=_lowered)
+_LIKELIER = Aim("the probability ratio of what has an advantage", _of_gains, rises=True, book=_lowered)
+_GAINS = Aim("the mean of probability ratio times advantage", _surrogate, rises=True, book=_lowered)
 
 
 _OBJECTIVE = "loss = -torch.min(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage).mean()"
@@ -74,6 +77,7 @@ _TURNED = Mistake(
     "turned_round",
     "the ratio is the old probability over the new one: what has an advantage is made less likely",
     "ratio = (new_log_prob - old_log_prob).exp()",
+    shifted=True,
 )
 _AROUND_ZERO = Mistake(
     "ingredient_differs",
@@ -109,7 +113,7 @@ CLIPPED = _objective(
     (
         Variant(single(_clipped), score()),
         Variant(single(functools.partial(_clipped, largest=True)), cost(worse=_LARGEST), aim=_FURTHER),
-        Variant(single(functools.partial(_clipped, turned=True)), score(_TURNED), _TURNED, aim=_LIKELIER),
+        Variant(single(functools.partial(_clipped, turned=True)), score(_TURNED), _TURNED, aim=_GAINS),
     ),
     0.8,
     1.2,

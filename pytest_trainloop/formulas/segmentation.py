@@ -25,6 +25,7 @@ FACTOR_MISSING = Mistake(
     "the overlap of a perfect prediction with its target is {perfect:.3g}, not 1",
     "dice = 2 * (p * t).sum() / (p.sum() + t.sum()); or jaccard = i / (p.sum() + t.sum() - i) with i = (p * t).sum()",
     shown_by="in the limit without smoothing the fraction is {perfect:.3g} where prediction and target are equal masks",
+    level="advice",
 )
 
 
@@ -34,6 +35,7 @@ FACTOR_OF_DICE = Mistake(
     "jaccard = i / (p.sum() + t.sum() - i) with i = (p * t).sum(); or dice = 2 * i / (p.sum() + t.sum())",
     shown_by="the fraction fitted to the value: with the factor 2 for the intersection, and not for the smoothing, "
     "over the areas less one intersection",
+    level="advice",
 )
 
 
@@ -115,6 +117,7 @@ PIXEL_BY_PIXEL = Mistake(
     "wrong_axes",
     "sums run over the batch, with one overlap for each pixel",
     "sum over the pixels of each image: p.flatten(1), then sum(1)",
+    level="advice",
 )
 
 

@@ -8,7 +8,6 @@ outputs of the run and from others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from pytest_trainloop.formulas.cut import UNBOUNDED, other
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_trainloop.tracing.loss_slice import Slice, Value
 
@@ -29,8 +28,11 @@ STARTS = 3
 """The outputs of the run, and others drawn in their range."""
 
 LEAST = 1e-2
-"""Entries whose gradient is below this share of the largest one stay: where the loss gives none, what is left is that of
-a regulariser."""
+"""Entries whose gradient is below this share of the largest one stay: where the loss gives none, what is left is that
+of a regulariser."""
+
+APART = 12
+"""Steps to the start that a mistake needs."""
 
 Outputs = dict[int, torch.Tensor]
 
@@ -74,8 +76,8 @@ class Outcome:
 
 @dataclass(eq=False)
 class Step:
-    """All that a loop backpropagates in one step, as a function of outputs of its layers: that of ``part``, and of other
-    backward passes that start from the same outputs."""
+    """All that a loop backpropagates in one step, as a function of outputs of its layers: the loss of ``part``, and
+    those of other backward passes that start from the same outputs."""
 
     part: Slice
     others: Sequence[Slice] = ()
@@ -87,8 +89,8 @@ class Step:
         for number, tensor in outputs.items():
             for found, theirs in self._elsewhere(number):
                 given.setdefault(id(found), (found, {}))[1][theirs] = tensor
-        for found, theirs in given.values():
-            total = total + found.replay(theirs, [found.root])[0].double().sum()
+        for found, same in given.values():
+            total = total + found.replay(same, [found.root])[0].double().sum()
         return total
 
     def _elsewhere(self, number: int) -> list[tuple[Slice, int]]:
@@ -109,21 +111,18 @@ class Step:
 def tried(
     step: Step,
     arguments: Sequence[int],
+    value: int,
     aim: Aim,
     numbers: Mapping[str, float] | None = None,
-    value: int | None = None,
     *,
     shifted: bool = False,
 ) -> Outcome | None:
     """What comes of training the outputs that ``arguments`` were computed from; None where it cannot be tried.
     ``value`` is what the form agreed with. ``shifted``: it is enough that the loss leaves the outputs that are best."""
-    if aim.moves or aim.parallel or aim.of_value:
-        assert value is not None, f"{aim.name} needs a value"
+    experiment = _Experiment(step, tuple(arguments), value, aim, dict(numbers or {}), shifted)
     try:
-        experiment = _Experiment(step, tuple(arguments), aim, dict(numbers or {}), value, shifted)
-        if aim.parallel:
-            return experiment.directions()
-        return experiment.outcome()
+        experiment.prepare()
+        return experiment.directions() if aim.parallel else experiment.outcome()
     except CannotReplay:
         return None
 
@@ -139,25 +138,29 @@ class _Course:
     best: torch.Tensor
     kept: torch.Tensor
     """Where training on the quantity leads, and then where the loss leads from there."""
-    unsure: torch.Tensor
-    """How much better it would still get."""
+    further: torch.Tensor
+    """Where training on the quantity leads from there."""
 
 
 @dataclass(eq=False)
 class _Experiment:
     step: Step
     arguments: tuple[int, ...]
+    value: int
     aim: Aim
     numbers: dict[str, float]
-    value: int | None
     shifted: bool
+    leaves: tuple[Value, ...] = ()
+    still: Outputs = field(default_factory=dict)
+    """The entries that no step moves."""
+    origin: Outputs = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def prepare(self) -> None:
         found = self.step.part
-        of = (self.value,) if self.aim.moves and self.value is not None else self.arguments
-        self.leaves = [found.values[n] for n in (of if self.aim.moves else _trainable(found, of))]
-        held = self.leaves and self.aim.held
-        self.still = {v.number: _reaches(found, v, [of[i] for i in held]) for v in self.leaves} if held else {}
+        trained = [self.value] if self.aim.moves else _trainable(found, self.arguments)
+        self.leaves = tuple(found.values[n] for n in trained)
+        held = [self.arguments[i] for i in self.aim.held]
+        self.still = {v.number: _reaches(found, v, held) for v in self.leaves} if held else {}
 
     def outcome(self) -> Outcome | None:
         courses = [course for start in range(STARTS) if (course := self._course(start)) is not None]
@@ -177,15 +180,14 @@ class _Experiment:
 
     def directions(self) -> Outcome | None:
         """Whether the value's gradient has the direction of the quantity's, at all starts."""
-        assert self.value is not None
         cosines = []
         for index in range(STARTS):
             start = self._start(index)
-            one = _slope(lambda o: self.step.part.replay(o, [self.value or 0])[0].double().sum(), start)
-            other_ = _slope(self._textbook, start)
-            if one is None or other_ is None:
+            mine = _slope(lambda o: self.step.part.replay(o, [self.value])[0].double().sum(), start)
+            plain = _slope(self._textbook, start)
+            if mine is None or plain is None:
                 return None
-            cosines.append(float(torch.nn.functional.cosine_similarity(one, other_, dim=0).abs()))
+            cosines.append(float(torch.nn.functional.cosine_similarity(mine, plain, dim=0).abs()))
         text = f"at {STARTS} starts its gradient has the direction of {self.aim.name}: cosine {min(cosines):.6f}"
         return Outcome(min(cosines) > 1 - 1e-9, text)
 
@@ -212,35 +214,29 @@ class _Experiment:
         }
 
     def _course(self, index: int) -> _Course | None:
-        start = self._start(index)
-        self._origin = start
-        before = self._quantity(start)
-        if before is None:
-            return None
-        loss, textbook = (lambda o: self.step.loss(self._full(o))), self._textbook
+        start, first = self._start(index), self.aim.start
         held = {} if self.aim.shared else self.still
-        if self.aim.start is not None:
-            start, _ = descended(lambda o: self._of(self.aim.start or self.aim.of, o).sum(), start, held, 12)
-            before = self._quantity(start)
-            if before is None:
-                return None
-        trained, fell = descended(loss, start, held)
-        after = self._quantity(trained)
-        if after is None or not (fell or self.aim.moves):
+        if first is not None:
+            start, _ = descended(lambda o: self._of(first, o).sum(), start, held, APART)
+        self.origin = start
+        trained, fell = descended(self._loss, start, held)
+        if not (fell or self.aim.moves):
             return None
-        later = self._quantity(descended(loss, trained, held)[0]) if self.aim.endless else after
-        later = after if later is None else later
-        if self.aim.best is not None or self.aim.moves:  # known, or nothing to be trained
-            best = torch.full_like(before, -(self.aim.best or 0.0) if self.aim.rises else self.aim.best or 0.0)
-            return _Course(before, after, later, best, best, best)
-        taught, _ = descended(textbook, start, held)
-        best = self._quantity(taught)
-        again, _ = descended(textbook, taught, held)
-        left, _ = descended(loss, taught, held)
-        kept, further = self._quantity(left), self._quantity(again)
-        if best is None or kept is None or further is None:
-            return None
-        return _Course(before, after, later, best, kept, (best - further).clamp(min=0))
+        again = descended(self._loss, trained, held)[0] if self.aim.endless else trained
+        reached = [self._quantity(outputs) for outputs in (start, trained, again)]
+        if self.aim.best is not None or self.aim.moves:  # known, and not to be found
+            known = self.aim.best or 0.0
+            best = torch.tensor([-known if self.aim.rises else known], dtype=torch.float64)
+            reached += [best, best, best]
+        else:
+            taught, _ = descended(self._textbook, start, held)
+            further, left = (descended(way, taught, held)[0] for way in (self._textbook, self._loss))
+            reached += [self._quantity(outputs) for outputs in (taught, left, further)]
+        known_all = [q.cpu() for q in reached if q is not None]
+        return _Course(*known_all) if len(known_all) == len(reached) else None
+
+    def _loss(self, outputs: Outputs) -> torch.Tensor:
+        return self.step.loss(self._full(outputs))
 
     def _quantity(self, outputs: Outputs) -> torch.Tensor | None:
         """The quantity as a cost, one number for each group; None where it has none here."""
@@ -259,12 +255,12 @@ class _Experiment:
     def _of(self, of: Callable[..., torch.Tensor | None], outputs: Outputs) -> torch.Tensor:
         full = self._full(outputs)
         if self.aim.moves:
-            return torch.stack([(full[n] - self._origin[n]).abs().mean() for n in full])
-        wanted = [self.value or 0] if self.aim.of_value else list(self.arguments)
+            return torch.stack([(full[n] - self.origin[n]).abs().mean() for n in full])
+        wanted = [self.value] if self.aim.of_value else list(self.arguments)
         arguments = self.step.part.replay(full, wanted)
         try:
             made = of(*arguments) if self.aim.of_value else of(*arguments, **self.numbers)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except (RuntimeError, IndexError, ValueError) as error:
             raise CannotReplay("the form refuses these arguments") from error
         if made is None:
             raise CannotReplay("the form takes no such arguments")
@@ -286,8 +282,8 @@ class _Experiment:
             )
         if self.aim.moves:
             return f"{by}: {self.aim.name} moved by {mean('after')}"
-        textbook = f"the best is {mean('best')}" if self.aim.best is not None else f"by the textbook form {mean('best')}"
-        return f"{by}: {self.aim.name} went from {mean('before')} to {mean('after')}; {textbook}"
+        textbook = "the best is" if self.aim.best is not None else "trained on the textbook form it ends at"
+        return f"{by}: {self.aim.name} went from {mean('before')} to {mean('after')}; {textbook} {mean('best')}"
 
 
 def _worse(course: _Course, group: int, by: float) -> bool:
@@ -306,8 +302,8 @@ def _goes_on(course: _Course, group: int) -> bool:
 
 def _left(course: _Course, group: int, least: float) -> bool:
     """Whether the loss leaves the best outputs."""
-    best, kept, unsure = (float(t[group]) for t in (course.best, course.kept, course.unsure))
-    return kept - best > max(10 * unsure, 0.01 * least, 1e-6 * abs(best)) or (math.isinf(kept) and kept > 0)
+    best, kept, further = (float(t[group]) for t in (course.best, course.kept, course.further))
+    return kept - best > max(10 * (best - further), 0.01 * least, 1e-6 * abs(best)) or (math.isinf(kept) and kept > 0)
 
 
 def _trainable(found: Slice, numbers: Sequence[int]) -> list[int]:
@@ -375,8 +371,9 @@ def descended(
         if count == steps or math.isinf(now) or not value.requires_grad:
             break
         found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), found, strict=True)}
-        largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in gradients.values() if g.numel()), default=0)
+        slopes = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves.values(), found, strict=True)]
+        gradients = dict(zip(leaves, slopes, strict=True))
+        largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in slopes if g.numel()), default=0.0)
         for n, gradient in gradients.items():
             sign = torch.where(gradient.abs() >= max(LEAST * largest, 1e-300), gradient.sign(), 0.0).nan_to_num(0.0)
             if n in held:

@@ -67,8 +67,10 @@ def compared(part: Slice, step: Step, evidence: Evidence) -> Iterator[Finding]:
             "1; nothing else trains these outputs",
         )
     for call, counted in growing(part):
-        level, measured = (None, "") if plays_a_game(part, call.outputs[0], evidence) else _tried(
-            step, call.outputs[0], _DISTANCE, otherwise=None
+        level, measured = (
+            (None, "")
+            if plays_a_game(part, call.outputs[0], evidence)
+            else _tried(step, call.outputs[0], _DISTANCE, otherwise=None)
         )
         if level is not None:
             yield _at(
@@ -90,7 +92,7 @@ _DISTANCE = Aim("the distance between prediction and target", lambda error: erro
 
 def _tried(step: Step, number: int, aim: Aim, *, otherwise: Level | None) -> tuple[Level | None, str]:
     """Whether what is recognised is a fault, advice or nothing, and what training the outputs came to."""
-    outcome = tried(step, (number,), aim)
+    outcome = tried(step, (number,), number, aim)
     if outcome is None:
         return "advice", ""
     return ("fault" if outcome.confirmed else otherwise), outcome.text

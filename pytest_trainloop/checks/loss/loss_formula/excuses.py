@@ -9,7 +9,6 @@ import torch
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 
 if TYPE_CHECKING:
-    from pytest_trainloop.formulas.search import Match
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.loss_slice import Slice
 

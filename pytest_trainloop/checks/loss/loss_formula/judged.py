@@ -113,10 +113,10 @@ def _all_worse(of_form: Sequence[Match], slices: Sequence[Slice], evidence: Evid
 def _tried(
     match: Match, step: Step, aim: Aim | None, *, level: Level, otherwise: Level | None = None, shifted: bool = False
 ) -> tuple[Level | None, str]:
-    """Whether what is recognised is a fault, advice or nothing, by what training the outputs comes to, and that in words.
-    Where nothing can be tried it is advice."""
+    """Whether what is recognised is a fault, advice or nothing, by what training the outputs comes to, and that in
+    words. Where nothing can be tried it is advice."""
     cut = match.cut
-    outcome = None if aim is None else tried(step, cut.arguments, aim, match.numbers, cut.number, shifted=shifted)
+    outcome = None if aim is None else tried(step, cut.arguments, cut.number, aim, match.numbers, shifted=shifted)
     if outcome is None:
         return "advice", _measured(match)
     return (level if outcome.confirmed else otherwise), outcome.text
@@ -219,12 +219,8 @@ def _inverted(entries: torch.Tensor) -> str:
 def _flipped(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
     rises = match.reading.direction < 0
     kind = "a score, and is minimised" if rises else "a cost, and is maximised"
-    aim = match.variant.aim or Aim(
-        match.form.name, lambda value: value, rises=rises, of_value=True
-    )
-    level, measured = _tried(
-        match, step, aim, level="advice" if evidence.shared(pretrained) else "fault"
-    )
+    aim = match.variant.aim or Aim(match.form.name, lambda value: value, rises=rises, of_value=True)
+    level, measured = _tried(match, step, aim, level="advice" if evidence.shared(pretrained) else "fault")
     if level is None:
         return
     yield Finding(

@@ -202,6 +202,7 @@ pair(
     "focal_exponent_as_a_factor",
     "loss_formula",
     "power_differs",
+    level="advice",
     where="return loss.mean()",
     faulty=classifier(focal_by_terms(lambda q, gamma: q * gamma)),
     fixed=classifier(focal_by_terms(lambda q, gamma: q**gamma)),

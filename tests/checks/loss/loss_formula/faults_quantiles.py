@@ -82,6 +82,7 @@ pair(
     "weights_without_logarithm",
     "loss_formula",
     "parameter_confused",
+    level="advice",
     faulty=regression(mixture(lambda w, log_p: (w.softmax(1) + log_p).logsumexp(1)), outputs=9),
     fixed=regression(mixture(lambda w, log_p: (w.log_softmax(1) + log_p).logsumexp(1)), outputs=9),
 )

@@ -79,6 +79,7 @@ pair(
     "dice_without_its_factor",
     "loss_formula",
     "factor_missing",
+    level="advice",
     quick=True,
     mentions=("0.5",),
     faulty=segmentation(dice_by_rows(1)),
@@ -123,6 +124,7 @@ pair(
     "dice_of_each_pixel_over_the_batch",
     "loss_formula",
     "wrong_axes",
+    level="advice",
     faulty=segmentation(dice_along(0)),
     fixed=segmentation(dice_along(1)),
 )
@@ -141,6 +143,7 @@ pair(
     "jaccard_with_the_factor_of_dice",
     "loss_formula",
     "ingredient_differs",
+    level="advice",
     where="return (1 - (factor * both + EPS)",
     faulty=segmentation(jaccard_loss(2.0)),
     fixed=segmentation(jaccard_loss(1.0)),

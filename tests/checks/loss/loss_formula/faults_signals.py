@@ -41,6 +41,7 @@ pair(
     "projection_by_the_energy_of_the_estimate",
     "loss_formula",
     "turned_round",
+    level="advice",
     where="return -10 * torch.log10",
     faulty=denoiser(lambda clean, estimate: estimate),
     fixed=denoiser(lambda clean, estimate: clean),

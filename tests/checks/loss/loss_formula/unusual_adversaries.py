@@ -37,8 +37,9 @@ def slope_between(critic, real, made):
     return torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0]
 
 
-def pictures():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(16, 1))
+def of_pictures():
+    critic = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(16, 1))
+    return {"critic": critic, "real": torch.randn(4, 3, 4, 4)}
 
 
 @odd(notes="only slopes above 1 are penalised")
@@ -47,7 +48,7 @@ def one_sided_penalty():
         norm = slope_between(critic, real, made).flatten(1).norm(dim=1)
         return critic(made).mean() - critic(real).mean() + 10 * F.relu(norm - 1).square().mean()
 
-    return game(of_critic, lambda critic, _, made: -critic(made).mean(), critic=pictures(), real=torch.randn(4, 3, 4, 4))
+    return game(of_critic, lambda critic, _, made: -critic(made).mean(), **of_pictures())
 
 
 @odd(notes="the slope at data is to be 0, not 1 (R1)")
@@ -59,9 +60,7 @@ def slope_at_data_is_lowered():
         penalty = slope.square().sum((1, 2, 3)).mean()
         return F.softplus(critic(made)).mean() + F.softplus(-scores).mean() + 5 * penalty
 
-    return game(
-        of_critic, lambda critic, _, made: F.softplus(-critic(made)).mean(), critic=pictures(), real=torch.randn(4, 3, 4, 4)
-    )
+    return game(of_critic, lambda critic, _, made: F.softplus(-critic(made)).mean(), **of_pictures())
 
 
 @odd(notes="slopes to the sixth power (WGAN-div)")
@@ -70,7 +69,7 @@ def slope_to_a_power():
         norm = slope_between(critic, real, made).square().sum((1, 2, 3)).pow(3)
         return critic(made).mean() - critic(real).mean() + 2 * norm.mean()
 
-    return game(of_critic, lambda critic, _, made: -critic(made).mean(), critic=pictures(), real=torch.randn(4, 3, 4, 4))
+    return game(of_critic, lambda critic, _, made: -critic(made).mean(), **of_pictures())
 
 
 @odd(notes="hinges for the critic, a plain mean for the maker")

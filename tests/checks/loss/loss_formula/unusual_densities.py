@@ -146,9 +146,7 @@ def distilled_at_a_temperature():
         return 0.7 * 16 * far + 0.3 * F.cross_entropy(scores, y)
 
     made = trained(loss_of, (torch.randn(10, 6), torch.arange(10) % 4), model=student)
-    return TrainLoop(
-        model=[student, teacher], optimizer=made.optimizer, batch=made.batch, fit=made.fit, frozen=("1.",)
-    )
+    return TrainLoop(model=[student, teacher], optimizer=made.optimizer, batch=made.batch, fit=made.fit, frozen=("1.",))
 
 
 @odd(notes="ties of event times by Efron's way: shares of the tied risks are taken from the sum")

@@ -64,7 +64,7 @@ def two_levels(loss_of):
     return trained(loss_of, torch.randn(8, 6), model=TwoLevels())
 
 
-@odd(notes="residual normals (NVAE): the squared shift over the prior's variance is one value, which is not squared again")
+@odd(notes="residual normals (NVAE): the squared shift over the prior's variance is not squared again")
 def divergence_relative_to_the_prior():
     def loss_of(model, x):
         again, (mean, log_std), (shift, stretch, _, prior_log_std) = model(x)
@@ -101,7 +101,7 @@ def divergence_of_two_learned_normals():
     return two_levels(loss_of)
 
 
-@odd(notes="balanced divergences (Dreamer): the same one twice, with the prior stopped in one and the posterior in the other")
+@odd(notes="balanced divergences (Dreamer): one side is stopped in each of two")
 def divergences_balanced():
     def loss_of(model, x):
         again, (mean, log_std), (_, _, prior_mean, prior_log_std) = model(x)

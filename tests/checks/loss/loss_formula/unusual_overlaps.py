@@ -125,7 +125,9 @@ def lovasz_hinge():
     return segmentation(loss_of)()
 
 
-@odd(notes="Dice with squares below the bar of a last layer without a sigmoid: it is largest where output and mask agree")
+@odd(
+    notes="Dice with squares below the bar of a last layer without a sigmoid: it is largest where output and mask agree"
+)
 def dice_with_squares_of_a_linear_output():
     def loss_of(out, mask):
         p, t = out.flatten(1), mask.flatten(1)

@@ -39,7 +39,9 @@ class ActorCritic(nn.Module):
         return self.value(self.body(x).relu())
 
 
-@odd(notes="the target has a gradient beside numpy, where advantages are made of it, and none where the value is fitted")
+@odd(
+    notes="the target has a gradient beside numpy, where advantages are made of it, and none where the value is fitted"
+)
 def target_detached_where_it_is_used():
     model = ActorCritic()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
@@ -63,7 +65,9 @@ def target_detached_where_it_is_used():
     return TrainLoop(model=model, optimizer=optimizer, batch=transitions(), fit=fit)
 
 
-@odd(notes="the error of the target is logged with its gradient, and weighs rows; the value is fitted to a detached one")
+@odd(
+    notes="the error of the target is logged with its gradient, and weighs rows; the value is fitted to a detached one"
+)
 def error_with_a_gradient_is_only_logged():
     model = ActorCritic()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
@@ -132,9 +136,7 @@ def learned_temperature():
 
     model = nn.ModuleDict({"actor": actor, "critic": critic})
     model.register_parameter("temperature", temperature)
-    return TrainLoop(
-        model=model, optimizer=[of_actor, of_temperature], batch=rollout(), fit=fit, frozen=("critic.",)
-    )
+    return TrainLoop(model=model, optimizer=[of_actor, of_temperature], batch=rollout(), fit=fit, frozen=("critic.",))
 
 
 @odd(notes="TD3: the smaller of two critics' values is the target, and one critic is raised by the actor")
@@ -158,7 +160,9 @@ def smaller_of_two_critics():
             (-one(torch.cat([b["state"], actor(b["state"]).tanh()], 1)).mean()).backward()
             of_actor.step()
             with torch.no_grad():
-                for kept, new in zip(targets.parameters(), (*actor.parameters(), *one.parameters(), *two.parameters())):
+                for kept, new in zip(
+                    targets.parameters(), (*actor.parameters(), *one.parameters(), *two.parameters()), strict=True
+                ):
                     kept.lerp_(new, 0.01)
 
     model = nn.ModuleDict({"actor": actor, "one": one, "two": two, "targets": targets})
