@@ -199,7 +199,8 @@ def _bounds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[f
 def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Replay | None:
     if not args or not isinstance(args[0], torch.Tensor):
         return None
-    rest = args[1:]
+    # without their history: what waits here must not keep the graph of a step that is over
+    rest, named = tree_map(_plain, args[1:]), tree_map(_plain, kwargs)
     copying: dict[str, Callable[..., Any]] = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as}
     move = copying.get(getattr(func, "__name__", ""), func)  # the numbers may lie otherwise in memory
 
@@ -209,10 +210,14 @@ def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         def beside(value: Any) -> Any:
             return value.to(other.device) if isinstance(value, torch.Tensor) else value
 
-        out = move(other, *tree_map(beside, rest), **tree_map(beside, kwargs))
+        out = move(other, *tree_map(beside, rest), **tree_map(beside, named))
         return next(t for i, t in enumerate(tensors_in(out)) if i == number)
 
     return again
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _plain_index(name: str, args: tuple[Any, ...]) -> bool:

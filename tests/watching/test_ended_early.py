@@ -117,3 +117,36 @@ def test_a_scheduler_is_not_missed_in_a_script_that_raised_before(watch):
 def test_a_scheduler_that_a_whole_script_never_calls_is_advice(watch):
     said = watch(SCHEDULED.replace("RAISE", "").replace("scheduler.step()", "pass"))
     assert "no call of it was seen: the 12 steps that were watched are made at 0.1" in said.out
+
+
+VIEWS = """
+    class Handed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight
+            return x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return -ctx.weight * gradient, None
+
+    def filled(x):
+        mask = torch.zeros_like(x, dtype=torch.bool)
+        mask[:, :4] = True
+        return x.masked_scatter(mask, 2 * x[:, :4])
+
+    body, head = nn.Linear(4, 8), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    for step in range(40):
+        x, y = rows()
+        optimizer.zero_grad()
+        F.mse_loss(head(CALL), y).backward()
+        optimizer.step()
+"""
+
+
+def test_what_the_command_itself_keeps_is_no_growth(watch):
+    """A function that returns its input, and masked_scatter: their arguments were kept by this package."""
+    for call in ("Handed.apply(body(x), 0.1)", "filled(body(x))", "body(x).view_as(body(x))"):
+        said = watch(VIEWS.replace("CALL", call))
+        assert "memory_growth" not in said.out, call

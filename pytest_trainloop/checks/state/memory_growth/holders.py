@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop.checks.state.memory_growth.names import referrers
-from pytest_trainloop.ours import holds_alone
+from pytest_trainloop.ours import holds_alone, is_ours
 from pytest_trainloop.recording.torch_internals import function_class, saved_values_overwritten
 
 if TYPE_CHECKING:
@@ -110,7 +110,10 @@ class Reached:
 def find(reached: Reached, names: Names) -> list[Holder]:
     """What holds the graphs of these windows: the tensors that hold all of them, and the containers that do."""
     found = [_running_sum(whole, names)] if (whole := reached.all_of_them()) else []
-    found += _containers(reached, names)
+    containers = _containers(reached, names)
+    if containers is None:
+        return found
+    found += containers
     if not found:
         found.append(_outside_python(reached))
     return found
@@ -140,14 +143,14 @@ def _below(node: Any) -> set[Any]:
     return seen
 
 
-def _containers(reached: Reached, names: Names) -> list[Holder]:
-    """The innermost containers that hold a tensor of every window."""
+def _containers(reached: Reached, names: Names) -> list[Holder] | None:
+    """The innermost containers that hold a tensor of every window; None where none does but what is this package's."""
     items: dict[int, tuple[Any, int]] = {id(value): (value, bits) for value, bits in reached.some_of_them()}
     some = next((_node_of(value) for value, _ in items.values()), None)
-    count = len(items)
+    count, ours = len(items), 0
     for _ in range(MOST_LEVELS):
         if not items:
-            return []
+            break
         above: dict[int, tuple[Any, int]] = {}
         values = [value for value, _ in items.values()]
         for holder in referrers(values, (id(items), *map(id, items.values()), *map(id, reached.lists))):
@@ -156,14 +159,16 @@ def _containers(reached: Reached, names: Names) -> list[Holder]:
             bits = 0
             for value in gc.get_referents(holder):
                 bits |= items[id(value)][1] if id(value) in items else 0
-            if bits:
+            if is_ours(holder):
+                ours |= bits
+            elif bits:
                 above[id(holder)] = (holder, bits)
         made = (id(items), id(above), id(values), *map(id, above.values()), *map(id, reached.lists))
         whole = [holder for holder, bits in above.values() if bits == reached.full and not holds_alone(holder, made)]
         if whole:
             return [_holder_of(holder, count, some, names) for holder in _named_first(whole, names)[:2]]
         items = above
-    return []
+    return None if ours == reached.full else []
 
 
 def _named_first(holders: list[Any], names: Names) -> list[Any]:

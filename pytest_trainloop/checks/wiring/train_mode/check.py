@@ -14,7 +14,8 @@ How it decides
     fault where the mode makes a difference: with those modules switched, the loop backpropagates something else. Norms
     that stay in evaluation mode while their model trains are meant. So is any part that is switched by a call on that
     part alone, or by a ``train()`` that the model defines, with no evaluation in between, the rest of a model of which
-    code puts parts back into training mode, and any part that runs in both modes for one loss. A model that makes its own training data in evaluation mode (rollouts) is advice.
+    code puts parts back into training mode, and any part that runs in both modes for one loss. A model that makes its
+    own training data in evaluation mode (rollouts) is advice.
     An evaluation inside ``fit`` is a forward pass in training mode that no backward pass follows. A number must be made
     of its result, but no loss that trains: with other results in its place the loop backpropagates the same. Rollouts,
     pseudo-labels, teachers and refreshed statistics are none. Results taken out of torch row by row count where the
