@@ -141,13 +141,12 @@ def test_a_mistake_is_told_by_the_last_line_of_the_package(functions):
 
 # Every handler asks whose it is.
 
-ASK = {"reraise_ours", "is_ours", "note_mistake", "project_may_raise"}
+ASK = {"reraise_ours", "is_ours", "note_mistake", "project_may_raise", "goes_on", "passed_over"}
 
 DO_NOT_ASK = {
     "api.py _once": "gives the verdict on a mistake itself",
     "battery.py run_check": "gives the verdict on a mistake itself",
     "battery.py _verdict": "gives the verdict on a mistake itself",
-    "checks/batch/edge_batches/last_batch.py last_batch": "calls the project's data set alone",
     "checks/loss/loss_components/states.py _note": "keeps it; it is raised behind the run",
     "checks/state/evaluation_is_pure/interposed.py _ours": "keeps it; it is raised behind the run",
     "htmlreport/shown.py drawing": "asks for a report in place of the picture",

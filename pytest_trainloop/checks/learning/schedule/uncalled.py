@@ -48,14 +48,15 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
             continue
         certain = _is_gone(record, scheduler) or (bool(proof) and not evidence.shared(WholeFit.of).may_call)
         twice = _called_in_its_place(record, scheduler)
+        made = f"{optimizer.steps} steps"
         rate = groups[0].known[0] if groups and groups[0].known else 0.0
         yield Finding(
             cause="never_called",
             level="fault" if certain else "advice",
-            summary=f"{scheduler.kind} is built and fit never calls it: all {optimizer.steps} steps are made at {rate:g}"
+            summary=f"{scheduler.kind} is built and fit never calls it: all {made} are made at {rate:g}"
             if certain
-            else f"{scheduler.kind} is built, and no call of it was seen: the {optimizer.steps} steps that were watched "
-            f"are made at {rate:g}",
+            else f"{scheduler.kind} is built, and no call of it was seen: the {made} that were watched are made at "
+            f"{rate:g}",
             measured=f"0 calls of {scheduler.kind}.step() in {optimizer.steps} steps of {optimizer.kind}",
             shown_by=proof or "fit may be one epoch of a loop that calls it",
             culprits=(f"{scheduler.kind}.step()",),

@@ -231,7 +231,8 @@ class Uninterrupted:
     def _run_out(self) -> str:
         """The counter that may have ended the second call of ``fit``: a number that the first one moved to the value of
         another one; empty where there is none."""
-        assert self.saved is not None
+        if self.saved is None:
+            return ""
         saved, fresh = self.saved, Reach.of(self.evidence.fresh_loop()).snapshot()
         both = [p for p, leaf in saved.leaves.items() if leaf.kind == "scalar" and p in fresh.leaves]
         numbers = {p: saved.value(p) for p in both if type(saved.value(p)) is int}
