@@ -75,6 +75,14 @@ def test_checks_with_one_reason_are_one_row(source):
     assert [excerpt.file for excerpt in error.excerpts] == ["train.py"]
 
 
+def test_a_mistake_of_ours_is_shown_with_its_frames_and_no_line_of_the_loop(source):
+    frames = f'  File "{source / "train.py"}", line 5, in train\n  File "pytest_trainloop/x.py", line 1'
+    stopped = documents.Result(check="finite", outcome="error", reason="finite was stopped", mistake=frames)
+    (loop,) = viewed(source, test_a=(stopped,)).loops
+    (error,) = loop.failures
+    assert (error.summary, error.traceback, error.place) == ("finite was stopped", frames, "")
+
+
 def test_what_the_checks_hold_is_told_of_those_that_found_something(source):
     told = dict(viewed(source, test_a=PASSING, test_b=FAILING).rules)
     assert list(told) == [

@@ -168,18 +168,18 @@ class Mistake:
         """Whether there is such a function, which raises from now on."""
         found = False
         for holder in holders():
-            if (changed := self._within(holder.__code__)) is not holder.__code__:
+            if (changed := self.within(holder.__code__)) is not holder.__code__:
                 holder.__code__ = changed
                 found = True
         return found
 
-    def _within(self, code: types.CodeType) -> types.CodeType:
+    def within(self, code: types.CodeType) -> types.CodeType:
         """The code with the function's own replaced, however deep in it that is; the same object where it is not."""
         if Function.of(code) == self.function:
             return self._raising(code)
         if not any(isinstance(each, types.CodeType) for each in code.co_consts):
             return code
-        consts = tuple(self._within(each) if isinstance(each, types.CodeType) else each for each in code.co_consts)
+        consts = tuple(self.within(each) if isinstance(each, types.CodeType) else each for each in code.co_consts)
         same = all(a is b for a, b in zip(consts, code.co_consts, strict=True))
         return code if same else code.replace(co_consts=consts)
 

@@ -114,5 +114,9 @@ def raised(check: str) -> Result:
     return Result(check=check, outcome="error", reason="running fit raised ValueError: bad", error=error)
 
 
+def stopped(check: str) -> Result:
+    return Result(check=check, outcome="error", reason=f"{check} was stopped; please report it", mistake="OUR FRAMES")
+
+
 battery.Subject = Subject  # type: ignore[assignment, misc]
 registry.registered = lambda: CHECKS

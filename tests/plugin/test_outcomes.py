@@ -63,6 +63,17 @@ def test_the_users_traceback_and_nobody_elses(pytester, run):
     result.stdout.fnmatch_lines(["FAILED * - running fit raised ValueError: bad*"])
 
 
+def test_a_mistake_of_ours_is_one_sentence_and_its_frames_are_shown_on_request(pytester, run):
+    pytester.makepyfile(one_check("stopped('accumulation')"))
+    result = run("--trainloop", "--trainloop-json=report.json", "--junitxml=junit.xml")
+    result.assert_outcomes(failed=1)
+    assert failure(result).splitlines()[0] == "accumulation was stopped; please report it"
+    assert "OUR FRAMES" not in result.stdout.str()
+    assert "OUR FRAMES" in (pytester.path / "report.json").read_text()
+    assert "OUR FRAMES" in (pytester.path / "junit.xml").read_text()
+    assert "OUR FRAMES" in failure(run("--trainloop", "-v"))
+
+
 def test_a_usage_error_is_one_sentence(pytester, run):
     pytester.makepyfile(one_check("UsageError('test_gpt returned None; a TrainLoop is needed')"))
     result = run("--trainloop")

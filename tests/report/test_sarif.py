@@ -8,6 +8,7 @@ import re
 import pytest
 
 from pytest_trainloop.explain import rule
+from pytest_trainloop.finding import Result
 from pytest_trainloop.report.json import text
 from pytest_trainloop.report.sarif import FINGERPRINT, document
 from tests.helpers.report_data import TRAIN, plain, raised, report, result, stale
@@ -113,6 +114,15 @@ def test_an_error_is_a_notification_and_no_result(run):
     assert note["level"] == "error"
     assert note["message"]["text"].startswith("fit raised ValueError: no data")
     assert note["locations"][0]["physicalLocation"]["region"]["startLine"] == 3
+
+
+def test_a_mistake_of_ours_is_a_notification_at_the_test(run):
+    stopped = Result(check="finite", outcome="error", reason="finite was stopped; please report it", mistake="frames")
+    made = run({"t::a": [stopped]})
+    assert made["results"] == []
+    (note,) = made["invocations"][0]["toolExecutionNotifications"]
+    assert note["message"]["text"] == "finite was stopped; please report it"
+    assert note["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "test_train.py"
 
 
 def prints(run, **given):
