@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from pytest_trainloop.paths import BUILD_CALLER, FIT_CALLER
+from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import layer, place_of
@@ -203,7 +204,12 @@ def maker(made: Any) -> Place | None:
         code = frame.f_code
         if code.co_filename in (FIT_CALLER, BUILD_CALLER):
             return None
-        if layer(code.co_filename) == 2 and not (made is not None and _is_method_of(frame, made)):
+        # the frame that a stand-in stands for is further up
+        if (
+            layer(code.co_filename) == 2
+            and not is_stand_in(code)
+            and not (made is not None and _is_method_of(frame, made))
+        ):
             return place_of(code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
