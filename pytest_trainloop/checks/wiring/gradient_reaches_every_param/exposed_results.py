@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.gradients.dependence import until_stepped
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.patches import Patches
@@ -73,8 +73,8 @@ class _Exposure:
         return differentiate
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        holds = {self._watch.table.index(p) for p in module.parameters()} & self._wanted
-        direct = {self._watch.table.index(p) for p in module.parameters(recurse=False)}
+        holds = {self._watch.table.index(p) for p in members.parameters(module)} & self._wanted
+        direct = {self._watch.table.index(p) for p in members.parameters(module, recurse=False)}
         if not holds or holds <= direct or self._watch.backward is not None:
             return
         with self._watch.suspended():
