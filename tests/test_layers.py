@@ -49,7 +49,7 @@ FLOORS = (
         "worth",
         "baseline_file",
     ),
-    ("errors", "finding", "wording", "ours", "paths", "places", "whose"),
+    ("errors", "finding", "wording", "ours", "members", "paths", "places", "whose"),
 )
 """From the top down. A module imports from its own package, its own floor or a lower one, also for typing."""
 
@@ -76,7 +76,7 @@ LIGHT = (
 )
 """Packages and modules without torch, Hypothesis or NumPy at module top."""
 
-PRIVATE_NAMES = ("recording.torch_internals", "recording.compiler_internals")
+PRIVATE_NAMES = ("recording.torch_internals", "recording.compiler_internals", "members")
 """The only modules that name anything of torch which begins with an underscore."""
 
 PRIVATE_BY_PYTHON = frozenset({"_getframe", "_exit", "_fields", "_asdict", "_run_exitfuncs"})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.baselines.digests import Digests
 from pytest_trainloop.baselines.environment import environment
 from pytest_trainloop.baselines.paths import Paths
@@ -159,7 +159,7 @@ class Looking:
             if _is_there(tensor):
                 yield entry.name, tensor
         for path, module in watch.table.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in members.named_buffers(module, recurse=False):
                 if _is_there(buffer):
                     yield self._paths.of_own(module, path, name, watch.table), buffer
 
@@ -185,7 +185,7 @@ class Looking:
     def _name_ties(self, watch: Watch) -> None:
         """Note the further names of tied weights; the first is the one under which they are watched."""
         for path, module in watch.table.named_modules():
-            for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            for own, parameter in members.named_parameters(module, recurse=False, remove_duplicate=False):
                 index = watch.table.index(parameter)
                 name = f"{path}.{own}" if path else own
                 known = "" if index is None else watch.table.entries[index].name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop import members
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -36,10 +38,10 @@ class Paths:
         return self._ending.get(id(module), "")
 
     def _enter(self, model: nn.Module, table: ParameterTable) -> None:
-        parts = [part for part in model.modules() if id(part) not in self._ending and table.knows(part)]
+        parts = [part for part in members.modules(model) if id(part) not in self._ending and table.knows(part)]
         paths = [table.path_of(part) for part in parts]
         ending = ""
-        if any(True for _ in (*model.parameters(), *model.buffers())):
+        if any(True for _ in (*members.parameters(model), *members.buffers(model))):
             number = 1
             while any(path + ending in self._taken for path in paths):
                 number += 1

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.batches.grids import Grid, Leaf, fixed_grids, leaves, open_grids
 from pytest_trainloop.batches.padding_hints import Ids, View, counted_entries, hints, is_label, repeated
 from pytest_trainloop.batches.values import alike, constant, in_part, trailing
@@ -168,7 +168,9 @@ def read_paddings(
 
 def padding_ids(modules: Iterable[nn.Module]) -> list[int]:
     """The ``padding_idx`` of all embeddings in these modules."""
-    tables = [m for module in modules for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    tables = [
+        m for module in modules for m in members.modules(module) if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    ]
     return list(dict.fromkeys(m.padding_idx for m in tables if m.padding_idx is not None))
 
 

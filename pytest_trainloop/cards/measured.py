@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.runs.hooks import around_steps
 from pytest_trainloop.tracing.made_at import MadeAt
@@ -206,10 +206,10 @@ class _Looking:
         storages: set[int] = set()
         devices: set[str] = set()
         for path, module in watch.table.named_modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            for name, parameter in members.named_parameters(module, recurse=False, remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
                 devices.add(parameter.device.type)
-            storages.update(id(buffer) for _, buffer in module.named_buffers(recurse=False))
+            storages.update(id(buffer) for _, buffer in members.named_buffers(module, recurse=False))
         found.tied = [tuple(own) for own in names.values() if len(own) > 1]
         found.buffers = len(storages)
         found.devices = tuple(sorted(devices))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.batches.padding import Proof, padding_ids, read_paddings
 from pytest_trainloop.cards.measured import Measured
 from pytest_trainloop.nested import paths, shown
@@ -89,7 +90,9 @@ class Looked:
     @contextlib.contextmanager
     def _looking(self, watch: Watch) -> Iterator[None]:
         counts: Counter[int] = Counter()
-        self._pad_ids = padding_ids(m for _, m in watch.table.named_modules() if next(m.children(), None) is None)
+        self._pad_ids = padding_ids(
+            m for _, m in watch.table.named_modules() if next(members.children(m), None) is None
+        )
         outputs = unless_suspended(watch, functools.partial(self._note_output, watch))
         take = functools.partial(self._take, watch, counts)
         with around_steps(watch, take, functools.partial(self._use, watch)), hooked(after_modules(outputs)):
@@ -132,7 +135,11 @@ class Looked:
         if watch.backward is not None or not torch.is_grad_enabled() or not watch.table.knows(module):
             return
         tensor = output[0] if isinstance(output, tuple) and output else output
-        if next(module.children(), None) is not None or not isinstance(tensor, torch.Tensor) or not _counts(tensor):
+        if (
+            next(members.children(module), None) is not None
+            or not isinstance(tensor, torch.Tensor)
+            or not _counts(tensor)
+        ):
             return
         with watch.suspended(), torch.no_grad(), self._safely():
             path, found = watch.table.path_of(module), sizes(tensor)

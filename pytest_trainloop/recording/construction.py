@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
+from pytest_trainloop import members
 from pytest_trainloop.paths import BUILD_CALLER, FIT_CALLER
 from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
@@ -143,7 +144,7 @@ class Construction:
         def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(module, *args, **kwargs)
             if place := maker(module):
-                for parameter in module.parameters():
+                for parameter in members.parameters(module):
                     self.loaded.note(parameter, place)
             return result
 
@@ -165,9 +166,9 @@ class Construction:
     def _casting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
-            before = {id(p): p.dtype for p in module.parameters()}
+            before = {id(p): p.dtype for p in members.parameters(module)}
             result = original(module, *args, **kwargs)
-            changed = [p for p in module.parameters() if before.get(id(p), p.dtype) != p.dtype]
+            changed = [p for p in members.parameters(module) if before.get(id(p), p.dtype) != p.dtype]
             if changed and (place := maker(module)):
                 for parameter in changed:
                     self.casts.note(parameter, place)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Forward, Place
 from pytest_trainloop.recording.hooks import after_modules, before_modules, on_gradient
@@ -89,14 +89,14 @@ class Modules:
             in_eval=modes["eval"],
             in_training=modes["training"],
             apart=modes["apart"],
-            below=frozenset(i for p in module.parameters() if (i := watch.table.index(p)) is not None),
+            below=frozenset(i for p in members.parameters(module) if (i := watch.table.index(p)) is not None),
         )
         watch.add(watch.thread.forward)
 
     def _modes(self, root: nn.Module) -> dict[str, tuple[str, ...]]:
         """Modules that act by mode, by the mode that they are in, and those in another mode than what holds them."""
         found: dict[str, list[str]] = {"eval": [], "training": [], "apart": []}
-        inside = dict(root.named_modules())
+        inside = dict(members.named_modules(root))
         for name, module in inside.items():
             if acts_by_mode(module):
                 path = self._watch.table.path_of(module)
@@ -117,7 +117,7 @@ class Modules:
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
         checkpointed = not grad and frame_in(_CHECKPOINT) is not None
-        for parameter in module.parameters(recurse=False):
+        for parameter in members.parameters(module, recurse=False):
             index = watch.table.index(parameter)
             if index is None and watch.backward is None and watch.table.knows(module):
                 index = watch.enter_replaced(module, parameter)

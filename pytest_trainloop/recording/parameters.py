@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.record import Parameter, Role, Statistics
 from pytest_trainloop.recording.samples import readable
@@ -105,18 +106,18 @@ class ParameterTable:
         """Enter a module with its parameters, registered or kept in plain lists and dicts; the indices of new ones."""
         before = len(self.entries)
         if self.declaring:
-            self._declared.update(id(module) for module in root.modules())
+            self._declared.update(id(module) for module in members.modules(root))
         self._within_declared = id(root) in self._declared
-        for path, module in root.named_modules(prefix=prefix):
+        for path, module in members.named_modules(root, prefix=prefix):
             if id(module) not in self.modules:
                 self.modules[id(module)] = path
                 self._kept.append(module)
                 self._add_statistics(module, path)
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in members.named_parameters(module, recurse=False):
                 if isinstance(parameter, nn.Parameter):  # functional_call puts plain tensors there for one call
                     self._add_registered(module, path, name, parameter)
-        registered = {id(m) for m in root.modules()}
-        for path, module in list(root.named_modules(prefix=prefix)):
+        registered = {id(m) for m in members.modules(root)}
+        for path, module in list(members.named_modules(root, prefix=prefix)):
             for name, hidden, _ in _hidden(module):
                 self._add_hidden(f"{path}.{name}" if path else name, hidden, registered)
         return list(range(before, len(self.entries)))
@@ -154,11 +155,11 @@ class ParameterTable:
             return
         if id(hidden) in registered:
             return
-        for sub, module in hidden.named_modules(prefix=path):
+        for sub, module in members.named_modules(hidden, prefix=path):
             if id(module) not in self.modules:
                 self.modules[id(module)] = sub
                 self._kept.append(module)
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in members.named_parameters(module, recurse=False):
                 self.add(parameter, f"{sub}.{name}", "unregistered", owner=sub)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -168,7 +169,7 @@ class ParameterTable:
 
     def note_gone(self) -> None:
         """Mark the registered parameters that no module holds any more."""
-        present = {id(p) for module in self._kept for p in module.parameters(recurse=False)}
+        present = {id(p) for module in self._kept for p in members.parameters(module, recurse=False)}
         for entry, tensor in zip(self.entries, self.tensors, strict=True):
             entry.gone = entry.role == "model" and id(tensor) not in present
 

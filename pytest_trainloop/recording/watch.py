@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.checkpoints import Checkpoints
@@ -209,7 +210,7 @@ class Watch:
 
     def enter_module(self, module: nn.Module, prefix: str = "") -> None:
         """Watch a module's parameters."""
-        self._counts[id(module)] = sum(1 for _ in module.parameters())
+        self._counts[id(module)] = sum(1 for _ in members.parameters(module))
         self.table.add_module(module, prefix)
         self.hook_gradients(range(len(self.table.tensors)))
 
@@ -218,7 +219,7 @@ class Watch:
         lent for a call."""
         if not self.full or not isinstance(parameter, nn.Parameter) or not parameter.is_leaf:
             return None
-        name = next((n for n, p in module.named_parameters(recurse=False) if p is parameter), "")
+        name = next((n for n, p in members.named_parameters(module, recurse=False) if p is parameter), "")
         index = self.table.add_later(module, name, parameter)
         self.table.entries[index].came_in = here()[0]
         self.hook_gradients([index])
@@ -229,7 +230,7 @@ class Watch:
         if not self.full:
             return False
         count = 0
-        for parameter in module.parameters():
+        for parameter in members.parameters(module):
             count += 1
             index = self.table.index(parameter)
             if index is None or self.table.entries[index].role == "foreign":
@@ -246,7 +247,7 @@ class Watch:
 
     def inside_parameters(self) -> bool:
         """Whether a module that holds parameters is being called."""
-        return any(True for module in self.thread.modules for _ in module.parameters())
+        return any(True for module in self.thread.modules for _ in members.parameters(module))
 
     def hook_gradients(self, indices: Any) -> None:
         if self.full:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pytest_trainloop import nested, places
+from pytest_trainloop import members, nested, places
 from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.fields import require_dimensions
 from pytest_trainloop.loop import TrainLoop
@@ -71,7 +71,7 @@ def require_fresh(make: Make, first: TrainLoop, second: TrainLoop) -> None:
 
 def require_on_cuda(loop: TrainLoop, knobs: Mapping[str, str], wanted: str) -> None:
     """Raise ``UsageError`` if no parameter of a loop is on the wanted CUDA device, "cuda" for any."""
-    devices = sorted({str(p.device) for module in loop.modules.values() for p in module.parameters()})
+    devices = sorted({str(p.device) for module in loop.modules.values() for p in members.parameters(module)})
     if devices and not any(device == wanted or device.startswith(f"{wanted}:") for device in devices):
         how = (
             f"its parameter {knobs['device']!r} was given {wanted!r}: move the model there"
@@ -84,16 +84,18 @@ def require_on_cuda(loop: TrainLoop, knobs: Mapping[str, str], wanted: str) -> N
 def _parts(loop: TrainLoop) -> Iterator[tuple[str, Any]]:
     for prefix, module in loop.modules.items():
         dot = f"{prefix}." if prefix else ""
-        for name, parameter in module.named_parameters():
+        for name, parameter in members.named_parameters(module):
             yield f"the parameter {dot}{name}", parameter
-        for name, buffer in module.named_buffers():
+        for name, buffer in members.named_buffers(module):
             yield f"the buffer {dot}{name}", buffer
     for optimizer in loop.optimizers:
         yield f"the optimizer {type(optimizer).__name__}", optimizer
 
 
 def _require_loop(loop: TrainLoop) -> None:
-    if not any(True for module in loop.modules.values() for _ in module.parameters()) and not _hidden_parameters(loop):
+    if not any(True for module in loop.modules.values() for _ in members.parameters(module)) and not _hidden_parameters(
+        loop
+    ):
         kinds = ", ".join(type(m).__name__ for m in loop.modules.values())
         raise UsageError(f"TrainLoop.model ({kinds}) has no parameters; a model that can be trained is needed")
     if loop.fit is None and loop.step is None and loop.loss is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from pytest_trainloop import memory_layout, nested
+from pytest_trainloop import members, memory_layout, nested
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.seams import passed_on
@@ -174,7 +174,7 @@ def widen(loop: TrainLoop) -> None:
     """Widen parameters and buffers that were built in a lower precision all the same (from numpy, from a file)."""
     held: list[torch.Tensor] = []
     for module in loop.modules.values():
-        held += (*module.parameters(), *module.buffers())
+        held += (*members.parameters(module), *members.buffers(module))
     memory_layout.cast(held, WIDER)
 
 

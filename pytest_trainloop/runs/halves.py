@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.reach.leaves import same_value
 from pytest_trainloop.recording.events import Backward, Step
@@ -291,8 +292,10 @@ class _Run:
         found: dict[str, torch.Tensor] = {}
         weights: set[str] = set(self.made.weights)
         for prefix, module in loop.modules.items():
-            found.update((f"{prefix}.{n}".lstrip("."), b) for n, b in module.named_buffers(remove_duplicate=False))
-            for name, parameter in module.named_parameters(remove_duplicate=False):
+            found.update(
+                (f"{prefix}.{n}".lstrip("."), b) for n, b in members.named_buffers(module, remove_duplicate=False)
+            )
+            for name, parameter in members.named_parameters(module, remove_duplicate=False):
                 found[f"{prefix}.{name}".lstrip(".")] = parameter
                 weights.add(f"{prefix}.{name}".lstrip("."))
         known = {id(tensor) for tensor in found.values()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.runs.process_state import preserved, random_states, restore_random
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Moment:
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
-    buffers = {n: b for n, b in module.named_buffers(recurse=False) if not torch.nn.parameter.is_lazy(b)}
+    buffers = {n: b for n, b in members.named_buffers(module, recurse=False) if not torch.nn.parameter.is_lazy(b)}
     return buffers | {name: value for name, value in vars(module).items() if _is_state(value)}
 
 

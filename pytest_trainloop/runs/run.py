@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.errors import CannotDecide, OwnMistake, UsageError, UserCodeError
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.mistakes import noted_on
@@ -283,7 +283,7 @@ def canonical(loop: TrainLoop) -> Callable[[Any], None]:
     """The plain loop over the declared loss."""
     loss: Any = loop.loss
     optimizers = loop.optimizers or [
-        torch.optim.SGD([p for m in loop.modules.values() for p in m.parameters()], lr=1e-2)
+        torch.optim.SGD([p for m in loop.modules.values() for p in members.parameters(m)], lr=1e-2)
     ]
 
     def fit(batches: Any) -> None:

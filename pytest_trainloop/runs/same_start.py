@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.memory_layout import write
 from pytest_trainloop.runs.no_randomness import NoRandomness
@@ -92,7 +93,7 @@ def state_of(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights and buffers of a run's model, by name."""
     yield from _weights(watch)
     for path, module in watch.table.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in members.named_buffers(module, recurse=False):
             if not torch.nn.parameter.is_lazy(buffer) and not buffer.is_meta:
                 yield f"{path}.{name}" if path else name, buffer
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.runs.process_state import seed_all
@@ -51,9 +52,9 @@ def _under_two_seeds(evidence: Evidence) -> Iterator[tuple[str, nn.Parameter, nn
     named = [
         (f"{prefix}.{name}" if prefix else name, p)
         for prefix, module in first.modules.items()
-        for name, p in module.named_parameters()
+        for name, p in members.named_parameters(module)
     ]
-    others = [p for module in second.modules.values() for p in module.parameters()]
+    others = [p for module in second.modules.values() for p in members.parameters(module)]
     for (name, p), other in zip(named, others, strict=False):
         if not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other):
             yield name, p, other
@@ -74,7 +75,7 @@ def pretrained(evidence: Evidence) -> bool:
 
 
 def _matrices(loop: TrainLoop) -> list[torch.Tensor]:
-    found = [p for module in loop.modules.values() for p in module.parameters()]
+    found = [p for module in loop.modules.values() for p in members.parameters(module)]
     return [p for p in found if p.requires_grad and p.dim() > 1 and not nn.parameter.is_lazy(p)]
 
 

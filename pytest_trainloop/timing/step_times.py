@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.timing.tensor_memory import TensorMemory
@@ -123,7 +124,7 @@ class StepTimer:
 
         @contextlib.contextmanager
         def counted(loop: TrainLoop) -> Iterator[None]:
-            memory.hold([[*m.parameters(), *m.buffers()] for m in loop.modules.values()])
+            memory.hold([[*members.parameters(m), *members.buffers(m)] for m in loop.modules.values()])
             with torch.compiler.set_stance("force_eager"), memory:
                 yield
 

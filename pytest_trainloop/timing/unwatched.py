@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.errors import UserCodeError
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.torch_internals import modes_kept
@@ -190,7 +191,7 @@ class UnwatchedFit:
 
     def _synchronize(self, loop: TrainLoop) -> Callable[[], None]:
         """What waits for the devices that the model is on."""
-        devices = {p.device for module in loop.modules.values() for p in module.parameters()}
+        devices = {p.device for module in loop.modules.values() for p in members.parameters(module)}
         others = sorted(str(device) for device in devices if device.type not in ("cpu", "meta"))
         self.device = ", ".join(others) or "cpu"
         return torch.accelerator.synchronize if others and torch.accelerator.is_available() else lambda: None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.recording.samples import readable
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def takes_data(module: nn.Module, args: Any) -> bool:
     """Whether this is a layer where data may come in."""
-    own = any(True for _ in module.parameters(recurse=False))
-    return bool(own and args and not any(True for _ in module.children()))
+    own = any(True for _ in members.parameters(module, recurse=False))
+    return bool(own and args and not any(True for _ in members.children(module)))
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.patches import patched
@@ -239,7 +239,7 @@ class DropoutInEvaluation(WatchingMode):
         modules = inside[1:] if dropout else inside
         if not modules or trains(modules[-1]) or trains(modules[0]):
             return
-        if dropout and any(inside[0] is part for part in modules[-1].modules()):
+        if dropout and any(inside[0] is part for part in members.modules(modules[-1])):
             return  # a part of the model that was switched on by itself
         user = _caller(of_users=True) if dropout else caller
         watch, grad = self.watch, torch.is_grad_enabled()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import around_modules
@@ -192,7 +193,7 @@ class ForwardPass(WatchingMode):
                     self.at_end(self, output)
 
     def _switch_modes(self, root: nn.Module) -> None:
-        for module in root.modules():
+        for module in members.modules(root):
             if self.eval_mode and module.training:
                 module.training = False
                 self._undo.append(lambda module=module: setattr(module, "training", True))  # type: ignore[misc]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from pytest_trainloop import members
 from pytest_trainloop.ours import is_ours
 from pytest_trainloop.places import shown
 from pytest_trainloop.watching.slices import Slices
@@ -104,7 +105,7 @@ class Handover:
     def _add_models(self, loop: Loop, slices: Slices) -> dict[int, str]:
         made: dict[int, str] = {}
         for model in self._models:
-            if not any(p.requires_grad for p in model.parameters()):
+            if not any(p.requires_grad for p in members.parameters(model)):
                 continue
             try:
                 made[id(model)] = _found_by_name(slices, self._frames, model)
@@ -180,7 +181,7 @@ def _of_the_script(frames: list[Frame]) -> list[Frame]:
 
 def _outermost(modules: Sequence[Any]) -> list[Any]:
     """The modules that no other one holds."""
-    held = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    held = {id(inner) for module in modules for inner in members.modules(module) if inner is not module}
     return [module for module in modules if id(module) not in held]
 
 

@@ -105,9 +105,9 @@ class DiceLoss(nn.Module):
 
 
 class FocalLoss(nn.Module):
-    def __init__(self, mode, gamma=2.0, ignore_index=None, from_logits=True):
+    def __init__(self, mode, gamma=2.0, ignore_index=None):
         super().__init__()
-        self.mode, self.gamma, self.ignore_index, self.from_logits = mode, gamma, ignore_index, from_logits
+        self.mode, self.gamma, self.ignore_index = mode, gamma, ignore_index
 
     def forward(self, y_pred, y_true):
         losses = []
@@ -119,6 +119,20 @@ class FocalLoss(nn.Module):
             each = F.binary_cross_entropy_with_logits(scores, target, reduction="none")
             losses.append(((1 - torch.exp(-each)) ** self.gamma * each).mean())
         return torch.stack(losses).mean()
+
+
+class JaccardLoss(nn.Module):
+    # as of a release in which from_logits did not exist
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, y_pred, y_true):
+        y_pred = y_pred.softmax(dim=1)
+        y_true = torch.stack([y_true == c for c in range(y_pred.shape[1])], 1).type_as(y_pred)
+        both = (y_pred * y_true).sum()
+        return 1 - both / (y_pred.sum() + y_true.sum() - both)
 """,
 )
 

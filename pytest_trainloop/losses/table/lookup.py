@@ -160,8 +160,10 @@ def _fitting(entry: Entry, owner: Any, values: dict[str, Any]) -> CallContract |
 
 
 def _same(found: Any, wanted: object) -> bool:
+    """Whether a flag has the value. Of a release without the flag it is not known what it does; an argument that a
+    release does not take was not given."""
     if found is _ABSENT:
-        return wanted in (None, False)  # an older release without the flag
+        return wanted is None
     return bool(found is wanted or (plain(found) and found == wanted))
 
 

@@ -49,9 +49,7 @@ _OF_MONAI = (
 )
 
 
-def _by_mode(*, from_logits: bool) -> tuple[CallContract, ...]:
-    word = "logits" if from_logits else "probabilities"
-    flags: dict[str, object] = {"from_logits": from_logits}
+def _by_mode(word: str, **flags: object) -> tuple[CallContract, ...]:
     return tuple(
         CallContract(
             arguments={"y_pred": word, "y_true": "index" if mode == "multiclass" else "binary"},
@@ -94,25 +92,18 @@ ENTRIES = (
     _always(("monai.losses.AsymmetricUnifiedFocalLoss",), {"y_pred": "probabilities", "y_true": "binary"}, _MONAI),
     Entry(
         names=tuple(f"segmentation_models_pytorch.losses.{n}" for n in ("DiceLoss", "JaccardLoss", "TverskyLoss")),
-        contracts=(*_by_mode(from_logits=True), *_by_mode(from_logits=False)),
+        contracts=(*_by_mode("logits", from_logits=True), *_by_mode("probabilities", from_logits=False)),
         page=_SMP,
     ),
     Entry(
         names=("segmentation_models_pytorch.losses.FocalLoss",),
-        contracts=(*_by_mode(from_logits=True), *_by_mode(from_logits=False)),
+        contracts=_by_mode("logits"),
         page=_SMP,
         chance="zeros",
     ),
     Entry(
         names=("segmentation_models_pytorch.losses.LovaszLoss",),
-        contracts=tuple(
-            CallContract(
-                arguments={"y_pred": "logits", "y_true": "index" if mode == "multiclass" else "binary"},
-                when={"mode": mode},
-                ignore_index="ignore_index",
-            )
-            for mode in ("binary", "multilabel", "multiclass")
-        ),
+        contracts=_by_mode("logits"),
         page=_SMP,
     ),
     _always(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.memory_layout import write
 from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Backward, Place, Step
@@ -141,7 +142,7 @@ class LeftOut(FunctionMode):
         if self._kind == "statistic":
             for _, module in table.named_modules():
                 # whole numbers count what was seen: a schedule by them may be one by the data
-                yield from (b for b in module.buffers(recurse=False) if readable(b) and b.is_floating_point())
+                yield from (b for b in members.buffers(module, recurse=False) if readable(b) and b.is_floating_point())
             return
         for index, tensor in enumerate(table.tensors):
             if (index in held and tensor.requires_grad) == (self._kind == "weights") and readable(tensor):
@@ -154,9 +155,9 @@ class LeftOut(FunctionMode):
         table, held = self._watch.table, self._watch.record.held
         trained = {id(t) for i, t in enumerate(table.tensors) if i in held and t.requires_grad}
         for _, module in table.named_modules():
-            parameters = {id(p) for p in module.parameters()}
+            parameters = {id(p) for p in members.parameters(module)}
             if parameters and not parameters & trained:
-                yield from (b for b in module.buffers(recurse=False) if readable(b))
+                yield from (b for b in members.buffers(module, recurse=False) if readable(b))
 
     @contextlib.contextmanager
     def _rates_held(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.batches.episodes import read_episodes
 from pytest_trainloop.batches.grids import leaves, time_axes
 from pytest_trainloop.batches.groups import padded_groups
@@ -50,7 +50,7 @@ def is_configured(loop: TrainLoop, batch: Any, padded: PaddingMask) -> bool:
 
     As sure as a mask of the batch: models with such a configuration take a mask, and are not to attend to padding.
     """
-    configs = (getattr(m, "config", None) for module in loop.modules.values() for m in module.modules())
+    configs = (getattr(m, "config", None) for module in loop.modules.values() for m in members.modules(module))
     ids = {i for config in configs if isinstance(i := getattr(config, "pad_token_id", None), int)}
     return any(_stands_there(i, batch, padded) for i in ids)
 
@@ -83,7 +83,7 @@ def _plain(batch: Any) -> list[torch.Tensor]:
 def looks_up(loop: TrainLoop) -> bool:
     """Whether a model looks up ids."""
     tables = (nn.Embedding, nn.EmbeddingBag)
-    return any(isinstance(part, tables) for module in loop.modules.values() for part in module.modules())
+    return any(isinstance(part, tables) for module in loop.modules.values() for part in members.modules(module))
 
 
 def nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:

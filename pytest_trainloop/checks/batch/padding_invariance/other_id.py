@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.batches.grids import Leaf, leaves
 from pytest_trainloop.batches.padding import padding_ids
 from pytest_trainloop.batches.padding_hints import is_label
@@ -31,7 +31,7 @@ MOST = 3
 
 def taken_for_padding(loop: TrainLoop) -> tuple[int, ...]:
     """The ids that models take for padding: ``padding_idx`` of embeddings, ``config.pad_token_id``."""
-    configs = (getattr(m, "config", None) for module in loop.modules.values() for m in module.modules())
+    configs = (getattr(m, "config", None) for module in loop.modules.values() for m in members.modules(module))
     named = [i for config in configs if isinstance(i := getattr(config, "pad_token_id", None), int)]
     return tuple(dict.fromkeys((*padding_ids(loop.modules.values()), *named)))
 

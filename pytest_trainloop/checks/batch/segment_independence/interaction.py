@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.batches import segments as reading
 from pytest_trainloop.batches.episodes import LEAST, read_episodes, segments_along
 from pytest_trainloop.batches.own_data import makes_own_data
@@ -119,7 +119,7 @@ class SegmentPasses:
         self.labels = BorderLabels()
         self.reached = Reached()
         """Which segments the outputs of each one depend on, where some meet."""
-        held = (b for m in evidence.fresh_loop().modules.values() for b in m.buffers())
+        held = (b for m in evidence.fresh_loop().modules.values() for b in members.buffers(m))
         self._edges = [buffer.detach().clone() for buffer in held if reading.are_pairs(buffer)]
         self.lookups = Lookups(self._batch, self._edges)
         self._own_data = self.segments is None and self._episodes is None and evidence.shared(makes_own_data)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.whose import project_may_raise
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def promised(evidence: Evidence) -> dict[str, str]:
 
 def _below(root: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """The class and the names, as ``root`` would give them, of each module that has the method."""
-    for path, module in root.named_modules():
+    for path, module in members.named_modules(root):
         method: Any = getattr(type(module), METHOD, None)
         if not callable(method) or method is vars(nn.Module).get(METHOD):
             continue

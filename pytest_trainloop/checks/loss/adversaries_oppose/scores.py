@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules, on_gradient
 from pytest_trainloop.recording.seams import passed_on
@@ -171,7 +171,7 @@ class ScoreRecorder(WatchingMode):
 
     def _owner(self, module: nn.Module) -> int | None:
         if self._owners.get(id(module)) is None:
-            indices = {i for p in module.parameters() if (i := self.watch.table.index(p)) is not None}
+            indices = {i for p in members.parameters(module) if (i := self.watch.table.index(p)) is not None}
             self._owners[id(module)] = self._holder(indices)
         return self._owners[id(module)]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.batches.padding import Ids
 from pytest_trainloop.checks.loss.dead_values import never_read
@@ -348,7 +348,7 @@ class LossCallRecorder(WatchingMode):
             return ()
         steps = self.watch.record.steps
         names = []
-        for name, weight in known.owner.named_parameters():
+        for name, weight in members.named_parameters(known.owner):
             version, since = self._versions.setdefault(id(weight), (writes_in_place(weight), steps))
             if writes_in_place(weight) == version and steps - since >= WAITING_STEPS and weight.requires_grad:
                 names.append(name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.hooks import after_steps, on_gradient
 from pytest_trainloop.recording.samples import readable, spaced
@@ -80,6 +81,6 @@ def values_kept(watch: Watch, grads: Grads, buffers: dict[str, torch.Tensor]) ->
 
 def _buffers(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in watch.table.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in members.named_buffers(module, recurse=False):
             if readable(buffer) and buffer.layout is torch.strided:
                 yield f"{path}.{name}" if path else name, buffer.detach().clone()

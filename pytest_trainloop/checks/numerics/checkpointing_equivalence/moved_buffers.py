@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop import members
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def _norms(evidence: Evidence) -> dict[str, Any]:
     return {
         ".".join(filter(None, (prefix, path))): module
         for prefix, model in loop.modules.items()
-        for path, module in model.named_modules()
+        for path, module in members.named_modules(model)
         if isinstance(module, NORM_MODULES)
     }
 

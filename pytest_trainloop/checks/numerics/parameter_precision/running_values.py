@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.optimizers.lost_updates import spaced_by_index
 from pytest_trainloop.optimizers.spacing import spacings
 from pytest_trainloop.reach.walk import Reach
@@ -84,7 +85,7 @@ class RunningValues:
         """Tensors that are neither an optimizer's, nor a gradient, nor data; of parameters those of a copy that is not
         declared as the model."""
         reach = Reach.of(loop)
-        declared = {id(p) for module in loop.modules.values() for p in module.parameters()}
+        declared = {id(p) for module in loop.modules.values() for p in members.parameters(module)}
         for path, leaf in reach.leaves.items():
             if leaf.kind not in ("tensor", "buffer", "weight"):
                 continue

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.scale.compile_parity.names import Loads
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
@@ -77,7 +78,7 @@ class CompileCalls:
         for call in self.calls:
             call.dropped = call.returned() is None
             module = call.given()
-            call.trains = isinstance(module, nn.Module) and any(id(p) in known for p in module.parameters())
+            call.trains = isinstance(module, nn.Module) and any(id(p) in known for p in members.parameters(module))
 
     def let_go(self) -> None:
         for call in self.calls:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.gradients.compare import Agreement, agreement
 from pytest_trainloop.gradients.tolerances import CANCELLATION
 from pytest_trainloop.memory_layout import write
@@ -39,7 +40,7 @@ def tensors_of(loop: TrainLoop, optimizers: list[Any]) -> Tensors:
     """Every parameter and buffer of the loop's modules by its plain name, and what its optimizers hold besides."""
     found: Tensors = {}
     for prefix, module in loop.modules.items():
-        for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+        for name, tensor in (*members.named_parameters(module, prefix), *members.named_buffers(module, prefix)):
             if readable(tensor) and tensor.layout is torch.strided:
                 found.setdefault(plain(name), tensor)
     known = {id(tensor) for tensor in found.values()}
@@ -127,7 +128,7 @@ class Course:
         """Keep the weights that the run begins with, or begin with those of the other run."""
         self._loop = loop
         self._optimizers = [o for o in loop.optimizers if hasattr(o, "param_groups")]
-        self.names = [n for prefix, module in loop.modules.items() for n, _ in module.named_parameters(prefix)]
+        self.names = [n for prefix, module in loop.modules.items() for n, _ in members.named_parameters(module, prefix)]
         tensors = self._tensors()
         self.held_from_start = bool(self._optimizers)
         for optimizer in self._optimizers:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop import members
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
 
@@ -35,6 +36,7 @@ def plain_names() -> Iterator[None]:
     with Patches() as patches:
         for name in ("named_parameters", "named_buffers", "named_modules"):
             patches.put(nn.Module, name, _renamed)
+            patches.put(members, name, _renamed)
         patches.put(nn.Module, "state_dict", _plain_state)
         patches.put(nn.Module, "load_state_dict", _loading_plain_names)
         yield

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pytest_trainloop import members
 from pytest_trainloop.recording.patches import Patches
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 @contextlib.contextmanager
 def dropout_off(loop: TrainLoop) -> Iterator[None]:
     """Dropout returns its input, in the functions, in attention, and in recurrent modules."""
-    recurrent = [m for top in loop.modules.values() for m in top.modules() if isinstance(m, nn.RNNBase)]
+    recurrent = [m for top in loop.modules.values() for m in members.modules(top) if isinstance(m, nn.RNNBase)]
     kept = [module.dropout for module in recurrent]
     with Patches() as patches:
         for name in FUNCTIONS:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.scale.compile_parity.compile_calls import CompileCalls
 from pytest_trainloop.checks.scale.compile_parity.names import plain_names
 from pytest_trainloop.checks.scale.compile_parity.no_dropout import dropout_off
@@ -256,14 +257,14 @@ def _raised_in_torch(error: BaseException) -> bool:
 
 def _module(loop: TrainLoop, path: str) -> torch.nn.Module:
     modules: Iterator[tuple[str, torch.nn.Module]] = (
-        found for prefix, top in loop.modules.items() for found in top.named_modules(prefix=prefix)
+        found for prefix, top in loop.modules.items() for found in members.named_modules(top, prefix=prefix)
     )
     found = [m for name, m in modules if plain(name) == path]
     return found[-1]  # a wrapper comes before what it wraps
 
 
 def _parameters(loop: TrainLoop) -> Iterator[torch.Tensor]:
-    return (parameter for module in loop.modules.values() for parameter in module.parameters())
+    return (parameter for module in loop.modules.values() for parameter in members.parameters(module))
 
 
 def _device(loop: TrainLoop) -> str:
@@ -274,5 +275,5 @@ def _device(loop: TrainLoop) -> str:
 def _parted(loop: TrainLoop, calls: list[CompileCall]) -> bool:
     held = {id(p) for o in loop.optimizers for g in getattr(o, "param_groups", ()) for p in g["params"]}
     modules = [m for call in calls if isinstance(m := call.given(), torch.nn.Module)]
-    inside = {id(p) for module in modules for p in module.parameters()}
+    inside = {id(p) for module in modules for p in members.parameters(module)}
     return bool(held and inside) and not held & inside

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.scale.distributed_equivalence.samplers import Shared, noting
 from pytest_trainloop.checks.scale.distributed_equivalence.shards import sampled
 from pytest_trainloop.recording.function_mode import FunctionMode
@@ -76,7 +77,7 @@ class Wrappers:
         def init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
             original(wrapper, *args, **kwargs)
             self.wrapped.built += 1
-            self._live.append((wrapper, list(wrapper.module.parameters())))
+            self._live.append((wrapper, list(members.parameters(wrapper.module))))
 
         return init
 
@@ -99,7 +100,7 @@ class Wrappers:
     def _late(self) -> Iterator[str]:
         for wrapper, before in self._live:
             known = {id(parameter) for parameter in before}
-            yield from (name for name, p in wrapper.module.named_parameters() if id(p) not in known)
+            yield from (name for name, p in members.named_parameters(wrapper.module) if id(p) not in known)
 
 
 @dataclass(slots=True)
@@ -208,7 +209,7 @@ class Ledger(contextlib.AbstractContextManager[None]):
             if readable(tensor) and not is_distributed(tensor):
                 yield name, _values(tensor)
         for path, module in self._watch.table.named_modules():
-            for own, buffer in module.named_buffers(recurse=False):
+            for own, buffer in members.named_buffers(module, recurse=False):
                 name = plain(f"{path}.{own}" if path else own)
                 if readable(buffer) and not is_distributed(buffer):
                     buffers.add(name)

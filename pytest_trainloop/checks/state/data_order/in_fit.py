@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.state.data_order.held import Held
 from pytest_trainloop.checks.state.data_order.passes import LoaderPasses
 from pytest_trainloop.checks.state.data_order.stored import SharedSlot, shared_slots
@@ -72,7 +73,7 @@ class PassesInRun(LoaderPasses):
 def own_tensors(loop: TrainLoop) -> set[int]:
     """The tensors of the declared modules, by ``id``."""
     modules = loop.modules.values()
-    return {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
+    return {id(t) for module in modules for t in (*members.parameters(module), *members.buffers(module))}
 
 
 def held_by_fit(loop: TrainLoop) -> Held:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.state.evaluation_is_pure.changed_at import ChangedAt, Probe
 from pytest_trainloop.checks.state.evaluation_is_pure.generators import Seed, global_states, noted_seeds
 from pytest_trainloop.errors import UserCodeError
@@ -215,7 +216,7 @@ def _displace(loop: TrainLoop, watch: Watch) -> None:
     """Turn the model around: its scores are others."""
     with watch.suspended(), torch.no_grad():
         for module in loop.modules.values():
-            for parameter in module.parameters():
+            for parameter in members.parameters(module):
                 if parameter.is_floating_point() and not torch.nn.parameter.is_lazy(parameter):
                     parameter.data.mul_(-1.5)
 

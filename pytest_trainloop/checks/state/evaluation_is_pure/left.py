@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.reach.naming import module_path
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.train_mode import acts_by_mode
@@ -183,7 +184,7 @@ def modules_by_path(loop: TrainLoop) -> Iterable[tuple[str, nn.Module]]:
     """Every declared module by the path that the reach gives it."""
     for prefix, root in loop.modules.items():
         path = module_path(loop.model, prefix)
-        for name, module in root.named_modules():
+        for name, module in members.named_modules(root):
             yield f"{path}.{name}" if name else path, module
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.state.resume_equivalence.names import declared_tensors
 from pytest_trainloop.fields import named_modules
 from pytest_trainloop.reach.sorts import sort_of
@@ -86,7 +87,7 @@ class Loading:
         right = {n for n, tensor in declared_tensors(loop) if n in saved and same_tensor(saved[n], tensor.detach())}
         missing, unexpected = getattr(keys, "missing_keys", ()), getattr(keys, "unexpected_keys", ())
         declared = {id(tensor) for _, tensor in declared_tensors(loop)}
-        apart = not declared & {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        apart = not declared & {id(tensor) for tensor in (*members.parameters(module), *members.buffers(module))}
         same_class = any(type(own) is type(module) for own in loop.modules.values())
         elsewhere = type(module).__name__ if apart and same_class else ""
         self.calls.append(StateDictCall(where, tuple(missing), tuple(unexpected), frozenset(right), assign, elsewhere))
@@ -100,7 +101,7 @@ class Loading:
             gone = [thing for thing in _each(getattr(loop, name)) if id(thing) in before and id(thing) not in after]
             new = [thing for thing in fresh if sort_of(thing) == ("module" if name == "model" else name)]
             if name == "model":
-                inner = {id(m) for module in new for m in module.modules() if m is not module}
+                inner = {id(m) for module in new for m in members.modules(module) if m is not module}
                 new = [module for module in new if id(module) not in inner]
             others = {}
             for old in gone:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop import members
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -15,14 +17,14 @@ if TYPE_CHECKING:
 def declared_weights(loop: TrainLoop) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights by name; one that has several names comes with each."""
     for prefix, module in loop.modules.items():
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in members.named_parameters(module, remove_duplicate=False):
             yield f"{prefix}.{name}".lstrip("."), parameter
 
 
 def declared_tensors(loop: TrainLoop) -> Iterator[tuple[str, torch.Tensor]]:
     yield from declared_weights(loop)
     for prefix, module in loop.modules.items():
-        for name, buffer in module.named_buffers(remove_duplicate=False):
+        for name, buffer in members.named_buffers(module, remove_duplicate=False):
             yield f"{prefix}.{name}".lstrip("."), buffer
 
 

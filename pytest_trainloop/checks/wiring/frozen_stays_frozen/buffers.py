@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.parameters import RUNNING
 from pytest_trainloop.recording.record import within
@@ -66,5 +66,5 @@ class FrozenModules:
 
 def _buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Floating buffers of its own, but for the running statistics of norms."""
-    found = module.named_buffers(recurse=False)
+    found = members.named_buffers(module, recurse=False)
     return [(name, b) for name, b in found if b.is_floating_point() and name not in RUNNING and readable(b)]

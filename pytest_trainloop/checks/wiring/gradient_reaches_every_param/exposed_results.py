@@ -2,8 +2,9 @@
 
 A library's encoder returns a pooled output next to the hidden states, and the project takes only the latter; a
 component returns attention weights that its caller drops; a model returns a head's output for a task that is not in
-this batch; an energy's last bias is in the graph that ``autograd.grad`` differentiates. A result that its module's
-parent drops has no such reason.
+this batch; an energy's last bias is in the graph that ``autograd.grad`` differentiates. Or a network is called for
+the features of a hidden layer, which a hook or an attribute keeps, and its own output is dropped. A result that its
+module's parent drops, or a network of which nothing is used, has no such reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.gradients.dependence import until_stepped
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.patches import Patches
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
 class _Exposure:
     """Gathers the names of parameters whose result is given out.
 
-    A module returns it as one of several results, of which a batch need not use all. Or autograd itself gets it
-    (``autograd.grad`` of an energy; a function of the project's own that takes a parameter and has no gradient for it).
+    A module returns it as one of several results, of which a batch need not use all. Or a module returns it of which
+    other parameters train: these are ``taught``. Or autograd itself gets it (``autograd.grad`` of an energy; a function
+    of the project's own that takes a parameter and has no gradient for it).
     """
 
-    def __init__(self, watch: Watch, wanted: set[int]) -> None:
+    def __init__(self, watch: Watch, wanted: set[int], taught: set[int]) -> None:
         self._watch = watch
         self._wanted = wanted
+        self._taught = taught
         self._given_out: set[int | None] = set()
         self._shapes: dict[int, set[tuple[int, ...]]] = {}
 
@@ -73,12 +76,15 @@ class _Exposure:
         return differentiate
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        holds = {self._watch.table.index(p) for p in module.parameters()} & self._wanted
-        direct = {self._watch.table.index(p) for p in module.parameters(recurse=False)}
+        inside = {self._watch.table.index(p) for p in members.parameters(module)}
+        holds = inside & self._wanted
+        direct = {self._watch.table.index(p) for p in members.parameters(module, recurse=False)}
         if not holds or holds <= direct or self._watch.backward is not None:
             return
         with self._watch.suspended():
             optional = holds & self._optional(output)
+            if inside & self._taught:
+                optional |= holds & self._leaves(output)
         self._given_out |= optional
 
     def _optional(self, output: Any) -> set[int | None]:
@@ -121,10 +127,14 @@ class ExposedResults:
         if not evidence.repeatable:
             return set()
         made: list[_Exposure] = []
+        record = evidence.run()
+        taught = {p.name for p in record.parameters if record.reached(p.index)}
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
-            wanted = {e.index for e in watch.table.entries if e.name in set(names)}
-            made.append(_Exposure(watch, wanted))
+            wanted, trained = (
+                {e.index for e in watch.table.entries if e.name in chosen} for chosen in (set(names), taught)
+            )
+            made.append(_Exposure(watch, wanted, trained))
             yield made[0].watching()
 
         evidence.rerun(enough=until_stepped(evidence, names), contexts=contexts)

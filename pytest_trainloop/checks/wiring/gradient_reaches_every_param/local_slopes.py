@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.gradients.dependence import roots_before_first_step, until_stepped
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.torch_internals import has_gradient_hooks
@@ -49,7 +50,7 @@ class LocalSlopes:
         return {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in loop.modules.items()
-            for name, parameter in module.named_parameters()
+            for name, parameter in members.named_parameters(module)
             if has_gradient_hooks(parameter)
         }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.seams import passed_on
@@ -78,7 +78,7 @@ class LineProbe(WatchingMode):
                 elif (call := call_from_outside(watch, module)) is not None and call.site == self._site:
                     self._depth, self._open = 1, True
                     evaluating = self._change == "evaluation mode"
-                    self._switched = [m for m in module.modules() if trains(m)] if evaluating else []
+                    self._switched = [m for m in members.modules(module) if trains(m)] if evaluating else []
                     for part in self._switched:
                         part.training = False
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.source import here
@@ -120,9 +121,11 @@ class Reads(WatchingMode):
         if index is not None and (watch.table.entries[index].declared or watch.table.entries[index].role == "foreign"):
             return
         inside = [
-            m for m in watch.thread.modules if watch.table.knows(m) and all(p is not tensor for p in m.parameters())
+            m
+            for m in watch.thread.modules
+            if watch.table.knows(m) and all(p is not tensor for p in members.parameters(m))
         ]
-        declared = [m for m in inside if any(True for _ in m.parameters())]
+        declared = [m for m in inside if any(True for _ in members.parameters(m))]
         if not declared:
             return
         self._new.add(id(tensor))

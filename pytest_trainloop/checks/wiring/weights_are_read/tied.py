@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.weights_are_read.reads import Reads, SharedStorage
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import difference
@@ -78,7 +79,7 @@ def _make_one(watch: Watch, shared: SharedStorage) -> None:
     if first.data_ptr() != second.data_ptr():
         raise CannotDecide("in float64 the two parameters no longer share their entries")
     for _, module in list(watch.table.named_modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name, parameter in list(members.named_parameters(module, recurse=False)):
             if parameter is second:
                 setattr(module, name, first)
     for _, optimizer in watch.optimizers.indexed():

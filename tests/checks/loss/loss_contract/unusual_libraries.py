@@ -54,6 +54,27 @@ def dice_that_squashes_itself() -> TrainLoop:
     return trained(segmenter(), masks(), lambda net, b: SquashingDice()(net(b[0]), b[1]))
 
 
+def segmented(*shape):
+    images = drawn(4, 1, *shape)
+    return images, (images[:, 0] > 0.2).long() + (images[:, 0] > 0.8).long()
+
+
+def three_classes():
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
+
+
+@odd(notes="raw scores given to a focal loss of segmentation_models_pytorch: it has no from_logits, and takes logits")
+def focal_loss_without_from_logits() -> TrainLoop:
+    criterion = segmentation_models_pytorch.FocalLoss("multiclass")
+    return trained(three_classes(), segmented(8, 8), lambda net, b: criterion(net(b[0]), b[1]))
+
+
+@odd(notes="raw scores given to a release of a library's loss that has no from_logits yet, and squashes them itself")
+def loss_of_a_release_without_the_flag() -> TrainLoop:
+    criterion = segmentation_models_pytorch.JaccardLoss("multiclass")
+    return trained(three_classes(), segmented(8, 8), lambda net, b: criterion(net(b[0]), b[1]))
+
+
 @odd(notes="a Dice loss of raw scores with other_act=: the activation is a function")
 def dice_with_another_activation() -> TrainLoop:
     criterion = monai.DiceLoss(other_act=lambda scores: 0.5 * (1 + torch.tanh(scores)))

@@ -482,3 +482,90 @@ def policy_cloned_from_recorded_steps() -> TrainLoop:
 
     batch = {"states": x, "actions": y, "rewards": x.sum(1), "camera": torch.arange(len(x)) % 3}
     return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+
+
+class Backbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.fc(self.body(x))
+
+
+class FromHiddenLayer(nn.Module):
+    """byol-pytorch, and Dino of vit-pytorch: a hook keeps what the layer before the classifier gives."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.head, self.hidden = net, nn.Linear(16, 4), None
+        net.body.register_forward_hook(self.keep)
+
+    def keep(self, _module, _inputs, output):
+        self.hidden = output
+
+    def forward(self, x):
+        self.net(x)
+        return self.head(self.hidden)
+
+
+@odd(notes="a forward hook takes the features; the classifier behind them is computed, and its output dropped")
+def classifier_behind_a_hooked_layer() -> TrainLoop:
+    return adam_loop(FromHiddenLayer(Backbone()))
+
+
+class KeepsFeatures(nn.Module):
+    """A network whose features are an attribute after each call, with a head of several layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.features = relu_mlp(8, 16, 16), None
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+
+    def forward(self, x):
+        self.features = self.body(x)
+        return self.head(self.features)
+
+
+@odd(notes="the loop calls the whole network, drops its output and reads the features that it keeps as an attribute")
+def features_read_from_an_attribute() -> TrainLoop:
+    net, probe = KeepsFeatures(), nn.Linear(16, 4)
+    optimizer = torch.optim.Adam([*net.parameters(), *probe.parameters()], lr=1e-2)
+
+    def fit(batches):
+        for x, y in batches:
+            net(x)
+            optimizer.zero_grad()
+            F.cross_entropy(probe(net.features), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model={"net": net, "probe": probe}, optimizer=optimizer, batch=points(), fit=fit)
+
+
+@odd(notes="a network that gives every layer's output as a list, of which the loss uses one before the last")
+def layer_before_the_last_of_a_list() -> TrainLoop:
+    layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4)])
+    optimizer = torch.optim.Adam(layers.parameters(), lr=1e-2)
+
+    class AllLayers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            given = []
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                given.append(x)
+            return given
+
+    net = AllLayers()
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x)[-2], y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=net, optimizer=optimizer, batch=points(), fit=fit)
