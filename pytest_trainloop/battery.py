@@ -137,17 +137,22 @@ class Subject:
             if option not in chosen.options:
                 known = nearest(option, chosen.options) if chosen.options else "it has none"
                 raise UsageError(f"{name} has no option {option!r}; {known}")
-        with self._budget.counted():
-            before, others = self._cost(), Cost()
-            try:
-                others = self._judge_what_is_worth_more(chosen)
-                result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
-            except UsageError:
-                raise
-            except Exception as error:  # outside of the check itself: what is prepared for all checks
-                result = _stopped(chosen, error)
-            cost = self._cost() - before - others + self._ahead.pop(name, Cost())
+        try:
+            result = self._counted(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
+        except UsageError:
+            raise
+        except Exception as error:  # outside of the check itself: what is done for all checks
+            result = _stopped(chosen, error)
         self._waiting.drop(name)
+        return result
+
+    def _counted(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
+        """The result of a check, with what it cost."""
+        with self._budget.counted():
+            before = self._cost()
+            others = self._judge_what_is_worth_more(check)
+            result = self._judged(check, options, reporter)
+            cost = self._cost() - before - others + self._ahead.pop(check.name, Cost())
         return replace(result, seconds=cost.seconds, steps=cost.steps, rates=self._rates())
 
     def announce(self, checks: Mapping[str, Mapping[str, Any] | None]) -> None:
