@@ -78,14 +78,27 @@ def _is_theirs(error: Exception) -> bool:
 
 
 def _described(error: Exception) -> str:
-    """The exception in one line, with the innermost line of this package."""
-    ours = [
-        f"pytest_trainloop/{frame.f_code.co_filename.removeprefix(PACKAGE)}:{line}".replace("\\", "/")
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename.startswith(PACKAGE)
-    ]
+    """The exception in one line, with the innermost line of this package that does not only pass a call on."""
+    ours: list[str] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
+        if not filename.startswith(PACKAGE):
+            continue
+        if frame.f_code.co_name in _SEAMS:
+            ours.append("")
+        elif not filename.endswith(_PASSING_ON):
+            ours.append(f"{filename.removeprefix(PACKAGE)}:{line}".replace("\\", "/"))
+        else:
+            while ours and ours.pop():
+                pass  # a mode below, which passes on what a look of the mode above asks
+    place = next(filter(None, reversed(ours)), "")
     message = str(error).strip().partition("\n")[0]
-    return f"{ours[-1] if ours else 'pytest_trainloop'}: {type(error).__name__}{': ' if message else ''}{message}"
+    return f"pytest_trainloop/{place}: {type(error).__name__}{': ' if message else ''}{message}"
+
+
+_SEAMS = frozenset({"__torch_function__", "__torch_dispatch__", "guarded_call"})
+_PASSING_ON = ("seams.py", "as_caller.py")
+"""The functions of this package that enter a seam, and the files that make the call in it."""
 
 
 class PassingOver:
@@ -101,6 +114,23 @@ class PassingOver:
 
 
 PASSING_OVER = PassingOver()
+
+
+class Leaving:
+    """A context of this package around the project's code: a mistake as it is left is passed over."""
+
+    def __init__(self, inner: contextlib.AbstractContextManager[Any]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> Any:
+        return self._inner.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._inner.__exit__(kind, error, trace)
+        except Exception as other:
+            if other is error or not passed_over(other):
+                raise
 
 
 def goes_on(seam: Seam, error: Exception) -> bool:
@@ -123,7 +153,7 @@ def guarded(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
     what the original gives. It must call that by ``passed_on`` or ``as_caller``."""
 
     @functools.wraps(own)
-    def seam(*args: Any, **kwargs: Any) -> Any:
+    def guarded_call(*args: Any, **kwargs: Any) -> Any:
         call = opened()
         try:
             try:
@@ -135,7 +165,7 @@ def guarded(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
         finally:
             closed(call)
 
-    return seam
+    return guarded_call
 
 
 def unnoticed(own: Callable[..., Any]) -> Callable[..., Any]:
