@@ -397,6 +397,7 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
 @contextlib.contextmanager
 def observed(watch: Watch) -> Iterator[Observation]:
     """What ``observe`` does, by this watch."""
+    from pytest_trainloop.recording.mistakes import Leaving
     from pytest_trainloop.registry import of
 
     kinds = [pkgutil.resolve_name(check.instrument) for check in of("loop").values() if check.instrument]
@@ -404,7 +405,7 @@ def observed(watch: Watch) -> Iterator[Observation]:
     with watch, contextlib.ExitStack() as around:
         for instrument in instruments.values():
             for context in instrument.contexts(watch):
-                around.enter_context(context)
+                around.enter_context(Leaving(context))
         observation = Observation(watch, instruments)
         try:
             yield observation

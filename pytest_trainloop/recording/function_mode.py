@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.mistakes import ended, goes_on
 from pytest_trainloop.recording.seams import closed, opened, passed_on
-from pytest_trainloop.recording.torch_internals import DispatchMode, is_traced, put_below, take_off
+from pytest_trainloop.recording.torch_internals import DispatchMode, is_higher_order, is_traced, put_below, take_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -134,6 +134,9 @@ class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]
     changes = False
     """Whether it computes something else on purpose: the run cannot go on without it then."""
 
+    supports_higher_order_operators = True
+    """Torch's name for: ``torch.cond`` and the like are passed on, and what they are given is not looked at."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -142,6 +145,9 @@ class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if is_traced():
             return func(*args, **(kwargs or {}))
+        if is_higher_order(func):
+            with aside():
+                return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         seam = opened()
         try:

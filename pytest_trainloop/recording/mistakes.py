@@ -12,6 +12,7 @@ import functools
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.paths import PACKAGE
 from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
 from pytest_trainloop.recording.seams import closed, opened
 from pytest_trainloop.recording.source import layer
@@ -58,7 +59,7 @@ def passed_over(error: Exception) -> bool:
         return False
     record = _RECORDS[-1]
     if len(record) < MOST:
-        record.append(mistake(error))
+        record.append(_described(error))
     return True
 
 
@@ -77,6 +78,30 @@ def _is_theirs(error: Exception) -> bool:
     return False
 
 
+def _described(error: Exception) -> OwnMistake:
+    """The exception with the innermost line of this package that does not only pass a call on."""
+    found = mistake(error)
+    ours: list[str] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
+        if not filename.startswith(PACKAGE):
+            continue
+        if frame.f_code.co_name in _SEAMS:
+            ours.append("")
+        elif not filename.endswith(_PASSING_ON):
+            ours.append(f"{_PACKAGE}/{filename.removeprefix(PACKAGE)}:{line}".replace("\\", "/"))
+        else:
+            while ours and ours.pop():
+                pass  # a mode below, which passes on what a look of the mode above asks
+    found.place = next(filter(None, reversed(ours)), found.place)
+    return found
+
+
+_SEAMS = frozenset({"__torch_function__", "__torch_dispatch__", "guarded_call"})
+_PASSING_ON = ("seams.py", "as_caller.py")
+"""The functions of this package that enter a seam, and the files that make the call in it."""
+
+
 class PassingOver:
     """A ``with`` block of this package inside a call of the project: a mistake in it ends the block alone."""
 
@@ -90,6 +115,23 @@ class PassingOver:
 
 
 PASSING_OVER = PassingOver()
+
+
+class Leaving:
+    """A context of this package around the project's code: a mistake as it is left is passed over."""
+
+    def __init__(self, inner: contextlib.AbstractContextManager[Any]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> Any:
+        return self._inner.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._inner.__exit__(kind, error, trace)
+        except Exception as other:
+            if other is error or not passed_over(other):
+                raise
 
 
 def goes_on(seam: Seam, error: Exception) -> bool:
@@ -112,7 +154,7 @@ def guarded(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
     what the original gives. It must call that by ``passed_on`` or ``as_caller``."""
 
     @functools.wraps(own)
-    def seam(*args: Any, **kwargs: Any) -> Any:
+    def guarded_call(*args: Any, **kwargs: Any) -> Any:
         call = opened()
         try:
             try:
@@ -124,7 +166,7 @@ def guarded(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
         finally:
             closed(call)
 
-    return seam
+    return guarded_call
 
 
 def unnoticed(own: Callable[..., Any]) -> Callable[..., Any]:

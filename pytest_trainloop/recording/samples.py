@@ -136,6 +136,11 @@ def readable(tensor: torch.Tensor) -> bool:
     return has_values(tensor) and not _given_back(tensor)
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape; none where its parts are of several sizes, and torch gives it none."""
+    return () if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)
+
+
 def _given_back(tensor: torch.Tensor) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
@@ -156,6 +161,8 @@ def spaced(values: torch.Tensor) -> torch.Tensor:
     """All of up to 128 entries, at most 64 of more, at even spacing: a view where the layout allows."""
     count = values.numel()
     spacing = _spacing(count)
+    if values.is_quantized:
+        values = values.int_repr()
     if values.is_contiguous() and not (values.is_conj() or values.is_neg()):
         return values.as_strided((-(-count // spacing),), (spacing,))
     return _flat(values)[::spacing]

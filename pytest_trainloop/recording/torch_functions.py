@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import ClipCall, GradWrite, LossCall, Place
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.samples import shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import frames_called, here
 from pytest_trainloop.recording.torch_names import (
@@ -253,7 +254,7 @@ def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number",
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+    return shape_of(value) if isinstance(value, torch.Tensor) else ()
 
 
 def _dtype(value: Any) -> str:

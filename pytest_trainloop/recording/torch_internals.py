@@ -43,6 +43,7 @@ __all__ = [
     "apply_of",
     "argument_names",
     "around_zip_files",
+    "asked_without_ours",
     "checkpoint_generators",
     "clip_cells",
     "default_device",
@@ -57,6 +58,7 @@ __all__ = [
     "hooks_of",
     "in_backward",
     "is_functorch",
+    "is_higher_order",
     "is_initialised",
     "is_patched_by_scheduler",
     "is_traced",
@@ -85,9 +87,12 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's entries can be read here and now: not those of a fake one, one on the meta device, or one
-    inside a transform of functorch."""
-    if tensor.is_meta or _is_wrapped(tensor) or _is_batched(tensor):
+    """Whether a tensor's entries can be read here and now: not those of a fake one, one on the meta device, one inside
+    a transform of functorch, or zeros without memory that a derivative is made of (reading these ends the process).
+
+    Hides ``_is_zerotensor``.
+    """
+    if tensor.is_meta or _is_wrapped(tensor) or _is_batched(tensor) or tensor._is_zerotensor():
         return False
     kind = type(tensor)
     return kind is torch.Tensor or kind is nn.Parameter or not isinstance(tensor, FakeTensor)
@@ -222,6 +227,12 @@ _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMode
 """Looked up once: this is asked at every call of torch."""
 
 
+def is_higher_order(func: Any) -> bool:
+    """Whether what a dispatch mode gets is an operator that takes functions, as ``torch.cond``: these go to a mode that
+    has ``supports_higher_order_operators``. Hides ``torch._ops.HigherOrderOperator``."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
+
+
 def is_transformed() -> bool:
     """Whether torch traces, or a transform of functorch is under way (``vmap``, ``grad``, ``jacrev``): tensors are read
     by nobody then. Hides ``torch._C._functorch.maybe_current_level``, torch's level of nesting."""
@@ -312,9 +323,15 @@ def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 def exporters() -> list[tuple[Any, str]]:
-    """Where ``torch.export`` is called, as module and name: what a project may have imported calls the second."""
-    inner = sys.modules.get("torch.export._trace")
-    return [(torch.export, "export"), *([(inner, "_export")] if hasattr(inner, "_export") else [])]
+    """Where ``torch.export`` is called, as module and name, also by what a project may have imported, and where torch
+    makes graphs of the functions that ``torch.cond`` is given."""
+    inner = {
+        "torch.export._trace": "_export",
+        "torch._higher_order_ops.utils": "materialize_as_graph",
+        "torch._higher_order_ops.partitioner": "materialize_as_graph",
+    }
+    found = ((sys.modules.get(module), name) for module, name in inner.items())
+    return [(torch.export, "export"), *((module, name) for module, name in found if hasattr(module, name))]
 
 
 @contextlib.contextmanager
@@ -346,6 +363,27 @@ def without_ours() -> Iterator[None]:
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in modes:
             _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def asked_without_ours(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """``torch.overrides.has_torch_function`` as it answers where no function mode of this package is on: by it, layers
+    of torch choose between two ways to compute, which round differently. Hides torch's functions that take modes off
+    and on."""
+
+    @functools.wraps(original)
+    def has_torch_function(values: Any) -> bool:
+        modes = _modes()
+        if not modes or not all(map(_is_ours, modes)):
+            return original(values)
+        for _ in modes:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        try:
+            return original(values)
+        finally:
+            for mode in modes:
+                _push_mode(mode)  # type: ignore[no-untyped-call]
+
+    return has_torch_function
 
 
 def default_device() -> torch.device:

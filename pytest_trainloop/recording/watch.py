@@ -32,7 +32,7 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.steps import Optimizers
 from pytest_trainloop.recording.threads import Suspended, Thread
 from pytest_trainloop.recording.torch_functions import Functions
-from pytest_trainloop.recording.torch_internals import exporters, without_ours
+from pytest_trainloop.recording.torch_internals import asked_without_ours, exporters, without_ours
 from pytest_trainloop.recording.train_mode import Modes
 from pytest_trainloop.recording.weight_changes import WeightChanges
 
@@ -114,6 +114,7 @@ class Watch:
             self.clips = Clips(self)
             undo.callback(self.clips.remove)
             self._leave_exports_alone()
+            self._patches.put(torch.overrides, "has_torch_function", asked_without_ours)
             self._enter_declared()
             self._modules = Modules(self)
             undo.callback(self._modules.remove)

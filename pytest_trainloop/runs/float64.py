@@ -43,6 +43,7 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
     """
 
     changes = True
+    supports_higher_order_operators = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import tree_leaves
 
@@ -27,7 +28,7 @@ class TensorMemory(OperationMode):  # type: ignore[no-untyped-call]
     def hold(self, tensors: Any) -> None:
         """Count these tensors of a nest: weights and batches, which no operation makes."""
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            if isinstance(tensor, torch.Tensor) and storage_of(tensor):
                 self._count(tensor.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:

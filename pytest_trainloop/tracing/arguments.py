@@ -17,8 +17,17 @@ if TYPE_CHECKING:
 
 
 def floats(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense floating ones that hold entries which can be read."""
-    return [t for t in tensors if t.is_floating_point() and t.layout is torch.strided and t.numel() and readable(t)]
+    """The dense floating ones that hold entries which can be read and computed with."""
+    return [t for t in tensors if t.dtype in _COMPUTED and is_dense(t) and t.numel() and readable(t)]
+
+
+_COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Torch has hardly any function for the floating dtypes of 8 bits and fewer."""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an entry at each place: no sparse, nested or jagged one."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def in_place(name: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, IN_PLACE_OPERATORS
@@ -199,15 +199,17 @@ def _writes(name: str) -> bool:
 
 def _marked(tensor: torch.Tensor) -> Value:
     parameter = isinstance(tensor, torch.nn.Parameter)
-    value = Value(shape=tuple(tensor.shape), dtype=tensor.dtype, history=tensor.requires_grad, parameter=parameter)
+    value = Value(shape=shape_of(tensor), dtype=tensor.dtype, history=tensor.requires_grad, parameter=parameter)
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and readable(tensor)
     if not plain or tensor.numel() == 0:
         return value
     value.storage = tensor.untyped_storage().data_ptr()
     entries = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    value.digest = hash(entries.reshape(-1).view(torch.uint8).numpy().tobytes())
+    if entries.is_floating_point() and entries.itemsize < 2:
+        entries = entries.float()  # torch has hardly any function for these dtypes
     value.zeros = entries.numel() - int(entries.count_nonzero())
     value.zero = value.zeros == entries.numel()
-    value.digest = hash(entries.reshape(-1).view(torch.uint8).numpy().tobytes())
     if not entries.is_complex():
         value.smallest, value.largest = float(entries.min()), float(entries.max())
         value.whole = not entries.is_floating_point() or bool((entries == entries.round()).all())

@@ -28,7 +28,7 @@ from pytest_trainloop.recording.torch_names import (
     TO_PYTHON,
     TRANSPOSED_CONVOLUTIONS,
 )
-from pytest_trainloop.tracing.arguments import in_place
+from pytest_trainloop.tracing.arguments import floats, in_place
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Tracer(WatchingMode):
                 return passed_on(func, args, kwargs)
         if name in ("data", "detach"):
             self._detached = [*self._detached[-63:], out := passed_on(func, args, kwargs)]
-            if not given[0].requires_grad:
+            if not any(t.requires_grad for t in given):
                 return out
         if not any(t.requires_grad for t in given):
             return passed_on(func, args, kwargs)
@@ -131,7 +131,8 @@ class Tracer(WatchingMode):
         out = passed_on(func, args, kwargs)
         if any(t.requires_grad for t in tensors_in(out)) and not name.startswith("__get"):
             self._touch(given)  # what is only asked for its device or its gradient is not computed with
-        kind = "value" if _writes(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
+        written = args[0] if args and _writes(name) else None
+        kind = "value" if any(written is d for d in self._detached) else _kind(name, args, given, out)
         if kind == "constant" and not self.watch.inside_parameters():
             kind = None  # a hinge in the loss that every example meets is no dead unit
         if kind == "grad_off":
@@ -228,7 +229,7 @@ def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any)
     if name in _VALUES:
         return "value"
     outputs = list(tensors_in(out))
-    if _writes(name) and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+    if _writes(name) and args and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
         return "grad_off" if not torch.is_grad_enabled() else "value"
     if name in _ZERO_SLOPE:
         return "zero_slope"
@@ -248,7 +249,7 @@ def _writes(name: str) -> bool:
 def _constant(name: str, given: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Whether an activation or a normalisation returns the same for every input: every unit off, or only one entry to
     normalise."""
-    if not outputs or outputs[0].numel() == 0:
+    if not floats(outputs[:1]):
         return False
     out = outputs[0].detach()
     if name in ("relu", "relu_"):

@@ -256,7 +256,8 @@ def class_line(kind: type) -> str:
 
 def _own_method(thing: Any, name: str) -> Place | None:
     """The line that defines a method, in a class of the project's own."""
-    code = getattr(inspect.unwrap(getattr(type(thing), name)), "__code__", None)
+    method = inspect.getattr_static(type(thing), name, None)  # of a script, to read it raises
+    code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
     if code is None or layer(code.co_filename) != 2:
         return None
     line = code.co_firstlineno  # of its first decorator

@@ -252,7 +252,7 @@ class NonFiniteOrigins(WatchingMode):
             bounds = _range(inputs)
         out = passed_on(func, args, kwargs)
         with watch.suspended():
-            results = floats(tensors_in(args[0] if in_place(name) else out))
+            results = floats(tensors_in(args[0] if args and in_place(name) else out))
             literal = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
             self._look(watch, _Operation(name, inputs, bad, lost, results, bounds, literal))
         return out
@@ -370,7 +370,8 @@ class NonFiniteOrigins(WatchingMode):
         if watch is None or gradient is None or self.gradient is not None or self.root is not None:
             return
         with watch.suspended(), torch.no_grad():
-            finite = not gradient.is_floating_point() or _finite(gradient)
+            entries = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+            finite = all(map(_finite, floats([entries])))
         if which in self._producers:
             self._producers[which].finite[which] = finite
         consumers = [c for c in self._consumers.get(which, ()) if c.suspect >= 0 and all(c.finite.values())]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import readable, shape_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.recording.torch_names import (
@@ -28,6 +28,7 @@ from pytest_trainloop.recording.torch_names import (
     PRODUCTS,
     VIEWS,
 )
+from pytest_trainloop.tracing.arguments import floats, is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ class Lineage:
             return known[1]
         return Node(
             "",
-            shape=tuple(tensor.shape),
+            shape=shape_of(tensor),
             value=_value(tensor),
             history=tensor.requires_grad,
             parameter=isinstance(tensor, nn.Parameter),
@@ -99,7 +100,7 @@ class Lineage:
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Let what is made of this tensor be followed back to it: its node's ``op`` is "batch"."""
-        node = Node("batch", shape=tuple(tensor.shape), floating=tensor.is_floating_point())
+        node = Node("batch", shape=shape_of(tensor), floating=tensor.is_floating_point())
         self._known[id(tensor)] = (weakref.ref(tensor), node)
 
     def before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, ...]:
@@ -139,7 +140,7 @@ class Lineage:
         node = Node(
             name,
             parents=parents,
-            shape=tuple(result.shape),
+            shape=shape_of(result),
             numbers=tuple(float(v) for v in args if isinstance(v, (int, float)) and not isinstance(v, bool)),
             history=result.requires_grad,
             floating=result.is_floating_point(),
@@ -184,7 +185,7 @@ def _as_it_is(other: torch.Tensor) -> torch.Tensor:
 
 
 def _value(tensor: torch.Tensor) -> float:
-    plain = tensor.numel() == 1 and not tensor.is_complex() and readable(tensor)
+    plain = tensor.numel() == 1 and not tensor.is_complex() and is_dense(tensor) and readable(tensor)
     return float(tensor.detach()) if plain else math.nan
 
 
@@ -249,7 +250,7 @@ def _dropped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 def _unit_rows(name: str, args: tuple[Any, ...]) -> bool:
     """Whether both factors of a product are made of vectors of length 1 along the axis that is summed over."""
     factors = [a for a in args if isinstance(a, torch.Tensor)][:2]
-    if len(factors) < 2 or any(f.dim() < 2 or not f.is_floating_point() or not readable(f) for f in factors):
+    if len(factors) < 2 or len(floats(f for f in factors if f.dim() > 1)) < 2:
         return False
     left, right = factors
     over = -1 if name == "linear" else -2

@@ -22,6 +22,7 @@ from pytest_trainloop.gradients.compare import agreement
 from pytest_trainloop.gradients.vectors import combination, vectors
 from pytest_trainloop.recording.events import LossCall
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.tracing.arguments import floats
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -137,8 +138,10 @@ class Reductions(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = super().call(name, func, args, kwargs)
-        if isinstance(out, torch.Tensor) and out.numel() == 1 and out.requires_grad and _several(args):
+        if isinstance(out, torch.Tensor) and out.requires_grad and out.numel() == 1 and _several(args):
             with self.watch.suspended():
+                if not floats([out]):
+                    return out
                 self.found.append(Reduction(name, str(here()[0]), float(out.detach())))
         return out
 

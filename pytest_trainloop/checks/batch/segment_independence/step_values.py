@@ -14,6 +14,7 @@ from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
+from pytest_trainloop.tracing.arguments import floats
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
@@ -77,7 +78,7 @@ class StepValues(WatchingMode):
         return out
 
     def _is_of_steps(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.shape[: len(self._shape)] == self._shape
+        return bool(floats([tensor])) and tensor.shape[: len(self._shape)] == self._shape
 
     def _keep(self, tensor: torch.Tensor, name: str) -> None:
         node = self._lineage.of(tensor)

@@ -12,8 +12,10 @@ import torch
 from pytest_trainloop.batches.own_data import HAND_OVER, makes_own_data
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.samples import shape_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CONVOLUTIONS, DROPOUTS, NORMALISATIONS
+from pytest_trainloop.tracing.arguments import floats
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
 
@@ -176,7 +178,7 @@ class _Activations(WatchingMode):
             if owner is not None:
                 self._note(out, axis, owner)
                 self._note_inputs(owner, source)
-        elif known is None or source is None or source.shape != out.shape:
+        elif known is None or source is None or shape_of(source) != shape_of(out):
             pass
         elif name in _SAME_UNITS:
             self._note(out, *known)
@@ -203,9 +205,9 @@ class _Activations(WatchingMode):
         self._made[id(out)] = (weakref.ref(out), axis, path)
 
     def _note_inputs(self, path: str, given: torch.Tensor | None) -> None:
-        if given is None or given.numel() == 0 or not given.is_floating_point():
-            return
         with self.watch.suspended(), torch.no_grad():
+            if given is None or not floats([given]):
+                return
             low, high = (float(v) for v in given.detach().aminmax())
         before = self._inputs.get(path, (low, high))
         self._inputs[path] = (min(low, before[0]), max(high, before[1]))
@@ -215,7 +217,7 @@ class _Activations(WatchingMode):
         return (axis, path) if reference is not None and reference() is tensor else None
 
     def _look(self, kind: str, out: torch.Tensor, axis: int, path: str) -> None:
-        if out.numel() == 0 or not out.is_floating_point():
+        if not floats([out]):
             return
         centre, beyond = _TWO_SIDED.get(kind, (0.0, math.inf))
         if (path, kind) not in self._seen:

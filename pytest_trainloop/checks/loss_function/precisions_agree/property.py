@@ -15,6 +15,7 @@ from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import tree_leaves
 from pytest_trainloop.recording.torch_names import ATEN_DRAWS
 from pytest_trainloop.strategies.loss_cases import LossInputs, inputs_of
+from pytest_trainloop.tracing.arguments import floats
 
 if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import Loss
@@ -44,7 +45,7 @@ class Magnitudes(OperationMode):  # type: ignore[no-untyped-call]
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = passed_on(func, args, kwargs)
         self.draws_random = self.draws_random or any(word in str(func) for word in ATEN_DRAWS)
-        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+        made = floats(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         given = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in made[:1]:
             self.roundings += KERNEL + math.ceil(max(given, default=0) / tensor.numel())

@@ -238,7 +238,9 @@ class _Draws(FunctionMode):
         out = super().call(name, func, args, kwargs)
         if name not in _DRAWING or self._watch.is_suspended:
             return out
-        if isinstance(out, torch.Tensor) and out.numel() and (kwargs.get("generator") is None or _is_noise(out)):
+        if not isinstance(out, torch.Tensor) or not readable(local(out)) or not out.numel():
+            return out
+        if kwargs.get("generator") is None or _is_noise(out):
             kept = self._seen.draws.setdefault(here()[0], [])
             if len(kept) < DRAWN:
                 with self._watch.suspended(), torch.no_grad():

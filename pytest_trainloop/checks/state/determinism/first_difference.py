@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.samples import readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
 from pytest_trainloop.recording.torch_names import ATTRIBUTES, RECORD_FUNCTION
+from pytest_trainloop.tracing.arguments import is_dense
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -77,14 +79,13 @@ def _fingerprint(value: Any) -> tuple[object, ...]:
 
 
 def _sums(tensor: torch.Tensor) -> tuple[object, ...]:
-    plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and not tensor.is_quantized
-    if not plain:
-        return (tuple(tensor.shape),)
+    if not (is_dense(tensor) and tensor.numel() and not tensor.is_quantized and readable(tensor)):
+        return (shape_of(tensor),)
     values = tensor.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     wide = values.to(torch.float64).flatten()
     ramp = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
-    return (tuple(tensor.shape), repr(float(wide.sum())), repr(float(wide @ ramp)))
+    return (shape_of(tensor), repr(float(wide.sum())), repr(float(wide @ ramp)))
 
 
 def _numbers(value: Any) -> Iterator[object]:

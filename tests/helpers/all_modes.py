@@ -1,0 +1,107 @@
+"""Everything of this package that looks at a run without changing it, entered at once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import api
+from pytest_trainloop.checks.batch.accumulation_equivalence.terms import Reductions
+from pytest_trainloop.checks.batch.edge_batches.embedding_range import LookUps
+from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
+from pytest_trainloop.checks.batch.every_row_teaches import flags
+from pytest_trainloop.checks.batch.segment_independence.step_values import StepValues
+from pytest_trainloop.checks.learning.activations_alive import units
+from pytest_trainloop.checks.learning.weight_decay_groups import l2_in_loss
+from pytest_trainloop.checks.loss.learnable_targets import comparisons
+from pytest_trainloop.checks.loss.loss_at_init import first_loss
+from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLosses
+from pytest_trainloop.checks.loss.loss_contract.named_sides import NamedSides
+from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
+from pytest_trainloop.checks.loss_function.precisions_agree.property import Magnitudes
+from pytest_trainloop.checks.numerics.checkpointing_equivalence import first_difference as recomputed
+from pytest_trainloop.checks.numerics.checkpointing_equivalence import rng_state
+from pytest_trainloop.checks.numerics.optimizer_numerics.state_casts import StateCasts
+from pytest_trainloop.checks.numerics.parameter_precision import running_values
+from pytest_trainloop.checks.numerics.precision_parity import angles, op_log, replay
+from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
+from pytest_trainloop.checks.scale.distributed_equivalence import ledger
+from pytest_trainloop.checks.state.data_order import draws, fed
+from pytest_trainloop.checks.state.determinism.first_difference import CallLog
+from pytest_trainloop.checks.state.evaluation_is_pure import interposed
+from pytest_trainloop.checks.state.memory_growth.lines import Lines
+from pytest_trainloop.checks.wiring.step_order import weight_writes
+from pytest_trainloop.checks.wiring.weights_are_read import kept, tied, unread
+from pytest_trainloop.checks.wiring.weights_are_read.reads import Reads
+from pytest_trainloop.recording.construction import Construction
+from pytest_trainloop.recording.watch import Watch
+from pytest_trainloop.runs.hooks import around_steps, before_calls, on_arrival
+from pytest_trainloop.timing.tensor_memory import TensorMemory
+from pytest_trainloop.tracing.call_log import Calls
+from pytest_trainloop.tracing.cut_candidates import Tracer
+from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
+from pytest_trainloop.tracing.root_terms import RootTerms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.recording.record import Record
+
+
+def _instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """The contexts of all modes that watch, of hooks of each kind, and of the patches that come with them."""
+    given = [
+        NonFiniteOrigins(),
+        Calls(),
+        flags._Indices(),
+        comparisons.FirstSteps(),
+        kept.ThreeBatches(steps=3),
+        StepValues(torch.Size([4]), lambda: None),
+        units._Activations(own_data=True),
+        l2_in_loss._Squares(cut=False),
+        RootTerms(),
+        InitialLosses(),
+        first_loss._FirstBackward(),
+        NamedSides(),
+        LossCallRecorder(),
+        StateCasts(),
+        running_values._LostWrite(),
+        angles._AngleLog(),
+        op_log.OpLog(),
+        fed._Uses("x"),
+        CallLog(),
+        Lines(),
+        Tracer(),
+        Reads(),
+        Reductions(),
+        LookUps(),
+        Squeezes(),
+    ]
+    for one in given:
+        yield from one.contexts(watch)
+    yield Construction().watching()
+    yield ledger._Draws(watch, ledger.Seen())
+    yield rng_state._Private(lambda generator: None)
+    yield recomputed._Logging(watch, [])
+    yield draws.Draws()
+    yield interposed._Casts(interposed.Seen())
+    yield weight_writes._Writes(watch, frozenset({"0.weight"}))
+    yield tied._Assignments()
+    yield unread._Noting(lambda tensor: None)
+    yield from (Magnitudes(), replay.RecordChoices(replay.Choices()), Operations(), OwnOperators(), TensorMemory())
+    yield around_steps(watch, lambda optimizer: None, lambda optimizer, taken: None)
+    yield before_calls(watch, lambda module, args, kwargs: None)
+
+
+@contextlib.contextmanager
+def all_at_once() -> Iterator[Record]:
+    """Everything on, with the instruments of ``observe``; the record of the run."""
+    watch = Watch()
+    with api.observed(watch), contextlib.ExitStack() as around:
+        for context in _instruments(watch):
+            around.enter_context(context)
+        for handle in on_arrival(watch, lambda *_call: None):
+            around.callback(handle.remove)
+        yield watch.record
