@@ -137,6 +137,8 @@ class RootTerms(WatchingMode):
         self._lineage: _Tagged | None = None
         self._by_node: dict[int, tuple[Scalar, Node]] = {}
         self._beside: list[tuple[Node, Beside]] = []
+        self._added: set[int] = set()
+        """The terms with a gradient that some root is the sum of, by the ``id`` of their nodes."""
         self._nodes = 0
         self._in_backward = False
 
@@ -150,7 +152,7 @@ class RootTerms(WatchingMode):
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
-        self._lineage = _Tagged(watch)
+        self._lineage = lineage = _Tagged(watch)
         try:
             with (
                 super().watching(watch),
@@ -161,10 +163,14 @@ class RootTerms(WatchingMode):
         finally:
             self._look_into_totals()
             every = len(self._by_node) <= MOST_COMPLETE
+            used = {key for key, (scalar, _) in self._by_node.items() if scalar.used}
             for scalar, node in self._by_node.values():
-                _complete(self._lineage, scalar, node, every=every)
+                if every or not scalar.consumed:
+                    _complete(lineage, scalar, node)
+                    scalar.of_used = not scalar.used and _is_of_used(node, used, self._added)
             self._lineage = None
             self._by_node.clear()
+            self._added.clear()
             self._beside.clear()
 
     def _look_into_totals(self) -> None:
@@ -329,6 +335,7 @@ class RootTerms(WatchingMode):
         node = lineage.of(roots[0])
         found = list(summands(node))
         live = [n for n in found if isinstance(n, Node) and trains(n)]
+        self._added |= {id(n) for n in live}
         behind = {id(n) for term in live for n in below(term)}
         for n in below(node):  # what has no line of its own is seen where it is added
             for parent in n.parents:
@@ -393,12 +400,21 @@ def _weigh(scalar: Scalar, gradient: Any) -> None:
         scalar.weights.append(float(gradient.detach().double().sum()))
 
 
-def _complete(lineage: _Tagged | None, scalar: Scalar, node: Node, *, every: bool) -> None:
-    """Read off what a number was computed of, where that will be asked."""
-    if lineage is None or (scalar.consumed and not every):
-        return
+def _complete(lineage: _Tagged, scalar: Scalar, node: Node) -> None:
+    """Read off what a number was computed of."""
     behind = list(below(node))
     scalar.of_weights = all(n.op == PARAMETER for n in behind if not n.parents)
     scalar.of_losses = any(n.op in LOSSES for n in behind)
     scalar.parameters = frozenset(int(n.numbers[0]) for n in behind if n.op == PARAMETER and n.history)
     scalar.data = frozenset(lineage.data[id(n)] for n in behind if id(n) in lineage.data)
+
+
+def _is_of_used(node: Node, used: set[int], added: set[int]) -> bool:
+    """Whether all that a number trains is behind one number that is used, or it is a sum of terms that are added."""
+    terms = [n for n in summands(node) if isinstance(n, Node) and trains(n)]
+    if terms and all(id(n) in added for n in terms):
+        return True
+    reached = list(below(node, through=lambda n: n.history and id(n) not in used))
+    ends = {id(n) for n in reached if n.history and not n.parents}
+    met = {id(n) for n in reached} & used
+    return len(met) == 1 and ends <= met

@@ -37,6 +37,9 @@ class Scalar:
     """Whether it was computed of parameters alone, as a norm that is logged."""
     of_losses: bool = False
     """Whether a loss function of torch is among what it was computed of."""
+    of_used: bool = False
+    """Whether it trains nothing that is not trained already: a function of one number that is backpropagated, as a
+    logarithm or a copy for a log, or a sum of terms that a root is the sum of."""
 
     @property
     def used(self) -> bool:

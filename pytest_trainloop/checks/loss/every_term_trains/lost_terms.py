@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -75,16 +76,19 @@ def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
             continue
         # torch's losses are loss_contract's; of the turns of a loop the last may be meant
         own = not any(s.of_losses for s in scalars) and (site, op) not in used
-        name = name_at(site)
-        if (own and (is_term(name) or (is_part(name) and never_read(site)))) or _untrained(survey.record, last):
+        name, lost = name_at(site), functools.partial(never_read, site)
+        named = is_term(name) and (not all(s.of_used for s in last) or lost())
+        if (own and (named or (is_part(name) and lost()))) or _untrained(survey.record, last):
             found[site, op, turn] = last
     return found
 
 
 def _untrained(record: Record, scalars: Sequence[Scalar]) -> tuple[str, ...]:
     """Parameters that an optimizer which steps holds, and that no gradient of the run reaches. What is computed of
-    weights alone, as a norm that is logged, is to train none."""
-    below = sorted({i for s in scalars if not s.of_weights for i in s.parameters if i < len(record.parameters)})
+    weights alone, as a norm that is logged, is to train none, and what is computed of a used number trains no more."""
+    below = sorted(
+        {i for s in scalars if not (s.of_weights or s.of_used) for i in s.parameters if i < len(record.parameters)}
+    )
     return tuple(
         p.name
         for p in (record.parameters[i] for i in below)
