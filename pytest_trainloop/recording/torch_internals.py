@@ -373,7 +373,7 @@ def asked_without_ours(original: Callable[[Any], bool]) -> Callable[[Any], bool]
     @functools.wraps(original)
     def has_torch_function(values: Any) -> bool:
         modes = _modes()
-        if not modes or not all(map(_is_ours, modes)):
+        if not modes or not all(map(is_ours, modes)):
             return original(values)
         for _ in modes:
             _pop_mode()  # type: ignore[no-untyped-call]
