@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,7 +10,15 @@ from pytest_trainloop.batches.values import trailing
 
 if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement
-    from pytest_trainloop.checks.loss.loss_contract.token_labels import TargetPositions
+
+
+class TargetPositions(NamedTuple):
+    """For each entry of the targets, where it lies in the batch."""
+
+    row: torch.Tensor
+    position: torch.Tensor
+    shape: tuple[int, int]
+    """(rows, positions) of the last layer's output."""
 
 
 def of_own_row(call: Call, at: TargetPositions, real: torch.Tensor) -> bool:

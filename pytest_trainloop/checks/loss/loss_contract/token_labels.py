@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, judges
-from pytest_trainloop.checks.loss.loss_contract.label_rows import misplaced, of_own_row
+from pytest_trainloop.checks.loss.loss_contract.label_rows import TargetPositions, misplaced, of_own_row
 from pytest_trainloop.checks.loss.loss_contract.reached import trained_positions
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES
 from pytest_trainloop.tracing.provenance_queries import Layout, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-class TargetPositions(NamedTuple):
-    """For each entry of the targets, where it lies in the batch."""
-
-    row: torch.Tensor
-    position: torch.Tensor
-    shape: tuple[int, int]
-    """(rows, positions) of the last layer's output."""
 
 
 def target_positions(call: Call) -> TargetPositions | None:
