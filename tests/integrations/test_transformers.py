@@ -417,3 +417,36 @@ def test_an_optimizer_that_the_trainer_built_is_changed_where_the_trainer_was(tm
     made = MadeAt.of(Evidence(partial(classifier, tmp_path)))
     assert "test_transformers.py" in made.optimizer()
     assert "test_transformers.py" in made.scheduler()
+
+
+def sorted_ids(items, *, masked):
+    """Sorts the texts of a batch by length, and leaves their labels where they were."""
+    ids = sorted((item["input_ids"] for item in items), key=len, reverse=True)
+    ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([item["labels"] for item in items], True, -100)
+    labels = labels.masked_fill(ids == 0, -100) if masked else labels
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["as they are", "masked as padding"])
+def test_a_collator_that_sorts_texts_and_not_their_tags(tmp_path, masked):
+    def make():
+        ids = [torch.randint(1, VOCABULARY, (4 + 5 * n % 9,)) for n in range(32)]
+        rows = [{"input_ids": row, "labels": row % 5} for row in ids]
+        config = transformers.BertConfig(
+            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+            num_labels=5,
+        )  # fmt: skip
+        return from_trainer(
+            transformers.Trainer(
+                model=transformers.BertForTokenClassification(config),
+                args=arguments(tmp_path, 1, per_device_train_batch_size=8),
+                train_dataset=rows,
+                data_collator=partial(sorted_ids, masked=masked),
+            )
+        )
+
+    report = check_loop(make, only=["data_order"], raises=False)
+    (found,) = (f for r in report.results for f in r.findings)
+    assert (found.cause, found.level) == ("labels_apart", "fault")
+    assert "def sorted_ids(" in found.change

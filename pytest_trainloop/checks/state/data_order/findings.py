@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -373,10 +374,12 @@ def _finding(cause: str, source: Source, **fields: Any) -> Finding:
 
 def _of_project(collate: Any) -> Any:
     """The collate function of the project that a library's object calls, as the Trainer of transformers wraps it."""
-    held = vars(collate).values() if not inspect.isroutine(collate) and hasattr(collate, "__dict__") else ()
-    return (
-        next((one for one in held if callable(one) and _function(one)), collate) if not _function(collate) else collate
-    )
+    if isinstance(collate, functools.partial):
+        return _of_project(collate.func)
+    if _function(collate) or inspect.isroutine(collate) or not hasattr(collate, "__dict__"):
+        return collate
+    held = (one.func if isinstance(one, functools.partial) else one for one in vars(collate).values())
+    return next((one for one in held if callable(one) and _function(one)), collate)
 
 
 def _function(function: Any) -> str:
