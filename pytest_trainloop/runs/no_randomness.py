@@ -34,7 +34,7 @@ class NoRandomness(FunctionMode):
         kwargs = dict(kwargs)
         if name == "backward" and args and isinstance(args[0], torch.Tensor):
             with self:  # a checkpoint recomputes its part of the model in there
-                return torch.autograd.backward(*_of_backward(*args, **kwargs))
+                return passed_on(torch.autograd.backward, _of_backward(*args, **kwargs), {})
         if func is torch.autograd.backward:
             with on_in_engine(self):
                 return passed_on(func, args, kwargs)

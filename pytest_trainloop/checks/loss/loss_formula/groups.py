@@ -95,7 +95,8 @@ def _shape_of(found: Slice, call: Call) -> tuple[int, ...]:
 def _met(found: Slice, call: Call) -> tuple[_Entries, _Entries] | None:
     """The learned side and that of the batch, entry by entry, of a comparison or a lookup."""
     one, other = call.inputs[:2]
-    learned, data = (one, other) if found.values[one].requires_grad else (other, one)
+    swaps = call.name not in _LOOKUPS and not found.values[one].requires_grad  # a lookup has its index second
+    learned, data = (other, one) if swaps else (one, other)
     if found.values[data].requires_grad or not found.trained(learned) or not found.from_batch(data):
         return None
     if call.name in _LOOKUPS:
@@ -104,7 +105,7 @@ def _met(found: Slice, call: Call) -> tuple[_Entries, _Entries] | None:
             return None
         axis = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
         index = found.values[data].tensor
-        if not isinstance(axis, int) or index.dim() != scores.places.dim():
+        if not isinstance(axis, int) or index.dim() != scores.places.dim() or index.is_floating_point():
             return None
         return _Entries(scores.source, scores.places.gather(axis, index.long()), scores.reshaped), labels
     shapes = {found.values[n].tensor.shape for n in (learned, data)}

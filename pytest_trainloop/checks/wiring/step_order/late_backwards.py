@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,8 +71,12 @@ def refused_backward(record: Record) -> Iterator[RefusedBackward]:
     if raised is None or "modified by an inplace operation" not in raised.message or not backwards:
         return
     refused = backwards[-1]
-    forward = max((f.at for f in record.root_forwards() if f.at < refused.at), default=0)
-    between = [s for s in record.innermost_steps() if forward < s.at < refused.at]
+    forwards = [f.at for f in record.root_forwards() if f.at < refused.at]
+    steps = [s for s in record.innermost_steps() if s.at < refused.at]
+    between = [s for s in steps if s.at > max(forwards, default=0)]
+    if not between and refused.item == 1:  # nothing is left of an earlier batch: one of these forward passes was before
+        changed = _shape_in(raised.message)
+        between = [s for s in steps if s.at > min(forwards, default=s.at) and _holds(record, s, changed)]
     if between:
         yield RefusedBackward(
             optimizers=frozenset(s.optimizer for s in between),
@@ -80,3 +85,14 @@ def refused_backward(record: Record) -> Iterator[RefusedBackward]:
             step=between[0],
             raised=raised.summary,
         )
+
+
+def _shape_in(message: str) -> list[int]:
+    """The sizes of the tensor that torch found changed, in order of size: it may have saved a transposed view."""
+    found = re.search(r"\[torch\.\w+ \[([\d, ]*)\]\]", message)
+    return sorted(int(n) for n in found[1].split(",") if n.strip()) if found else []
+
+
+def _holds(record: Record, step: Step, sizes: list[int]) -> bool:
+    """Whether the step changes a parameter of these sizes."""
+    return any(sorted(record.parameters[i].shape) == sizes for i in record.optimizers[step.optimizer].parameters)

@@ -304,3 +304,40 @@ def dice_of_clamped_scores():
         return 1 - ((2 * both + 1) / (areas + 1).clamp(min=1e-6)).mean()
 
     return segmentation(loss_of)()
+
+
+@odd(
+    notes="places are drawn from a histogram that a network gives: gather takes a table of the batch and an index that "
+    "is made of weights (NeRF)"
+)
+def places_drawn_from_a_learned_histogram():
+    coarse, fine = (nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, 2)) for _ in range(2))
+    optimizer = torch.optim.Adam([*coarse.parameters(), *fine.parameters()], lr=1e-3)
+
+    def drawn(bins, weights):
+        cdf = torch.cumsum(weights / weights.sum(-1, keepdim=True), -1)
+        cdf = torch.cat([torch.zeros_like(cdf[:, :1]), cdf], -1)
+        u = torch.rand(len(bins), 4)
+        after = torch.searchsorted(cdf, u, right=True)
+        both = torch.stack([(after - 1).clamp(min=0), after.clamp(max=cdf.shape[-1] - 1)], -1)
+        shape = (*both.shape[:2], cdf.shape[-1])
+        low = torch.gather(cdf.unsqueeze(1).expand(shape), 2, both)
+        edges = torch.gather(bins.unsqueeze(1).expand(shape), 2, both)
+        share = (u - low[..., 0]) / (low[..., 1] - low[..., 0]).clamp(min=1e-5)
+        return (edges[..., 0] + share * (edges[..., 1] - edges[..., 0])).detach()
+
+    def fit(batches):
+        for z, target in batches:
+            raw = coarse(z[..., None])
+            weights = raw[..., 0].softmax(-1)
+            first = (weights * raw[..., 1]).sum(-1)
+            places, _ = torch.sort(torch.cat([z, drawn(0.5 * (z[:, 1:] + z[:, :-1]), weights[:, 1:-1])], -1), -1)
+            raw = fine(places[..., None])
+            steps = torch.cat([places[:, 1:] - places[:, :-1], torch.ones(len(z), 1)], -1)
+            second = ((1 - torch.exp(-raw[..., 0].relu() * steps)) * raw[..., 1]).sum(-1)
+            optimizer.zero_grad()
+            (torch.mean((first - target) ** 2) + torch.mean((second - target) ** 2)).backward()
+            optimizer.step()
+
+    batch = torch.linspace(2, 6, 6).repeat(8, 1), torch.rand(8)
+    return TrainLoop(model={"coarse": coarse, "fine": fine}, optimizer=optimizer, batch=batch, fit=fit)
