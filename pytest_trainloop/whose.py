@@ -47,7 +47,7 @@ _ARGUMENTS = re.compile(r"([\w.<>]+)\(\) (takes|missing|got) ")
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether an exception is a mistake of this package.
+    """Whether an exception is a mistake of this package; its signals are none.
 
     It is if the innermost Python frame is one of the package's, but for what C code refuses there without a ``raise``
     statement although the project gave it:
@@ -58,9 +58,9 @@ def is_ours(error: BaseException) -> bool:
       of a dictionary that changes while it is iterated over is ours.
     """
     innermost = _innermost(error.__traceback__)
-    if innermost is None or not innermost.tb_frame.f_code.co_filename.startswith(PACKAGE):
+    if isinstance(error, SIGNALS) or getattr(error, "of_the_project", False):
         return False
-    if getattr(error, "of_the_project", False):
+    if innermost is None or not innermost.tb_frame.f_code.co_filename.startswith(PACKAGE):
         return False
     instruction = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
     if instruction in _RAISES:

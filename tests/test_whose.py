@@ -131,6 +131,15 @@ def test_a_signal_between_parts_of_the_package_goes_through():
         reraise_ours(CannotDecide("no rows"))
 
 
+def test_a_signal_is_no_mistake():
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.single_run import SingleRun
+
+    error = _raised(SingleRun(Record()).rerun)
+    assert isinstance(error, CannotDecide)
+    assert not is_ours(error)
+
+
 def test_a_mistake_is_told_by_the_last_line_of_the_package(functions):
     told = mistake(_raised(functions["calls"], _user))
     assert (str(told), told.place) == ("KeyError: 1", "pytest_trainloop/made_up.py:10")

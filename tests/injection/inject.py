@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop import check_loop, check_loss
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.recording import as_caller
 from tests.injection.loops import LOOPS, LOSSES
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def _entered() -> Iterator[set[types.CodeType]]:
 
 def forget() -> None:
     """Empty the caches of the package's functions: what is remembered is not entered."""
+    as_caller._KNOWN.clear()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "pytest_trainloop":
             for value in list(vars(module).values()):
