@@ -188,8 +188,11 @@ class _Experiment:
             if mine is None or plain is None:
                 return None
             cosines.append(float(torch.nn.functional.cosine_similarity(mine, plain, dim=0).abs()))
-        text = f"at {STARTS} starts its gradient has the direction of {self.aim.name}: cosine {min(cosines):.6f}"
-        return Outcome(min(cosines) > 1 - 1e-9, text)
+        parallel = min(cosines) > 1 - 1e-9
+        text = (
+            f"at {STARTS} starts the gradient is {'' if parallel else 'not '}that of {self.aim.name} times one number"
+        )
+        return Outcome(parallel, text)
 
     def _start(self, index: int) -> Outputs:
         tensors = {v.number: v.tensor.double() for v in self.leaves}
