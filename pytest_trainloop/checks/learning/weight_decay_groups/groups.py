@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -66,10 +66,15 @@ class DecayGroups:
 
     @classmethod
     def of(cls, evidence: Evidence) -> DecayGroups:
-        return cls.in_record(evidence.run())
+        from pytest_trainloop.checks.learning.weight_decay_groups.spared import spared
+
+        record = evidence.run()
+        return cls.in_record(record, spared(evidence, record))
 
     @classmethod
-    def in_record(cls, record: Record) -> DecayGroups:
+    def in_record(cls, record: Record, spared: Mapping[int, frozenset[int]] | None = None) -> DecayGroups:
+        """``spared``: by optimizer, the parameters that it leaves out of the decay of their group. They are a group
+        without decay here."""
         lrs = {step.optimizer: step.lrs for step in reversed(record.innermost_steps())}
         groups, empty = [], []
         for optimizer in record.optimizers:
@@ -90,6 +95,11 @@ class DecayGroups:
                     default=optimizer.from_torch and (optimizer.kind, decay) == ("AdamW", ADAMW_DEFAULT),
                     members=_by_kind(trained),
                 )
+                left_out = (spared or {}).get(optimizer.index, frozenset())
+                if without := [p for p in trained if p.index in left_out]:
+                    decayed = [p for p in trained if p.index not in left_out]
+                    groups.append(replace(group, decay=0.0, members=_by_kind(without)))
+                    group = replace(group, members=_by_kind(decayed))
                 groups.append(group)
         frozen = any(p.role == "model" and not p.trainable for p in record.parameters)
         used = tuple(g for g in groups if g.members)

@@ -72,6 +72,8 @@ class CallSite:
     where: str = ""
     with_history: int = 0
     """Calls whose result has a history."""
+    evaluated: int = 0
+    """Those of them that were made while the layer was in evaluation mode."""
     judged: int = 0
     """Calls whose result a gradient reached, or that raised."""
     judgements: dict[tuple[str, str], list[Judgement]] = field(default_factory=lambda: defaultdict(list))
@@ -185,7 +187,10 @@ class LossCallRecorder(WatchingMode):
             yield _counted(loss_terms.detached(*where), self._backwards, self._backwards)
         losses = [(at, site) for (name, at, _), site in self.sites.items() if name in LOSSES]
         used = any(site.judged for _, site in losses)
+        trains = any(site.judged and not site.evaluated for _, site in losses)
         for at, site in losses:
+            if trains and site.evaluated == site.with_history:
+                continue  # a validation without no_grad(), between steps in training mode
             if used and site.with_history > 2 and not site.judged and (site.name, site.where) not in detached:
                 never = self._record is not None and loss_terms.never_trained(self._record, site.layer)
                 finding = loss_terms.left_out(site.name, site.where, site.layer if never else None, never_read(at))
@@ -253,7 +258,9 @@ class LossCallRecorder(WatchingMode):
         ids, pad = given.get("input"), given.get("padding_idx")
         if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2):
             known = Ids(ids.detach(), None if pad is None or pad < 0 else pad)
-            self._tokens.embedded.append(Embedded(known, out, watch.module_path()))
+            table = given.get("weight")
+            entries = len(table) if isinstance(table, torch.Tensor) else 0
+            self._tokens.embedded.append(Embedded(known, out, watch.module_path(), entries))
 
     def _call(
         self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -295,6 +302,7 @@ class LossCallRecorder(WatchingMode):
         call.layer = loss_terms.layer_of(call)
         site = self._site_of(call)
         site.with_history, site.where = site.with_history + 1, str(call.place)
+        site.evaluated += any(p == call.layer and not m.training for p, m in watch.table.named_modules())
         given = next((v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad), None)
         by_result = given is None
 

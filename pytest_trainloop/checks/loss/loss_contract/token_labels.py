@@ -41,7 +41,7 @@ def padding(call: Call) -> Iterator[Judgement]:
     inside = _between_padding(padded).to(target.device)[row, position]
     yield from _counted(call, at, padded, inside, target != ignored, ignored)
     real = ~padded.to(target.device)[row, position] & (target == ignored)
-    if ignored >= 0 and bool(real.any()):
+    if ignored >= 0 and bool(real.any()) and not tokens.never_real(ignored, padded, _classes(call)):
         shared = ": padding and a real class share it" if bool((target[inside] == ignored).any()) else ""
         yield call.judged(
             "real_class_ignored",
@@ -52,6 +52,30 @@ def padding(call: Call) -> Iterator[Judgement]:
             shown_by="the padding of the input against the labels",
             culprit=f"ignore_index={ignored}",
         )
+
+
+@judges("cross_entropy", "nll_loss")
+def one_of_two_classes(call: Call) -> Iterator[Judgement]:
+    """A label that is ignored, and is one of two classes: what counts is the other one alone."""
+    target, ignored = call.tensor("target"), call.given.get("ignore_index", -100)
+    if target is None or target.is_floating_point() or _classes(call) != 2 or ignored not in (0, 1):
+        return
+    left_out = target == ignored
+    if bool(left_out.any()) and bool((target == 1 - ignored).any()) and bool(((target == 0) | (target == 1)).all()):
+        yield call.judged(
+            "real_class_ignored",
+            f"{call.name} over 2 classes ignores label {ignored}: only label {1 - ignored} trains",
+            level="advice",
+            measured=f"{int(left_out.sum())} of {target.numel()} labels are {ignored}",
+            shown_by="the scores have two classes, and all labels are one of these",
+            culprit=f"ignore_index={ignored}",
+            repair="leave ignore_index out here, or use a criterion of its own for these labels",
+        )
+
+
+def _classes(call: Call) -> int:
+    scores = call.tensor("input")
+    return 0 if scores is None or not scores.dim() else int(scores.shape[1 if scores.dim() > 1 else 0])
 
 
 def _between_padding(padded: torch.Tensor) -> torch.Tensor:

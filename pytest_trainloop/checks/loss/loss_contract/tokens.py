@@ -26,6 +26,8 @@ class Embedded(NamedTuple):
     out: torch.Tensor
     table: str
     """The path of the embedding."""
+    entries: int = 0
+    """How many ids it has."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,12 @@ class Tokens:
         computed for, and that no input has, may all be asked for a class."""
         found = self._read(shape, None if scores is None else _sources(scores))
         return None if found is None else found.mask
+
+    def never_real(self, token: int, padded: torch.Tensor, classes: int) -> bool:
+        """Whether labels are of the vocabulary of the inputs, with so many classes, and this token is at no position
+        that is not padding: then it is no class that a label could ask for."""
+        same = [e.ids.ids for e in self.embedded if e.entries == classes and e.ids.ids.shape == padded.shape]
+        return bool(same) and not any(bool((ids == token)[~padded.to(ids.device)].any()) for ids in same)
 
     def padded_in_code(self, shape: tuple[int, int]) -> str:
         """The same as an expression of the batch's own names, ``attention_mask == 0``; ``is_padding`` where none of two

@@ -268,3 +268,50 @@ def a_group_for_each_weight():
         return torch.optim.AdamW([{"params": [p], "lr": 1e-2, "weight_decay": 0.05} for p in model.parameters()])
 
     return loop(configure)()
+
+
+class LARS(torch.optim.Optimizer):
+    """As in barlowtwins and VICReg: a function says which weights the optimizer does not decay."""
+
+    def __init__(self, params, lr, weight_decay=0.0, momentum=0.9, weight_decay_filter=None):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "filter": weight_decay_filter}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad
+                if group["filter"] is None or not group["filter"](p):
+                    update = update.add(p, alpha=group["weight_decay"])
+                moved = self.state[p].setdefault("mu", torch.zeros_like(p)).mul_(group["momentum"]).add_(update)
+                p.add_(moved, alpha=-group["lr"])
+
+
+def by_lars(groups_of):
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = LARS(groups_of(model), lr=0.02, weight_decay=1e-4, weight_decay_filter=lambda p: p.ndim == 1)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="one group at one weight_decay, of which the optimizer itself leaves out biases and gains (VICReg)")
+def optimizer_that_spares_biases_and_gains_itself():
+    return by_lars(lambda model: model.parameters())
+
+
+@odd(notes="matrices and biases have a group each at one weight_decay; the optimizer spares the second (barlowtwins)")
+def optimizer_that_spares_one_of_two_groups_itself():
+    def groups_of(model):
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        return [{"params": weights}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
+
+    return by_lars(groups_of)

@@ -294,3 +294,78 @@ pair(
     faulty=tags(0),
     fixed=tags(-100),
 )
+
+
+# The criterion for masked words, which leaves out label 0, also judges whether a sentence follows: "no" is label 0.
+
+
+def following(ignored):
+    def make():
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(1, 20, (12, 6), generator=generator)
+        of_pairs = nn.NLLLoss(ignore_index=ignored)
+
+        class Pairs(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Embedding(20, 16, padding_idx=0), nn.Linear(16, 2)
+
+            def forward(self, ids):
+                return self.head(torch.tanh(self.embed(ids)).mean(1)).log_softmax(-1)
+
+        return loop(Pairs(), (ids, (ids[:, 0] > ids[:, 3]).long()), lambda model, b: of_pairs(model(b[0]), b[1]))
+
+    return make
+
+
+pair(
+    "criterion_of_masked_words_for_flags",
+    "loss_contract",
+    "real_class_ignored",
+    level="advice",
+    culprits=("ignore_index=0",),
+    mentions=("only label 1 trains",),
+    faulty=following(0),
+    fixed=following(-100),
+)
+
+
+# Texts end with the padding token, which is also the last real one: that is never learned.
+
+
+def ending(ignored):
+    def make():
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(1, 20, (6, 12), generator=generator)
+        lengths = torch.tensor([12 - 2 * (n % 4) for n in range(6)])
+        mask = torch.arange(12)[None] < lengths[:, None]
+        ids[torch.arange(6), lengths - 1] = 0
+        labels = torch.where(mask, ids, 0 if ignored == 0 else ignored).roll(-1, 1)
+        labels[:, -1] = ignored
+
+        class Words(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+
+            def forward(self, ids, mask):
+                return self.head(torch.tanh(self.embed(ids) * mask[..., None]))
+
+        def loss_of(model, batch):
+            scores = model(batch["ids"], batch["attention_mask"]).transpose(1, 2)
+            return F.cross_entropy(scores, batch["labels"], ignore_index=ignored)
+
+        return loop(Words(), {"ids": ids * mask, "attention_mask": mask, "labels": labels}, loss_of)
+
+    return make
+
+
+pair(
+    "end_of_text_is_the_padding_token",
+    "loss_contract",
+    "real_class_ignored",
+    level="advice",
+    culprits=("ignore_index=0",),
+    faulty=ending(0),
+    fixed=ending(-100),
+)

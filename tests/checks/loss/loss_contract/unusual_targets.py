@@ -121,3 +121,43 @@ def votes_of_annotators() -> TrainLoop:
         return F.cross_entropy(model(x), votes * asked)
 
     return loop(relu_mlp(8, 24, 4), points(), loss_of)
+
+
+@odd(notes="targets are the inputs shifted by one: behind the last token comes padding, which ignore_index leaves out")
+def shifted_targets_end_in_padding() -> TrainLoop:
+    pad, end = 1, 3
+    model = nn.Sequential(nn.Embedding(20, 16, padding_idx=pad), nn.Linear(16, 20))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def fit(batches):
+        for ids in batches:
+            inputs, gold = ids[:, :-1], ids[:, 1:].contiguous().view(-1)
+            optimizer.zero_grad()
+            scores = model(inputs).view(-1, 20)
+            F.cross_entropy(scores, gold, ignore_index=pad, reduction="sum").backward()
+            optimizer.step()
+
+    ids = torch.randint(4, 20, (4, 6), generator=torch.Generator().manual_seed(0))
+    for row, length in enumerate((6, 5, 4, 6)):
+        ids[row, length - 1], ids[row, length:] = end, pad
+    return TrainLoop(model=model, optimizer=optimizer, batch=ids, fit=fit)
+
+
+@odd(notes="masked words: positions that are not asked for have the padding token as label, which is ignored (BERT)")
+def words_that_are_not_masked_have_the_label_of_padding() -> TrainLoop:
+    body, words = nn.Embedding(20, 16, padding_idx=0), nn.Linear(16, 20)
+    model = nn.ModuleDict({"body": body, "words": words})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    criterion = nn.NLLLoss(ignore_index=0)
+
+    def fit(batches):
+        for ids, labels in batches:
+            optimizer.zero_grad()
+            criterion(words(body(ids)).log_softmax(-1).transpose(1, 2), labels).backward()
+            optimizer.step()
+
+    ids = torch.randint(5, 20, (4, 8), generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(4, 8).long()
+    labels[:, 1:3], ids[:, 1:3] = ids[:, 1:3], 4
+    ids[1, 6:] = 0
+    return TrainLoop(model=model, optimizer=optimizer, batch=(ids, labels), fit=fit)

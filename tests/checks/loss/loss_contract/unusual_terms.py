@@ -136,3 +136,32 @@ def term_kept_on_the_trainer() -> TrainLoop:
             stepped(optimizer, F.cross_entropy(kind, y) + F.mse_loss(image, x))
 
     return classifier(fit)
+
+
+def split_in_two(model, criterion):
+    """pygcn and pyGAT: after each step the model is evaluated, without no_grad(), on the nodes that it is not trained
+    on."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def fit(batches):
+        for x, y in batches:
+            model.train()
+            optimizer.zero_grad()
+            criterion(model(x)[::2], y[::2]).backward()
+            optimizer.step()
+            model.eval()
+            loss_val = criterion(model(x)[1::2], y[1::2])
+            assert loss_val.item() < 1e6
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+
+
+@odd(notes="the loss of a validation in evaluation mode has a history, since nobody switched gradients off")
+def validation_in_evaluation_mode_with_a_history() -> TrainLoop:
+    layers = nn.Linear(8, 16), nn.ELU(), nn.Dropout(0.5), nn.Linear(16, 4), nn.LogSoftmax(1)
+    return split_in_two(nn.Sequential(*layers), F.nll_loss)
+
+
+@odd(notes="a validation with a criterion object, whose own mode stays that of training")
+def validation_by_a_criterion_with_a_history() -> TrainLoop:
+    return split_in_two(mlp(8, 16, 4), nn.CrossEntropyLoss())
