@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from pytest_trainloop.checks.loss.loss_formula.compared import compared, culprits_of, layer_of
 from pytest_trainloop.checks.loss.loss_formula.excuses import others_train, plays_a_game
 from pytest_trainloop.finding import Finding
@@ -21,6 +19,8 @@ from pytest_trainloop.tracing.loss_tape import Tapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from pytest_trainloop.finding import Level
     from pytest_trainloop.formulas.form import Mistake
