@@ -66,8 +66,6 @@ class Mistake:
     """What to write."""
     shown_by: str = ""
     """What the form put right shows, beside that it agrees."""
-    aim: Aim | None = None
-    """What it keeps the form from, where that is not the variant's: without any it is only recognised, and advice."""
     shifted: bool = False
     """Whether it moves the optimum: no more is claimed than that the loss leaves the outputs that are best."""
     otherwise: Level | None = None

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from pytest_trainloop.checks.loss.loss_formula.compared import compared, culprits_of, layer_of
 from pytest_trainloop.checks.loss.loss_formula.excuses import others_train, plays_a_game
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
-from pytest_trainloop.formulas.cut import close, slope
+from pytest_trainloop.formulas.cut import slope
 from pytest_trainloop.formulas.roles import class_axes, predicts, violates
 from pytest_trainloop.formulas.search import Match, Ruled, matches
 from pytest_trainloop.formulas.trial import Aim, Step, tried
@@ -21,6 +19,8 @@ from pytest_trainloop.tracing.loss_tape import Tapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from pytest_trainloop.finding import Level
     from pytest_trainloop.formulas.form import Mistake
@@ -124,7 +124,7 @@ def _tried(
 
 def _mistaken(match: Match, mistake: Mistake, step: Step) -> Iterator[Finding]:
     numbers = match.reading.numbers
-    aim = mistake.aim or match.variant.aim
+    aim = match.variant.aim
     if aim is not None and mistake.shifted:
         aim = replace(aim, endless=False)
     level, measured = _tried(
@@ -264,20 +264,6 @@ def _rises(match: Match) -> bool:
     if gradient is None or not bool((gradient != 0).any()):
         return False
     return bool((gradient * match.reading.direction <= 0).all())
-
-
-def _is_added(match: Match) -> bool:
-    """Whether what is backpropagated is linear in the value, also far from it and below 0: a distance from a capacity
-    is linear on each side of it."""
-    found, value = match.cut.slice, match.cut.value
-    made = []
-    for factor in (-1000.0, 1.0, 1002.0):
-        try:
-            made.append(found.replay({match.cut.number: value * factor}, [found.root])[0].detach().sum())
-        except CannotReplay:
-            return False
-    size = float(torch.stack(made).abs().max())
-    return close(made[0] + made[2], 2 * made[1], size)
 
 
 def _is_meant(match: Match, evidence: Evidence) -> bool:
