@@ -155,8 +155,9 @@ class Looking:
 
     def _present(self, watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters in the order of registration, then buffers."""
+        elsewhere = watch.trained.elsewhere()
         for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
-            if _is_there(tensor):
+            if entry.index not in elsewhere and _is_there(tensor):
                 yield entry.name, tensor
         for path, module in watch.table.named_modules():
             for name, buffer in members.named_buffers(module, recurse=False):

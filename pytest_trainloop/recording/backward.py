@@ -40,8 +40,11 @@ class Gradients:
 
     def hook(self, indices: Iterable[int]) -> None:
         """Observe the gradients that arrive at these parameters; those that require none are left for a later call."""
+        elsewhere = self._watch.trained.elsewhere()  # whose engine may be reading their hooks
         for index in indices:
             tensor = self._watch.table.tensors[index]
+            if index in elsewhere:
+                continue
             if index not in self._handles and not is_lazy(tensor) and tensor.requires_grad and tensor.is_leaf:
                 handle = on_gradient(tensor, self._arrival_hook(index))
                 if handle is not None:
@@ -73,7 +76,11 @@ class Gradients:
             roots = _roots(args, kwargs)
             if not roots or any(has_values(t) or is_functorch(t) for t in roots):  # else nothing trains on them
                 event = self._open(kind, args, kwargs)
-                by_hand = GradientsByHand(watch.table.tensors) if watch.full and event.kind == "backward" else None
+                by_hand = (
+                    GradientsByHand(watch.table.tensors, watch.trained.elsewhere())
+                    if watch.full and event.kind == "backward"
+                    else None
+                )
         if event is None:
             watch.backward = None
             return as_caller(function, args, kwargs)
@@ -125,6 +132,7 @@ class Gradients:
                 return  # a custom function returned none
             with watch.suspended(), torch.no_grad():
                 event = watch.backward or self._unseen_backward()
+                watch.trained.claim([index], event)
                 residual = watch.table.tensors[index].grad if event.kind == "backward" else None
                 event.arrivals.setdefault(index, []).append(self._arrival(index, gradient, residual))
 

@@ -33,7 +33,6 @@ class Clips:
 
     def __init__(self, watch: Observed) -> None:
         self._watch = watch
-        self._inside = False
         self._iterators: list[Any] = []
         self._unknown: list[tuple[ClipCall, int, torch.Tensor, torch.Tensor | None]] = []
         self._originals = [(cell, cell.cell_contents) for cell in clip_cells().values()]
@@ -65,17 +64,17 @@ class Clips:
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             watch = self._watch
-            if self._inside or not watch.full or watch.is_suspended or is_aside() or is_traced():
+            if watch.thread.clipping or not watch.full or watch.is_suspended or is_aside() or is_traced():
                 return as_caller(original, args, kwargs)
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 return as_caller(original, args, kwargs)
-            self._inside = True
+            watch.thread.clipping = True
             try:
                 return self._during(name, original, bound)
             finally:
-                self._inside = False
+                watch.thread.clipping = False
 
         return watched
 
@@ -123,8 +122,10 @@ class Clips:
             watch.add(call)
             if isinstance(given, Iterator):
                 call.iterator = self._number_of(given)
-            for index, tensor in enumerate(watch.table.tensors):
-                self._norm(tensor, call.norms, index)
+            watch.thread.clip = call
+            watch.trained.claim(part)
+            for index in sorted(watch.trained.here()):
+                self._norm(watch.table.tensors[index], call.norms, index)
         call.parts.append(part)
         call.totals.append(math.nan)
         strange = [tensor for tensor, index in known if index is None]
@@ -142,7 +143,8 @@ class Clips:
         for event in reversed(self._watch.record.events):
             if isinstance(event, ClipCall):
                 alike = (event.by, event.limit, event.place, event.site) == (name, limit, place, site)
-                return event if alike and part and set(event.given).isdisjoint(part) else None
+                own = event is self._watch.thread.clip
+                return event if own and alike and part and set(event.given).isdisjoint(part) else None
             if not isinstance(event, GradWrite) or event.how != "clipped":
                 return None
         return None
@@ -162,10 +164,11 @@ class Clips:
     def _stand_ins(self) -> dict[Any, int]:
         """The parameters by the identity of their gradient and by the address of their data."""
         found: dict[Any, int] = {}
+        here = self._watch.trained.here()
         for index, tensor in enumerate(self._watch.table.tensors):
             if not readable(tensor):
                 continue
-            if tensor.grad is not None:
+            if index in here and tensor.grad is not None:
                 found["grad", id(tensor.grad)] = index
             if tensor.numel():
                 found["data", tensor.data_ptr(), tuple(tensor.shape)] = index

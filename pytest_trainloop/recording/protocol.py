@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.parameters import ParameterTable
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.samples import Reader
-    from pytest_trainloop.recording.threads import Thread
+    from pytest_trainloop.recording.threads import Thread, Trained
 
 
 class GradientObserver(Protocol):
@@ -60,7 +60,7 @@ class Observed(Protocol):
     """One watched run, as its observers see it."""
 
     full: bool
-    backward: Backward | None
+    trained: Trained
     items: Callable[[], int]
     record: Record
     reader: Reader
@@ -77,6 +77,10 @@ class Observed(Protocol):
     def weight_changes(self) -> WeightObserver: ...
     @property
     def optimizers(self) -> OptimizerObserver: ...
+    @property
+    def backward(self) -> Backward | None: ...
+    @backward.setter
+    def backward(self, event: Backward | None) -> None: ...
     @property
     def is_suspended(self) -> bool: ...
     @property

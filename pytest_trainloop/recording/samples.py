@@ -57,9 +57,11 @@ class Reader:
             if values.numel() == 0:
                 sample.peak = 0.0
             elif values.is_cpu and values.dtype in _ORDERED:
-                self._waiting.append((sample, spaced(values).clone(), *torch.aminmax(values)))
-                if len(self._waiting) >= WAITING:
-                    self._keep_waiting()
+                waiting = (sample, spaced(values).clone(), *torch.aminmax(values))
+                with self._lock:  # another thread may be about to keep those that wait
+                    self._waiting.append(waiting)
+                    if len(self._waiting) >= WAITING:
+                        self._keep_waiting()
             else:
                 entries = spaced(values)
                 with self._lock:

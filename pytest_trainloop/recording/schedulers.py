@@ -31,7 +31,6 @@ class Schedules:
     def __init__(self, watch: Observed, patches: Patches, built: BuiltSchedulers) -> None:
         self._watch = watch
         self._built = built
-        self._depth = 0
         for cls in with_subclasses(LRScheduler):
             if "step" in vars(cls):
                 patches.put(cls, "step", self._patched)
@@ -42,15 +41,15 @@ class Schedules:
             noted = None
             if _under_construction():
                 pass
-            elif self._depth == 0:
+            elif self._watch.thread.scheduling == 0:
                 noted = self._note(scheduler, args, kwargs)
             else:
                 self._built.steps_inside(scheduler)
-            self._depth += 1
+            self._watch.thread.scheduling += 1
             try:
                 out = as_caller(original, (scheduler, *args), kwargs)
             finally:
-                self._depth -= 1
+                self._watch.thread.scheduling -= 1
             if noted is not None:
                 with self._watch.suspended():
                     self._read_rates(scheduler, noted, "after")
@@ -127,7 +126,6 @@ class Scalers:
     def __init__(self, watch: Observed, patches: Patches) -> None:
         self._watch = watch
         self._kept: dict[int, Any] = {}
-        self._open: list[tuple[int, str]] = []
         for cls in with_subclasses(GradScaler):
             for name, watched in (
                 ("scale", self._scale),
@@ -155,14 +153,14 @@ class Scalers:
             )
             if optimizer is not None:
                 call.optimizer = watch.optimizers.index(optimizer)
-            if (id(scaler), what) not in self._open:
+            if (id(scaler), what) not in watch.thread.scaling:
                 watch.add(call)
-        self._open.append((id(scaler), what))
+        watch.thread.scaling.append((id(scaler), what))
         try:
             yield call
             call.until = watch.tick()
         finally:
-            self._open.pop()
+            watch.thread.scaling.pop()
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         with self._call(scaler, "scale") as call:

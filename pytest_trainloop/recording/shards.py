@@ -54,8 +54,12 @@ class GradientsByHand:
     FSDP2 trains gathered copies of its shards: their gradients are reduced, and written to the shards' ``.grad``.
     """
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self._before = {i: _present(p.grad) for i, p in enumerate(parameters) if p.requires_grad and is_distributed(p)}
+    def __init__(self, parameters: list[torch.Tensor], elsewhere: frozenset[int] = frozenset()) -> None:
+        self._before = {
+            i: _present(p.grad)
+            for i, p in enumerate(parameters)
+            if is_distributed(p) and p.requires_grad and i not in elsewhere
+        }
 
     def arrived(self, parameters: list[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         """The index of each parameter that got one, what came, and what ``.grad`` held before: this process' part."""

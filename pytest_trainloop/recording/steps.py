@@ -131,6 +131,7 @@ class Optimizers:
             if not late:
                 watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
+            watch.trained.claim(held)
             step.frozen = tuple(i for i in held if not watch.table.tensors[i].requires_grad)
             watch.weight_changes.look()
             watch.thread.open.append(step)

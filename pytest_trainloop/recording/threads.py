@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.recording.torch_internals import no_torch_function
+from pytest_trainloop.recording.torch_internals import in_backward, no_torch_function
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import FrameType, TracebackType
 
     from torch import nn
 
-    from pytest_trainloop.recording.events import Forward, Step
+    from pytest_trainloop.recording.events import Backward, ClipCall, Forward, Step
 
 
 class Thread(threading.local):
@@ -31,6 +32,74 @@ class Thread(threading.local):
         """The modules being called."""
         self.forward: Forward | None = None
         """The last call from outside any module."""
+        self.clipping = False
+        """Whether a clip of gradients is under way."""
+        self.clip: ClipCall | None = None
+        """The last clip."""
+        self.scheduling = 0
+        """The number of scheduler steps that it is in."""
+        self.scaling: list[tuple[int, str]] = []
+        """The scaler calls that it is in: the scaler's identity, and what is called."""
+
+
+class Trained:
+    """Which thread trains which tensors, and the backward passes that are under way.
+
+    Torch is not safe where one thread reads ``.grad`` while another one's backward pass or ``zero_grad`` replaces it:
+    the process may end. So gradients are read of those tensors alone that the reading thread trains, and values of
+    those that no other thread trains. A thread trains a tensor once a backward pass of its own has brought a gradient
+    to it, or its optimizer has stepped it; the last one that does counts.
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[int, int] = {}
+        self._passes: dict[int, Backward] = {}
+
+    def claim(self, indices: Iterable[int], event: Backward | None = None) -> None:
+        """Note that this thread trains these tensors, or the thread that began a pass: the engine of an accelerator has
+        threads of its own."""
+        ident = threading.get_ident()
+        if event is not None and self._passes.get(ident) is not event:
+            ident = next((known for known, one in list(self._passes.items()) if one is event), ident)
+        for index in indices:
+            self._threads[index] = ident
+
+    def elsewhere(self) -> frozenset[int]:
+        """The tensors that another thread trains, one that is still alive."""
+        own = threading.get_ident()
+        others = set(self._threads.values()) - {own}
+        if not others:
+            return frozenset()
+        alive = others & {thread.ident for thread in threading.enumerate()}
+        return frozenset(index for index, ident in list(self._threads.items()) if ident in alive)
+
+    def here(self) -> frozenset[int]:
+        """The tensors that this thread trains, or one that has ended."""
+        return frozenset(self._threads) - self.elsewhere()
+
+    @property
+    def by_several(self) -> bool:
+        return len(set(self._threads.values())) > 1
+
+    @property
+    def backward(self) -> Backward | None:
+        """The pass that this thread is in."""
+        if not self._passes:
+            return None
+        ident = threading.get_ident()
+        known = self._passes.get(ident)
+        if known is not None or not in_backward() or len(self._passes) != 1:
+            return known
+        if any(thread.ident == ident for thread in threading.enumerate()):
+            return None
+        return next(iter(self._passes.values()), None)  # a thread of an accelerator's engine
+
+    @backward.setter
+    def backward(self, event: Backward | None) -> None:
+        if event is None:
+            self._passes.pop(threading.get_ident(), None)
+        else:
+            self._passes[threading.get_ident()] = event
 
 
 class Suspended:

@@ -143,6 +143,7 @@ class Functions(FunctionMode):
                 self._note_optimizer(zeroing)
             self._note("none", [index], "grad = None" if zeroing is None else "zero_grad")
         elif self._parameter_of(value) != index:
+            self._watch.trained.claim([index])
             self._note("assigned", [index], "grad = ...")
 
     def _in_place(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from pytest_trainloop.recording.schedulers import Scalers, Schedules
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.steps import Optimizers
-from pytest_trainloop.recording.threads import Suspended, Thread
+from pytest_trainloop.recording.threads import Suspended, Thread, Trained
 from pytest_trainloop.recording.torch_functions import Functions
 from pytest_trainloop.recording.torch_internals import asked_without_ours, exporters, without_ours
 from pytest_trainloop.recording.train_mode import Modes
@@ -78,7 +78,7 @@ class Watch:
         self._built = BuiltSchedulers() if schedulers is None else schedulers
         self.reader = Reader()
         self.table = ParameterTable(self.reader)
-        self.backward: Backward | None = None
+        self.trained = Trained()
         self.full = True
         self.items: Callable[[], int] = lambda: 0
         self.at_light_density: list[Callable[[], None]] = []
@@ -165,8 +165,11 @@ class Watch:
         self.clips.settle()
         self._state_dicts.look()
         self.table.note_gone()
+        elsewhere = self.trained.elsewhere()
+        if self.trained.by_several:
+            self.record.notes.append("several threads train: of each, the tensors that it trains itself were looked at")
         for index, tensor in enumerate(self.table.tensors):
-            if readable(local(tensor)):
+            if index not in elsewhere and readable(local(tensor)):
                 self.record.end[index] = self.reader.sample_entries(tensor)
         self.record.statistics = self.table.statistics()
 
@@ -201,6 +204,15 @@ class Watch:
     @property
     def stepping(self) -> int:
         return self.thread.stepping
+
+    @property
+    def backward(self) -> Backward | None:
+        """The backward pass that this thread is in."""
+        return self.trained.backward
+
+    @backward.setter
+    def backward(self, event: Backward | None) -> None:
+        self.trained.backward = event
 
     def tick(self) -> int:
         return next(self._clock)

@@ -44,12 +44,13 @@ class WeightChanges:
         self._looks: list[_Look] = []
 
     def look(self) -> None:
-        """Sample every watched parameter; nothing in light density."""
+        """Sample every watched parameter but those that another thread trains; nothing in light density."""
         watch = self._watch
         if not watch.full:
             return
         watch.hook_gradients(watch.table.settle())
-        tensors = [local(tensor) for tensor in watch.table.tensors]
+        elsewhere = watch.trained.elsewhere()
+        tensors = {i: local(t) for i, t in enumerate(watch.table.tensors) if i not in elsewhere}
         past = past_dispatch_modes()
         try:
             parts = _sampled(tensors)
@@ -132,9 +133,9 @@ class _Copies:
                 self._entries[index].equals |= indices - {index}
 
 
-def _sampled(tensors: list[torch.Tensor]) -> list[_Part]:
+def _sampled(tensors: dict[int, torch.Tensor]) -> list[_Part]:
     found: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
-    for index, tensor in enumerate(tensors):
+    for index, tensor in tensors.items():
         if readable(tensor):
             found[tensor.device, tensor.dtype][index] = spaced(_dense(tensor.detach()))
     return [_Part(torch.cat(list(p.values())), list(p), [e.numel() for e in p.values()]) for p in found.values()]

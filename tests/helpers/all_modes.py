@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
 
 
-def _instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """The contexts of all modes that watch, of hooks of each kind, and of the patches that come with them."""
     given = [
         NonFiniteOrigins(),
@@ -100,7 +100,7 @@ def all_at_once() -> Iterator[Record]:
     """Everything on, with the instruments of ``observe``; the record of the run."""
     watch = Watch()
     with api.observed(watch), contextlib.ExitStack() as around:
-        for context in _instruments(watch):
+        for context in instruments(watch):
             around.enter_context(context)
         for handle in on_arrival(watch, lambda *_call: None):
             around.callback(handle.remove)

@@ -85,7 +85,8 @@ class LeftOut(FunctionMode):
             if name == "__set__":
                 mine = getattr(func, "__self__", None) is torch.Tensor.grad and args[1] is not None
             else:
-                places = {p.grad.data_ptr() for p in self._watch.table.tensors if p.grad is not None}
+                own = (self._watch.table.tensors[i] for i in self._watch.trained.here())
+                places = {p.grad.data_ptr() for p in own if p.grad is not None}
                 mine = name not in ZEROING and any(t.data_ptr() in places for t in tensors_in(args[0]))
         else:
             places = {tensor.data_ptr() for tensor, _ in self._kept.values()}
