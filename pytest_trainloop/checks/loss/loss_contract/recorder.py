@@ -172,13 +172,21 @@ class LossCallRecorder(WatchingMode):
         """Whether a loss is maximised by mistake: no other loss is backpropagated, and the layers that gave the scores
         are trained. Advice needs no such proof."""
         if finding.level == "advice":
-            return True
+            return not self._is_contrast(site)
         if site.of_table and site.layer is None:
             return self._record is None or not any(o.maximizes for o in self._record.optimizers)
         others = [
             s for s in self.sites.values() if s is not site and s.name in LOSSES and s.judged and not site.of_table
         ]
         return self._record is not None and not others and not loss_terms.is_meant(self._record, site.layer)
+
+    def _is_contrast(self, site: CallSite) -> bool:
+        """Whether the same loss of the same layer is minimised elsewhere: an energy-based critic lowers the error of
+        real examples and raises that of fakes."""
+        alike = (s for s in self.sites.values() if s is not site and (s.name, s.layer) == (site.name, site.layer))
+        return site.layer is not None and any(
+            s.judged and not any(cause == "sign_flipped" for cause, _ in s.judgements) for s in alike
+        )
 
     def _without_gradient(self) -> Iterator[Finding]:
         """Losses that were computed with a history and are not backpropagated, or only with their value."""

@@ -281,6 +281,7 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
     """One finding for each operation that cuts; what one operation explains is not looked at again."""
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.teachers import Teachers
 
     refused = _refused_backward(record)
     left = [p.name for p in cut_off]
@@ -291,7 +292,10 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
         by_detach = cut is not None and cut.candidate.kind == "detach" and not cut.others
         wanted = evidence.shared(CutSearch).wanted_elsewhere(names, cut) if cut is not None and by_detach else None
         side = evidence.shared(CutSearch).other_side(names, cut) if cut is not None and wanted is None else None
-        yield findings.of_cut(record, names, change, cut, wanted, side, refused=refused)
+        found = findings.of_cut(record, names, change, cut, wanted, side, refused=refused)
+        whole = cut is not None and cut.candidate.kind == "grad_off" and not refused
+        teacher = evidence.shared(Teachers).holding(names) if whole else ""
+        yield findings.of_teacher(found, teacher) if teacher else found
         # of a refused pass the parameters of other optimizers are not known to be cut off
         left = [n for n in left if explained and n not in explained and not refused]
 

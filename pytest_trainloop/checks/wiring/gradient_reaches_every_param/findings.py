@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
@@ -153,6 +154,19 @@ def of_cut(
         repair=_repair_of_cut(cut, wanted) if side is None else of_other_side(_op(cut), candidate.place, side),
         tried=_tried(cut, wanted) if side is None else _MOVED,
         do_not=_do_not(cut, wanted, side),
+    )
+
+
+def of_teacher(found: Finding, module: str) -> Finding:
+    """The same of a module that runs without gradients and gives targets only."""
+    return replace(
+        found,
+        level="advice",
+        summary=f"{module} runs without gradients and gives targets only, and an optimizer holds its weights",
+        repair=f"leave the weights of {module} out of the optimizer: weight decay would move them without a gradient; "
+        f"frozen=({module!r},) says that it is meant",
+        change="",
+        tried="",
     )
 
 

@@ -165,3 +165,24 @@ def validation_in_evaluation_mode_with_a_history() -> TrainLoop:
 @odd(notes="a validation with a criterion object, whose own mode stays that of training")
 def validation_by_a_criterion_with_a_history() -> TrainLoop:
     return split_in_two(mlp(8, 16, 4), nn.CrossEntropyLoss())
+
+
+@odd(notes="an energy-based critic raises the error of fakes up to a margin, and lowers that of real examples (EBGAN)")
+def error_of_fakes_raised_up_to_a_margin() -> TrainLoop:
+    generator, critic = mlp(4, 16, 8), mlp(8, 4, 8)
+    of_generator = torch.optim.Adam(generator.parameters(), lr=2e-4)
+    of_critic = torch.optim.Adam(critic.parameters(), lr=2e-4)
+    pixelwise = nn.MSELoss()
+
+    def fit(batches):
+        for real, _ in batches:
+            fake = generator(torch.randn(len(real), 4))
+            stepped(of_generator, pixelwise(critic(fake), fake.detach()))
+            of_real = pixelwise(critic(real), real)
+            of_fakes = pixelwise(critic(fake.detach()), fake.detach())
+            loss = of_real
+            if (10.0 - of_fakes.data).item() > 0:
+                loss += 10.0 - of_fakes
+            stepped(of_critic, loss)
+
+    return TrainLoop(model=[generator, critic], optimizer=[of_generator, of_critic], batch=points(), fit=fit)

@@ -291,3 +291,46 @@ for name, broken, whole, where in (
         faulty=loop(broken, data.table, train_regression),
         fixed=loop(whole, data.table, train_regression),
     )
+
+
+# A distillation whose student runs under no_grad() in place of its teacher.
+
+
+class Distilled(nn.Module):
+    def __init__(self, *, mixed_up):
+        super().__init__()
+        self.teacher, self.student = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.mixed_up = mixed_up
+
+    def forward(self, x):
+        with torch.no_grad():
+            scores = (self.student if self.mixed_up else self.teacher)(x)
+        other = (self.teacher if self.mixed_up else self.student)(x)
+        scores, wanted = (scores, other) if self.mixed_up else (other, scores)
+        return F.kl_div(F.log_softmax(scores, -1), F.softmax(wanted, -1), reduction="batchmean")
+
+
+def distilled(mixed_up):
+    def make():
+        model = Distilled(mixed_up=mixed_up)
+        optimizer = torch.optim.Adam(model.student.parameters() if not mixed_up else model.parameters(), lr=5e-3)
+
+        def fit(batches):
+            for x, _ in batches:
+                optimizer.zero_grad()
+                model(x).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "student_without_gradients_in_place_of_its_teacher",
+    "gradient_reaches_every_param",
+    "no_grad_forward",
+    culprits=("student.weight",),
+    faulty=distilled(mixed_up=True),
+    fixed=distilled(mixed_up=False),
+)

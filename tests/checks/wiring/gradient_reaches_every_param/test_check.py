@@ -6,6 +6,7 @@ from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gr
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut, CutSearch, Search
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.local_slopes import LocalSlopes
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.teachers import Teachers
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.unread_targets import UnreadTargets
 from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.recording.events import Move, Raised
@@ -17,7 +18,8 @@ from tests.helpers.records import HERE, ONE, ZERO, FakeEvidence, parameter, reco
 class Experiments:
     """What moving parameters, leaving operations out and following results would show."""
 
-    def __init__(self, depends, cut, touched, exposed, saddle, target):
+    def __init__(self, depends, cut, touched, exposed, saddle, target, teacher):
+        self._teacher = teacher
         self._depends, self._cut, self._touched = depends, cut, set(touched)
         self._exposed, self._saddle, self._target = set(exposed), saddle, target
         self.shapes = {name: {(8, 1)} for name in exposed}
@@ -37,6 +39,9 @@ class Experiments:
     def other_side(self, *_):
         return None
 
+    def holding(self, names):
+        return self._teacher
+
     def saddles(self, names):
         return self._saddle
 
@@ -54,9 +59,21 @@ class Slopes:
         return {name: slope for name, slope in self._slopes.items() if name in names}
 
 
-def given(record, *, depends=(), cut=None, touched=(), exposed=(), saddle=None, target="", batches=False, slopes=None):
-    found = Experiments(depends, cut, touched, exposed, saddle or {}, target)
-    kinds = (Dependences, CutSearch, ExposedResults, UnreadTargets)
+def given(
+    record,
+    *,
+    depends=(),
+    cut=None,
+    touched=(),
+    exposed=(),
+    saddle=None,
+    target="",
+    teacher="",
+    batches=False,
+    slopes=None,
+):
+    found = Experiments(depends, cut, touched, exposed, saddle or {}, target, teacher)
+    kinds = (Dependences, CutSearch, ExposedResults, UnreadTargets, Teachers)
     evidence = FakeEvidence(record, shared=dict.fromkeys(kinds, found) | {LocalSlopes: Slopes(slopes or {})})
     evidence.offers = evidence.offers | ({"batches"} if batches else set())
     return evidence
@@ -98,6 +115,13 @@ def test_a_cut_that_no_operation_explains_says_what_was_ruled_out():
     (finding,) = gradient_reaches_every_param(given(made(), depends=["body.weight"]))
     assert finding.cause == "graph_cut"
     assert "tried without" in finding.shown_by
+
+
+@pytest.mark.parametrize(("kind", "level"), [("grad_off", "advice"), ("detach", "fault")])
+def test_a_module_without_gradients_that_gives_targets_only_is_advice(kind, level):
+    evidence = given(made(), depends=["body.weight"], cut=cut(kind, kind), teacher="body")
+    ((_, found_level, culprits),) = found(evidence)
+    assert (found_level, culprits) == (level, ("body.weight",))
 
 
 def test_no_gradient_and_no_dependence_on_what_never_ran_is_advice():

@@ -569,3 +569,47 @@ def layer_before_the_last_of_a_list() -> TrainLoop:
             optimizer.step()
 
     return TrainLoop(model=net, optimizer=optimizer, batch=points(), fit=fit)
+
+
+class Distilled(nn.Module):
+    """As DistillWrapper of vit-pytorch: one module holds student and teacher."""
+
+    def __init__(self, soft):
+        super().__init__()
+        self.teacher, self.student, self.soft = relu_mlp(8, 16, 4), nn.Linear(8, 4), soft
+
+    def losses(self, x, y):
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        scores = self.student(x)
+        return F.cross_entropy(scores, y) + self.soft(scores, wanted)
+
+
+def distilled(soft) -> TrainLoop:
+    model = Distilled(soft)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            model.losses(x, y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+
+
+@odd(notes="the teacher runs under no_grad() inside the wrapper whose parameters the optimizer gets (vit-pytorch)")
+def teacher_in_the_wrapper_of_its_student() -> TrainLoop:
+    def soft(scores, wanted):
+        wanted = F.softmax(wanted / 3, -1).detach()
+        return 9 * F.kl_div(F.log_softmax(scores / 3, -1), wanted, reduction="batchmean")
+
+    return distilled(soft)
+
+
+@odd(notes="a teacher under no_grad() gives hard labels, or is subtracted; the optimizer holds its weights as well")
+def teacher_whose_scores_are_subtracted() -> TrainLoop:
+    def soft(scores, wanted):
+        return (scores - wanted).square().mean() + F.cross_entropy(scores, wanted.argmax(1))
+
+    return distilled(soft)
