@@ -82,7 +82,7 @@ class RowGradients:
         self, outputs: Sequence[tuple[torch.Tensor, int]], entries: Sequence[tuple[torch.Tensor, int]], row: int
     ) -> None:
         for by_row in _along_rows(outputs, entries, row):
-            nonzero = by_row.flatten(1)
+            nonzero = by_row.reshape(len(by_row), -1)  # an input may have no other axis than its rows
             if bool(nonzero.isnan().any()):
                 self.has_nan = True
                 continue
