@@ -18,6 +18,7 @@ from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.tracing.forward_pass import Op, axis_of, grads, recomputed, weighted_sum
 from pytest_trainloop.tracing.operation_fixes import normalising
 from pytest_trainloop.tracing.provenance_queries import ancestors
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -76,6 +77,7 @@ class RowGradients:
                     made_of = ancestors(seen.lineage.of(self.scaled_by.outputs[0]))
                     self.behind_weights = any(node.parameter for node in made_of)
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
+            reraise_raised(error)
             self.refused = str(error).partition("\n")[0]
 
     def _row(
