@@ -62,7 +62,7 @@ def is_ours(error: BaseException) -> bool:
         return False
     if innermost is None or not innermost.tb_frame.f_code.co_filename.startswith(PACKAGE):
         return False
-    instruction = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
+    instruction = _instruction(innermost)
     if instruction in _RAISES:
         return True
     if isinstance(error, (RuntimeError, NotImplementedError)):
@@ -75,6 +75,14 @@ def is_ours(error: BaseException) -> bool:
 def reraise_ours(error: BaseException) -> None:
     """Raise the exception again if it is a signal between parts of this package, or a mistake of this package."""
     if isinstance(error, SIGNALS) or is_ours(error):
+        raise error
+
+
+def reraise_raised(error: BaseException) -> None:
+    """Raise the exception again if a ``raise`` statement of this package raised it: the caller expects that C code
+    refuses tensors of the project's here, by whatever exception."""
+    innermost = _innermost(error.__traceback__)
+    if is_ours(error) and innermost is not None and _instruction(innermost) in _RAISES:
         raise error
 
 
@@ -120,6 +128,11 @@ def _innermost(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback
+
+
+def _instruction(traceback: TracebackType) -> int:
+    """What Python was doing in a frame as the exception passed."""
+    return traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
 
 
 def _is_function_of_ours(qualified: str, caller: FrameType) -> bool:

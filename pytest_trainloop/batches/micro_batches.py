@@ -16,7 +16,7 @@ from pytest_trainloop.batches.valid_targets import ValidTargets, valid_targets
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import reraise_ours, reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -121,6 +121,7 @@ class MicroBatches:
         try:
             taken = nested.take(batch, rows, self.axis)
         except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+            reraise_raised(error)
             raise CannotDecide(
                 f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}): give split_batch=",
                 needs="split_batch=",

@@ -13,6 +13,7 @@ import torch
 
 from pytest_trainloop.formulas.cut import close, slope
 from pytest_trainloop.losses.calls import HALF_THE_DIGITS
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,7 +51,8 @@ def _parts(variant: Variant, cut: Cut, index: int, numbers: Mapping[str, float])
     if key not in cut.given.parts:
         try:
             cut.given.parts[key] = variant.basis(*cut.given.at(index), **numbers)
-        except (RuntimeError, IndexError, ValueError, TypeError):  # arguments of other shapes than the form's
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:  # arguments of other shapes than the form's
+            reraise_raised(error)
             cut.given.parts[key] = None
     parts = cut.given.parts[key]
     if parts is None:

@@ -21,6 +21,7 @@ from pytest_trainloop.recording.torch_names import (
     VIEWS,
 )
 from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -206,14 +207,18 @@ def _source(found: Slice, number: int) -> int | None:
 def _looked(variant: Variant, cut: Cut, reading: Reading) -> Reading:
     try:
         return variant.look(cut, reading)
-    except (CannotReplay, RuntimeError, IndexError, ValueError):
+    except CannotReplay:
+        return reading
+    except (RuntimeError, IndexError, ValueError) as error:
+        reraise_raised(error)
         return reading
 
 
 def _holds(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> bool:
     try:
         return variant.holds(cut, numbers)
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, ValueError) as error:
+        reraise_raised(error)
         return False
 
 
@@ -256,7 +261,8 @@ def _leaves_unit(prediction: torch.Tensor) -> bool:
 def _suits(way: Form | Variant, cut: Cut) -> bool:
     try:
         return way.suits(cut)
-    except (RuntimeError, IndexError, ValueError):  # arguments of other shapes than the form's
+    except (RuntimeError, IndexError, ValueError) as error:  # arguments of other shapes than the form's
+        reraise_raised(error)
         return False
 
 

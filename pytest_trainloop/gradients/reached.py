@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.whose import reraise_raised
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -29,7 +31,8 @@ class Reached:
         refuses one."""
         try:
             self.sizes = tuple(_sizes(gradients(part)) for part in range(min(parts, MOST)))
-        except RuntimeError:
+        except RuntimeError as error:
+            reraise_raised(error)
             return
         self.parts = parts
 

@@ -15,7 +15,7 @@ from pytest_trainloop.reach.slots import MISSING, Entries, Fixed, Hooks, OfClass
 from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
 from pytest_trainloop.reach.streams import set_back
 from pytest_trainloop.recording.shards import local
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import reraise_ours, reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,7 +53,10 @@ class Carrying:
     def _tried(self, path: str) -> bool:
         try:
             return self._carried(path)
-        except (CannotCarryError, RuntimeError, TypeError, ValueError):  # other shapes, a class that makes no empty one
+        except CannotCarryError:
+            return False
+        except (RuntimeError, TypeError, ValueError) as error:  # other shapes, a class that makes no empty one
+            reraise_raised(error)
             return False
 
     def _carried(self, path: str) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +109,7 @@ def _taken(batch: Any, indices: Sequence[int], axis: int) -> Any:
     try:
         return nested.take(batch, indices, axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+        reraise_raised(error)
         raise UsageError(
             f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}: {error}); a batch of strided "
             "tensors is needed"

@@ -22,6 +22,7 @@ from pytest_trainloop.recording.torch_names import (
     SUBTRACTIONS,
     TRANSPOSES,
 )
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,7 +190,8 @@ def layout(node: Node | None) -> Layout | None:
             return None
         try:
             position, feature = move.replay(position), move.replay(feature)
-        except (RuntimeError, TypeError):  # a move that numbers cannot make, as to another dtype
+        except (RuntimeError, TypeError) as error:  # a move that numbers cannot make, as to another dtype
+            reraise_raised(error)
             return None
     return Layout(node, position, feature, any(m.picks for m in moves), any(m.op in TRANSPOSES for m in moves))
 

@@ -15,6 +15,7 @@ from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.runs.float64 import WIDER
 from pytest_trainloop.tracing.loss_slice import CannotReplay, Slice
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from pytest_trainloop.tracing.loss_slice import Call
@@ -28,7 +29,8 @@ def widened(found: Slice) -> Slice | None:
     calls = tuple(map(_wide_call, found.calls))
     try:
         values = [replace(v, tensor=_wide(v.tensor)) for v in found.values]
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
+        reraise_raised(error)
         return None
     wide = Slice(tuple(values), calls, found.root, found.step, found.place)
     made: dict[int, torch.Tensor] = {}

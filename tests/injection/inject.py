@@ -19,7 +19,7 @@ import types
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop import check_loop, check_loss
 from pytest_trainloop.errors import UsageError
@@ -44,6 +44,12 @@ _MAKES = {make.__name__: make for make in (*LOOPS, *LOSSES)}
 
 class InjectedError(Exception):
     """Of no class that anybody catches by name."""
+
+
+Kind = Literal["InjectedError", "RuntimeError", "AttributeError"]
+"""How a function goes wrong: it raises an exception of its own, or one as torch does; or C code refuses there."""
+
+_STATEMENTS = {"InjectedError": "raise 'note'()", "RuntimeError": "raise 'note'()", "AttributeError": "'note'().nope"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -162,8 +168,8 @@ def holders() -> list[types.FunctionType]:
 class Mistake:
     """Has a function raise in every call, under its own file name."""
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
+    def __init__(self, function: Function, kind: Kind = "InjectedError") -> None:
+        self.function, self.kind = function, kind
         self.entered = 0
 
     def put(self) -> bool:
@@ -192,7 +198,7 @@ class Mistake:
             "def around():",
             f"    {' = '.join(code.co_freevars)} = None" if free else "    pass",
             "    def raising(*_args, **_kwargs):",
-            "        raise 'the exception'()",
+            f"        {_STATEMENTS[self.kind]}",
             f"        ({free},)" if free else "        pass",
             "        yield" if code.co_flags & 0x20 else "        pass",
         ]
@@ -201,12 +207,12 @@ class Mistake:
             module = compile("\n".join(lines), code.co_filename, "exec")
         (around,) = (each for each in module.co_consts if isinstance(each, types.CodeType))
         (raising,) = (each for each in around.co_consts if isinstance(each, types.CodeType))
-        consts = tuple(self._exception if each == "the exception" else each for each in raising.co_consts)
+        consts = tuple(self._note if each == "note" else each for each in raising.co_consts)
         return raising.replace(co_consts=consts, co_name=code.co_name, co_firstlineno=code.co_firstlineno)
 
-    def _exception(self) -> InjectedError:
+    def _note(self) -> Exception:
         self.entered += 1
-        return InjectedError("injected")
+        return RuntimeError("injected") if self.kind == "RuntimeError" else InjectedError("injected")
 
 
 # what becomes of it
@@ -247,7 +253,7 @@ class End:
     tried: int
 
 
-def end_of(function: Function, judgings: Sequence[Judging], tries: int = TRIES) -> End:
+def end_of(function: Function, judgings: Sequence[Judging], kind: Kind = "InjectedError", tries: int = TRIES) -> End:
     """What a mistake in this function ends as, found in a process of its own."""
     holders()
     read, write = os.pipe()
@@ -260,7 +266,7 @@ def end_of(function: Function, judgings: Sequence[Judging], tries: int = TRIES) 
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
-            for found in _ends(function, judgings[:tries]):
+            for found in _ends(Mistake(function, kind), judgings[:tries]):
                 os.write(write, (json.dumps(found) + "\n").encode())
         finally:
             os._exit(0)
@@ -273,9 +279,8 @@ def end_of(function: Function, judgings: Sequence[Judging], tries: int = TRIES) 
     return End(*best, tried=len(found))
 
 
-def _ends(function: Function, judgings: Sequence[Judging]) -> Iterator[tuple[str, str, str]]:
+def _ends(mistake: Mistake, judgings: Sequence[Judging]) -> Iterator[tuple[str, str, str]]:
     forget()
-    mistake = Mistake(function)
     if not mistake.put():
         yield "not entered", "", "no such function is there"
         return

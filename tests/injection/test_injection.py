@@ -37,20 +37,28 @@ def is_handled(function: Function) -> bool:
     return f"{function.file} {function.name}" in HANDLED
 
 
+KINDS = ("InjectedError", "RuntimeError", "AttributeError")
+
+
 @pytest.mark.parametrize(("loop", "check"), SAMPLE)
 def test_a_sample_of_mistakes_ends_as_errors(loop, check):
     entered = Entered()
     entered.note(loop, check)
     functions = sorted(f for f in entered.by if f.file.startswith("checks/") and not is_handled(f))
-    for function in random.Random(check).sample(functions, SAMPLED):
-        end = end_of(function, entered.judgings(function))
+    for number, function in enumerate(random.Random(check).sample(functions, SAMPLED)):
+        end = end_of(function, entered.judgings(function), KINDS[number % len(KINDS)])
         assert end.end in GOOD, f"{function}: {end}"
 
 
+@pytest.fixture(scope="module")
+def entered():
+    return Entered.in_all(registry.of)
+
+
 @pytest.mark.corpus
-def test_every_mistake_ends_as_an_error():
-    entered = Entered.in_all(registry.of)
-    ends = {function: end_of(function, entered.judgings(function)) for function in sorted(entered.by)}
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_mistake_ends_as_an_error(entered, kind):
+    ends = {function: end_of(function, entered.judgings(function), kind) for function in sorted(entered.by)}
     reached = {function: end for function, end in ends.items() if end.end != "not entered"}
     bad = {function: end for function, end in reached.items() if end.end not in GOOD and not is_handled(function)}
     counted = f"{len(ends)} functions entered, {len(reached)} mistakes injected, {len(bad)} hidden"

@@ -12,6 +12,7 @@ from pytest_trainloop.batches import segments
 from pytest_trainloop.batches.row_axis import drawn_by_a_loader, rows_known
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
     try:
         few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+        reraise_raised(error)
         raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
     return FewRows(few, rows, axis, known, count)
 

@@ -18,6 +18,7 @@ from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES, 
 from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.forward_pass import DataInput, ForwardPass, grads, weighted_sum
 from pytest_trainloop.tracing.provenance_queries import ancestors, same_shaped
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -99,7 +100,8 @@ class LabelRows:
         known = [(e, rows) for e in seen.data_inputs if (rows := _rows_of(e)) is not None]
         try:
             self._follow(seen, each, labels.flatten(), kept, known)
-        except RuntimeError:
+        except RuntimeError as error:
+            reraise_raised(error)
             self.pairs.clear()  # a re-entrant checkpoint refuses it
         if self.pairs:
             self.loss, self.where = name, str(here()[0])
@@ -147,7 +149,8 @@ def _reorderings(sources: Iterable[Node], rows: int) -> Iterator[str]:
         shape = node.parents[0].shape
         try:
             moved = node.replay(torch.arange(rows).reshape(-1, *[1] * (len(shape) - 1)).expand(shape))
-        except (RuntimeError, TypeError, IndexError):
+        except (RuntimeError, TypeError, IndexError) as error:
+            reraise_raised(error)
             continue
         order = moved.reshape(rows, -1)
         if bool((order == order[:, :1]).all()) and sorted(first := order[:, 0].tolist()) == list(range(rows)) != first:
@@ -176,6 +179,7 @@ def _row_numbers(node: Node | None) -> torch.Tensor | None:
             return None
         try:
             rows = move.replay(rows)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
+            reraise_raised(error)
             return None
     return rows

@@ -18,6 +18,7 @@ from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.tracing.forward_pass import Op, axis_of, grads, recomputed, weighted_sum
 from pytest_trainloop.tracing.operation_fixes import normalising
 from pytest_trainloop.tracing.provenance_queries import ancestors
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -76,13 +77,14 @@ class RowGradients:
                     made_of = ancestors(seen.lineage.of(self.scaled_by.outputs[0]))
                     self.behind_weights = any(node.parameter for node in made_of)
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
+            reraise_raised(error)
             self.refused = str(error).partition("\n")[0]
 
     def _row(
         self, outputs: Sequence[tuple[torch.Tensor, int]], entries: Sequence[tuple[torch.Tensor, int]], row: int
     ) -> None:
         for by_row in _along_rows(outputs, entries, row):
-            nonzero = by_row.reshape(len(by_row), -1)
+            nonzero = by_row.reshape(len(by_row), -1)  # an input may have no other axis than its rows
             if bool(nonzero.isnan().any()):
                 self.has_nan = True
                 continue
@@ -122,7 +124,7 @@ def _mixes_rows(op: Op, rows: int) -> bool:
         for row in (0, rows - 1) if to is not None else ():
             for t, gradient in zip(inputs, grads(weighted_sum(out.select(to or 0, row)), inputs), strict=True):
                 if gradient is not None:
-                    nonzero = (gradient.movedim(axis_of(t, rows) or 0, 0).reshape(rows, -1) != 0).any(1)
+                    nonzero = (gradient.movedim(axis_of(t, rows) or 0, 0).flatten(1) != 0).any(1)
                     if bool(nonzero[torch.arange(rows, device=nonzero.device) != row].any()):
                         return True
     return False

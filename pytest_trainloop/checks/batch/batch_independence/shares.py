@@ -25,6 +25,7 @@ from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.tracing.crossed_rows import Crossing, crossings
 from pytest_trainloop.tracing.row_fixes import RowFix, row_fixes
 from pytest_trainloop.tracing.row_tape import RowTape, Tape
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -374,6 +375,7 @@ class RowShares:
             try:
                 changed = change.apply(self.few.batch, self.few.rows, self.few.axis)
             except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                reraise_raised(error)
                 raise CannotDecide(f"rows of {nested.describe(self.few.batch)} cannot be exchanged") from error
             return itertools.repeat(changed)
 

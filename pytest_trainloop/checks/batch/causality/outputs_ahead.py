@@ -28,6 +28,7 @@ from pytest_trainloop.recording.torch_names import CLASS_LOSSES, DISTANCE_LOSSES
 from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.forward_pass import grads, weighted_sum
 from pytest_trainloop.tracing.provenance_queries import layout
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -97,6 +98,7 @@ class OutputsAhead:
             if targets is not None:
                 self._compare(seen, name, str(place), scores, targets)
         except RuntimeError as error:
+            reraise_raised(error)
             self.refused = str(error).partition("\n")[0]
 
     def _compare(self, seen: ForwardPass, name: str, place: str, scores: torch.Tensor, targets: _Targets) -> None:

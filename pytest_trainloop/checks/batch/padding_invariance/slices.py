@@ -10,6 +10,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.batches.grids import time_axes
 from pytest_trainloop.batches.values import plain
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,6 +130,7 @@ def cut(
     try:
         return nested.take(copy.deepcopy(batch, memo), wanted, padded.grid.batch_dim)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+        reraise_raised(error)
         raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
 
 

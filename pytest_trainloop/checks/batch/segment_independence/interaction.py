@@ -27,6 +27,7 @@ from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
 from pytest_trainloop.tracing.provenance import name_of
 from pytest_trainloop.tracing.provenance_queries import ancestors
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -244,6 +245,7 @@ def _look(seen: ForwardPass, output: Any, segments: Segments, judged: _Judged, l
                 if op.inputs and not any(n.parameter for n in ancestors(seen.lineage.of(op.inputs[0])))
             )
     except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
+        reraise_raised(error)
         judged.refused = str(error).partition("\n")[0]
 
 

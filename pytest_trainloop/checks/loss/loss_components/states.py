@@ -30,7 +30,7 @@ from pytest_trainloop.runs.moments import Moment
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.shared_draws import draws
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import reraise_ours, reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -283,7 +283,8 @@ class _Reader:
         drawn = tuple(self._drawn)
         try:
             gradient = _gradient(root, tensors)
-        except RuntimeError:
+        except RuntimeError as error:
+            reraise_raised(error)
             self.unread = place
             return
         if gradient is None:

@@ -33,6 +33,7 @@ import torch
 
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.tracing.provenance_queries import layout
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -311,7 +312,8 @@ def _before_head(found: Layout, at: list[torch.Tensor]) -> tuple[tuple[int, ...]
     try:
         for replay in reversed(moves):
             flat = replay(flat)
-    except (RuntimeError, TypeError):  # a move that numbers cannot make, or an index on another device
+    except (RuntimeError, TypeError) as error:  # a move that numbers cannot make, or an index on another device
+        reraise_raised(error)
         return found.leading, at
     if flat.dim() != 2 or flat.shape[0] != found.leading[0]:
         return found.leading, at

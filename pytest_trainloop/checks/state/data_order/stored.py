@@ -12,6 +12,7 @@ import torch
 
 from pytest_trainloop.checks.state.data_order.rows import Leaf, digest, rows_of
 from pytest_trainloop.recording.torch_internals import writes_in_place
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from pytest_trainloop.checks.state.data_order.held import Held
@@ -147,7 +148,8 @@ def digests(value: Any, like: Leaf) -> tuple[int, ...]:
         if leaf is None:
             return tuple(digest(item, ()) for item in value)
         return leaf.digests
-    except (TypeError, ValueError, RuntimeError, StopIteration):
+    except (TypeError, ValueError, RuntimeError, StopIteration) as error:
+        reraise_raised(error)
         return ()
 
 
