@@ -420,7 +420,7 @@ def loss_copied_for_the_log() -> TrainLoop:
             optimizer.step()
             loss_value = loss.cpu().detach().numpy()
             perplexity_loss = loss.exp().detach()
-            assert -1 < loss_value < perplexity_loss
+            assert -1 < loss_value < perplexity_loss.item()
 
     return TrainLoop(model=net, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
