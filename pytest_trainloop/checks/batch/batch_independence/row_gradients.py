@@ -124,7 +124,7 @@ def _mixes_rows(op: Op, rows: int) -> bool:
         for row in (0, rows - 1) if to is not None else ():
             for t, gradient in zip(inputs, grads(weighted_sum(out.select(to or 0, row)), inputs), strict=True):
                 if gradient is not None:
-                    nonzero = (gradient.movedim(axis_of(t, rows) or 0, 0).flatten(1) != 0).any(1)
+                    nonzero = (gradient.movedim(axis_of(t, rows) or 0, 0).reshape(rows, -1) != 0).any(1)
                     if bool(nonzero[torch.arange(rows, device=nonzero.device) != row].any()):
                         return True
     return False
