@@ -15,6 +15,7 @@ from pytest_trainloop.reach import streams
 from pytest_trainloop.reach.places import Place, shown_value
 from pytest_trainloop.reach.slots import Entries, Hooks
 from pytest_trainloop.reach.sorts import sort_of
+from pytest_trainloop.recording.samples import as_bytes
 from pytest_trainloop.recording.shards import is_distributed, local
 from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.whose import reraise_ours
@@ -175,7 +176,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout != torch.strided or a.is_quantized:
         return False
     if a.is_floating_point() or a.is_complex():
-        a, b = a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+        a, b = as_bytes(a), as_bytes(b)
     return torch.equal(a, b)
 
 

@@ -138,6 +138,13 @@ def readable(tensor: torch.Tensor) -> bool:
     return has_values(tensor) and not _given_back(tensor)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The entries of a dense tensor as bytes in the order of their indices. A single entry counts as contiguous
+    whatever its stride is, and torch views no such stride as bytes."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """A tensor's shape; none where its parts are of several sizes, and torch gives it none."""
     return () if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)

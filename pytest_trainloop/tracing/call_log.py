@@ -15,7 +15,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.samples import readable, shape_of
+from pytest_trainloop.recording.samples import as_bytes, readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, IN_PLACE_OPERATORS
@@ -205,7 +205,7 @@ def _marked(tensor: torch.Tensor) -> Value:
         return value
     value.storage = tensor.untyped_storage().data_ptr()
     entries = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    value.digest = hash(entries.reshape(-1).view(torch.uint8).numpy().tobytes())
+    value.digest = hash(as_bytes(entries).numpy().tobytes())
     if entries.is_floating_point() and entries.itemsize < 2:
         entries = entries.float()  # torch has hardly any function for these dtypes
     value.zeros = entries.numel() - int(entries.count_nonzero())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.recording.events import TensorSample
-from pytest_trainloop.recording.samples import ENTRIES, Reader, readable
+from pytest_trainloop.recording.samples import ENTRIES, Reader, as_bytes, readable
 from tests.helpers.watched_runs import values
 
 
@@ -203,3 +203,10 @@ def test_what_has_no_entries_yet_is_unreadable(tensor):
     sample = sample_of(tensor)
     assert not sample.zero
     assert not sample.finite
+
+
+def test_a_single_entry_with_the_stride_of_its_column_is_read_as_bytes():
+    entry = torch.arange(40).reshape(2, 20)[:, 3][:1]
+    assert as_bytes(entry).tolist() == [3, 0, 0, 0, 0, 0, 0, 0]
+    column = torch.arange(4, dtype=torch.uint8).reshape(2, 2)[:, 1]
+    assert as_bytes(column).tolist() == [1, 3]

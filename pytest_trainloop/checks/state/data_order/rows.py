@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.recording.samples import as_bytes
 from pytest_trainloop.recording.torch_internals import has_values
 
 PADS = (0, -100)
@@ -153,9 +154,8 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
         return plain.numpy()
     except TypeError:
-        plain = plain.contiguous()
         kind = f"V{plain.element_size()}"
-        return plain.flatten().view(torch.uint8).numpy().view(kind).reshape(tuple(plain.shape))
+        return as_bytes(plain).numpy().view(kind).reshape(tuple(plain.shape))
 
 
 def _of_array(values: np.ndarray[Any, Any], pads: Collection[int]) -> int:
