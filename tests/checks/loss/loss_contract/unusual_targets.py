@@ -145,15 +145,17 @@ def shifted_targets_end_in_padding() -> TrainLoop:
 
 @odd(notes="masked words: positions that are not asked for have the padding token as label, which is ignored (BERT)")
 def words_that_are_not_masked_have_the_label_of_padding() -> TrainLoop:
-    body, words = nn.Embedding(20, 16, padding_idx=0), nn.Linear(16, 20)
-    model = nn.ModuleDict({"body": body, "words": words})
+    embed, words = nn.Embedding(20, 16, padding_idx=0), nn.Linear(32, 20)
+    context = nn.GRU(16, 16, batch_first=True, bidirectional=True)
+    model = nn.ModuleDict({"embed": embed, "context": context, "words": words})
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     criterion = nn.NLLLoss(ignore_index=0)
 
     def fit(batches):
         for ids, labels in batches:
             optimizer.zero_grad()
-            criterion(words(body(ids)).log_softmax(-1).transpose(1, 2), labels).backward()
+            scores = words(context(embed(ids))[0])
+            criterion(scores.log_softmax(-1).transpose(1, 2), labels).backward()
             optimizer.step()
 
     ids = torch.randint(5, 20, (4, 8), generator=torch.Generator().manual_seed(0))
