@@ -76,7 +76,12 @@ LIGHT = (
 )
 """Packages and modules without torch, Hypothesis or NumPy at module top."""
 
-PRIVATE_NAMES = ("recording.torch_internals", "recording.compiler_internals", "members")
+PRIVATE_NAMES = (
+    "recording.torch_internals",
+    "recording.mode_stack",
+    "recording.compiler_internals",
+    "members",
+)
 """The only modules that name anything of torch which begins with an underscore."""
 
 PRIVATE_BY_PYTHON = frozenset({"_getframe", "_exit", "_fields", "_asdict", "_run_exitfuncs"})

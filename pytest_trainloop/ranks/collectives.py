@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pytest_trainloop.ranks.facts import Collective
 from pytest_trainloop.recording.hooks import after_steps
+from pytest_trainloop.recording.mistakes import PASSING_OVER
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import FIRST_KERNEL, argument_names, in_backward, pass_on
 
@@ -88,7 +89,8 @@ class Log:
         self._tell("step", self.steps)
 
     def _called(self, name: str, names: Sequence[str], op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        self._note_operator(name, {**dict(zip(names, args, strict=False)), **kwargs})
+        with PASSING_OVER:
+            self._note_operator(name, {**dict(zip(names, args, strict=False)), **kwargs})
         return pass_on(op, keys, args, kwargs)
 
     def _note_operator(self, name: str, given: dict[str, Any]) -> None:

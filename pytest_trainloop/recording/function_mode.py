@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.mistakes import ended, goes_on
+from pytest_trainloop.recording.mode_stack import put_below, take_off
 from pytest_trainloop.recording.seams import closed, opened, passed_on
-from pytest_trainloop.recording.torch_internals import DispatchMode, is_higher_order, is_traced, put_below, take_off
+from pytest_trainloop.recording.torch_internals import DispatchMode, is_higher_order, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

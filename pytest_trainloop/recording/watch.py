@@ -22,6 +22,7 @@ from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.graphs import Graphs
 from pytest_trainloop.recording.mistakes import PASSING_OVER, noted_on
+from pytest_trainloop.recording.mode_stack import asked_without_ours, exporters, without_ours
 from pytest_trainloop.recording.parameters import ParameterTable
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Record
@@ -32,7 +33,6 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.steps import Optimizers
 from pytest_trainloop.recording.threads import Suspended, Thread, Trained
 from pytest_trainloop.recording.torch_functions import Functions
-from pytest_trainloop.recording.torch_internals import asked_without_ours, exporters, without_ours
 from pytest_trainloop.recording.train_mode import Modes
 from pytest_trainloop.recording.weight_changes import WeightChanges
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.mode_stack import on_in_engine
 from pytest_trainloop.recording.seams import passed_on
-from pytest_trainloop.recording.torch_internals import on_in_engine
 from pytest_trainloop.recording.torch_names import DROPOUTS, RECURRENT
 from pytest_trainloop.runs.shared_draws import shared
 

@@ -14,7 +14,7 @@ from pytest_trainloop import members, nested
 from pytest_trainloop.errors import CannotDecide, OwnMistake, UsageError, UserCodeError
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.mistakes import noted_on
-from pytest_trainloop.recording.torch_internals import modes_kept
+from pytest_trainloop.recording.mode_stack import modes_kept
 from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
 from pytest_trainloop.runs.build import Make, build

@@ -12,7 +12,7 @@ import torch
 from pytest_trainloop import members
 from pytest_trainloop.errors import UserCodeError
 from pytest_trainloop.recording.hooks import after_steps
-from pytest_trainloop.recording.torch_internals import modes_kept
+from pytest_trainloop.recording.mode_stack import modes_kept
 from pytest_trainloop.runs.batch_stream import generators_kept
 from pytest_trainloop.runs.build import build
 from pytest_trainloop.runs.guard import Guard, let_go

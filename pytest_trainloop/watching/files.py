@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pytest_trainloop.recording.mistakes import unnoticed
+
 MOST_ENTRIES = 50_000
 """Files under the working directory beyond which it is not compared: only what Python itself opened is listed then."""
 
@@ -30,6 +32,7 @@ class WrittenFiles:
         self._on = True
         sys.addaudithook(self._audit)  # which Python never takes off again
 
+    @unnoticed
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._on or event != "open" or len(args) < 3:
             return

@@ -9,21 +9,24 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.mode_stack import asked_without_ours, modes_kept, take_off
 from pytest_trainloop.recording.torch_internals import (
     DROPOUT_MODULES,
     FILES_OF_MODES,
+    MODULE_CALLS,
     NORM_MODULES,
     aliased_arguments,
     function_class,
     has_gradient_hooks,
     has_step_hooks,
     has_step_pre_hooks,
+    has_values,
     hooks_of,
     is_functorch,
+    is_higher_order,
     is_initialised,
     is_patched_by_scheduler,
-    modes_kept,
-    take_off,
 )
 
 
@@ -213,3 +216,34 @@ def test_the_bases_of_modules():
 @pytest.mark.parametrize("file", FILES_OF_MODES)
 def test_the_files_of_modes(file):
     assert (Path(torch.__file__).parents[1] / file).is_file()
+
+
+def test_the_code_that_calls_a_module():
+    class Raises(nn.Module):
+        def forward(self):
+            raise ValueError
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its frames are looked at
+        Raises()()
+    frames = [entry.frame.code.raw for entry in caught.traceback]
+    assert set(frames) >= MODULE_CALLS
+
+
+def test_zeros_without_memory_have_no_values():
+    assert has_values(torch.zeros(2))
+    assert not has_values(torch._efficientzerotensor(2))
+
+
+def test_operators_that_take_functions():
+    assert is_higher_order(torch.ops.higher_order.cond)
+    assert not is_higher_order(torch.ops.aten.add.Tensor)
+
+
+def test_whether_a_call_is_seen_is_answered_as_without_modes_of_ours():
+    asked = asked_without_ours(torch.overrides.has_torch_function)
+    with Mode():
+        assert torch.overrides.has_torch_function((torch.ones(1),))
+        assert asked((torch.ones(1),))
+    with FunctionMode():
+        assert not asked((torch.ones(1),))
+        assert torch.overrides.has_torch_function((torch.ones(1),))

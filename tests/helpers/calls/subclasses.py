@@ -107,7 +107,7 @@ def masked_tensors() -> Any:
     from torch.masked import masked_tensor
 
     x = masked_tensor(torch.randn(3, 4), torch.rand(3, 4) > 0.5)
-    return x, x + x, x.sum(1), x * 2, x.getdata(), x.get_mask(), x.to_tensor(0.0), x.exp(), x.amax(1)
+    return x, x + x, x.sum(1), x * 2, x.get_data(), x.get_mask(), x.to_tensor(0.0), x.exp(), x.amax(1)
 
 
 @kind

@@ -27,9 +27,9 @@ from pytest_trainloop.recording.compiler_internals import (
     graph_breaks,
 )
 from pytest_trainloop.recording.hooks import after_steps, before_steps
+from pytest_trainloop.recording.mode_stack import modes_kept
 from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.recording.source import layer
-from pytest_trainloop.recording.torch_internals import modes_kept
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
 from pytest_trainloop.runs.build import build
 from pytest_trainloop.runs.float64 import double_by_default, promoting, widen
