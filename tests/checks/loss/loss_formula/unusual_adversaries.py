@@ -51,7 +51,7 @@ def one_sided_penalty():
     return game(of_critic, lambda critic, _, made: -critic(made).mean(), **of_pictures())
 
 
-@odd(notes="the slope at data is to be 0, not 1 (R1)")
+@odd(notes="the slope at data is to be 0, not 1 (R1 regularisation)")
 def slope_at_data_is_lowered():
     def of_critic(critic, real, made):
         real = real.clone().requires_grad_()
