@@ -141,7 +141,7 @@ class Watch:
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def export(*args: Any, **kwargs: Any) -> Any:
-                with without_ours():
+                with without_ours(), torch.compiler.set_stance("default"):  # torch 2.6 traces in no other one
                     return original(*args, **kwargs)
 
             return export
