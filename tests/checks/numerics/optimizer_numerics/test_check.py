@@ -17,6 +17,7 @@ from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import (
 )
 from pytest_trainloop.checks.numerics.optimizer_numerics.step_variants import WrongVariant
 from pytest_trainloop.checks.numerics.optimizer_numerics.zero_denominators import DividedByZero, ZeroDenominators
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.optimizers.replay import Group, Member, Snapshot
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
@@ -63,7 +64,8 @@ def test_nothing_is_said_of_the_defaults():
 def test_no_further_run_is_made_where_nothing_steps():
     given = Given(snap())
     given.seen.steps = 0
-    assert list(optimizer_numerics(FakeEvidence(given.seen))) == []
+    with pytest.raises(CannotDecide, match="no optimizer step"):
+        list(optimizer_numerics(FakeEvidence(given.seen)))
 
 
 def test_a_count_of_steps_in_low_precision_is_a_fault():
