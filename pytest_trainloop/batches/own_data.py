@@ -18,7 +18,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.hooks import after_modules
-from pytest_trainloop.recording.torch_internals import has_values
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 from pytest_trainloop.tracing.forward_pass import LONGEST
@@ -91,18 +91,13 @@ class _OtherNumbers:
         return itertools.cycle(batches)
 
     def note(self, _number: int, item: Any) -> None:
-        self._given |= {t.data_ptr(): t for t in nested.tensors(item) if _has_address(t)}
+        self._given |= {place: t for t in nested.tensors(item) if (place := address(t))}
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         def leave(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-            given = (t for t in nested.tensors((args, kwargs)) if has_values(t) and _has_address(t))
-            self.read = self.read or any(t.data_ptr() in self._given for t in given)
+            self.read = self.read or any(address(t) in self._given for t in nested.tensors((args, kwargs)))
 
         return (hooked(after_modules(unless_suspended(watch, leave), with_kwargs=True)),)
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
@@ -113,7 +108,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 def _change(tensor: torch.Tensor) -> bool:
     """Put other numbers into a tensor, those that it holds where they differ: on a GPU an id outside of its table ends
     the process."""
-    if not _has_address(tensor) or not has_values(tensor) or _is_expanded(tensor):
+    if not address(tensor) or _is_expanded(tensor):
         return False
     with torch.no_grad():
         before = tensor.detach().clone()

@@ -37,8 +37,17 @@ def before_modules(hook: Callable[..., Any]) -> RemovableHandle:
 
 
 def after_modules(hook: Callable[..., Any], *, with_kwargs: bool = False, always_call: bool = False) -> RemovableHandle:
-    """Call ``hook(module, args, output)`` after every module; what it gives takes the place of ``output``."""
-    return register_module_forward_hook(_aside(hook), with_kwargs=with_kwargs, always_call=always_call)
+    """Call ``hook(module, args, output)``, or ``hook(module, args, kwargs, output)``, after every module; a result
+    replaces ``output``. ``always_call`` calls the hook after an exception too, with empty ``kwargs``: torch passes none
+    to global hooks then."""
+    seen = _aside(hook)
+    if with_kwargs and always_call:
+
+        def called(module: Any, args: Any, *rest: Any) -> Any:
+            return seen(module, args, *(rest if len(rest) == 2 else ({}, *rest)))
+
+        return register_module_forward_hook(called, with_kwargs=True, always_call=True)
+    return register_module_forward_hook(seen, with_kwargs=with_kwargs, always_call=always_call)
 
 
 def before_steps(hook: Callable[..., Any]) -> RemovableHandle:

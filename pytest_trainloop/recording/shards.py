@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop.recording.torch_internals import writes_in_place
+from pytest_trainloop.recording.torch_internals import has_values, writes_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +36,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the tensor's entries begin in this process' memory: that of a ``DTensor`` itself is always 0."""
-    return local(tensor).data_ptr()
+    """The address of a tensor's first entry in this process (of a ``DTensor`` that of the local part). 0 for a tensor
+    without memory of its own: sparse, nested, lazy, on the meta device, empty, or inside a transform of functorch."""
+    if nn.parameter.is_lazy(tensor) or not has_values(tensor):
+        return 0
+    part = local(tensor)
+    if part.layout is not torch.strided or part.is_nested or part.numel() == 0:
+        return 0
+    try:
+        return part.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper of a library's own, without a storage
+        return 0
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

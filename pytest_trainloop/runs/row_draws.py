@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.shared_draws import drawn, same_for_every_row, shared
@@ -131,19 +132,17 @@ class RowDraws(NoRandomness):
         """Note that the loop takes an item."""
         self._item = number
         if self._axes is not None and self._axes.axes:
-            held = (t for t in nested.tensors(item) if t.layout is torch.strided and not t.is_nested and t.numel())
-            self._items |= {t.data_ptr(): (number, t) for t in held}
+            self._items |= {place: (number, t) for t in nested.tensors(item) if (place := address(t))}
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._items and args and type(args[0]) is torch.Tensor and args[0].layout is torch.strided:
+        if self._items and args and type(args[0]) is torch.Tensor:
             self._look_at(args[:2])
         return super().call(name, func, args, kwargs)
 
     def _look_at(self, args: tuple[Any, ...]) -> None:
         for value in args:
-            if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested:
-                number, _ = self._items.get(value.data_ptr(), (self._item, None))
-                self._item = number
+            if type(value) is torch.Tensor:
+                self._item, _ = self._items.get(address(value), (self._item, None))
 
     def replaced(self, name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not drawn(name, out):

@@ -15,6 +15,7 @@ from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules, before_steps
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.seams import passed_on
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here, place_of
 from pytest_trainloop.recording.torch_internals import hooks_of
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS, ZEROING
@@ -86,11 +87,11 @@ class LeftOut(FunctionMode):
                 mine = getattr(func, "__self__", None) is torch.Tensor.grad and args[1] is not None
             else:
                 own = (self._watch.table.tensors[i] for i in self._watch.trained.here())
-                places = {p.grad.data_ptr() for p in own if p.grad is not None}
-                mine = name not in ZEROING and any(t.data_ptr() in places for t in tensors_in(args[0]))
+                places = {address(p.grad) for p in own if p.grad is not None} - {0}
+                mine = name not in ZEROING and any(address(t) in places for t in tensors_in(args[0]))
         else:
-            places = {tensor.data_ptr() for tensor, _ in self._kept.values()}
-            mine = name != "__set__" and any(t.data_ptr() in places for t in tensors_in(args[0]))
+            places = {address(tensor) for tensor, _ in self._kept.values()} - {0}
+            mine = name != "__set__" and any(address(t) in places for t in tensors_in(args[0]))
         if mine:
             self.any, self.place = True, self.place or here()[0]
         return mine and self._kind == "writes"

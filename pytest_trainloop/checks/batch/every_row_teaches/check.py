@@ -21,8 +21,9 @@ How it decides
     weights, and no gradient is but exactly 0; each row costs the same, more than 0, before the reduction; rows with 1
     have gradients. (Rows of a mask cost 0, with or without a constant added.)
     One input for two: the model makes two equal calls with one tensor of the batch (the same function, the same
-    numbers, gradients on), and nothing reads another tensor of its shape, dtype and kind (no mask, no positions). With
-    dropout it is advice: an input may pass twice for two views of it.
+    numbers, gradients on), the same layers follow both calls, and nothing reads another tensor of its shape, dtype and
+    kind (no mask, no positions). Different layers after the two calls are two heads on one trunk. With dropout it is
+    advice: an input may pass twice for two views of it.
     One target for all: of a tensor whose rows differ only one row is read, taken by a constant index, and it meets a
     result of the model with all rows in one call.
     Flags as indices: whole numbers of the batch, one a row and never other than 0 and 1, index what has these rows, in

@@ -148,8 +148,27 @@ def _twice(seen: Calls) -> Iterator[tuple[Value, Value, list[Call]]]:
         equal: dict[object, list[Call]] = defaultdict(list)
         for call in reads[id(read)]:
             if call.grad and any(v.history for v in call.outputs):
-                equal[call.name, call.plain, tuple(v.digest for v in call.inputs)].append(call)
-        yield from ((read, unread, calls) for calls in equal.values() if len(calls) == 2)
+                equal[_key(call)].append(call)
+        for calls in equal.values():
+            # an actor and a critic each run the shared trunk (odd: advantage_weighted_regression)
+            if len(calls) == 2 and _weighted_after(seen, calls[0]) == _weighted_after(seen, calls[1]):
+                yield read, unread, calls
+
+
+def _key(call: Call) -> tuple[object, ...]:
+    """Equal for calls of one function with equal arguments."""
+    return call.name, call.plain, tuple(v.digest for v in call.inputs)
+
+
+def _weighted_after(seen: Calls, start: Call) -> set[object]:
+    """The calls with weights that the results of a call go into, at any distance."""
+    reached, found = {id(v) for v in start.outputs}, set[object]()
+    for call in seen.calls[start.number + 1 :]:
+        if any(id(v) in reached for v in call.inputs):
+            reached.update(id(v) for v in call.outputs)
+            if any(v.parameter for v in call.inputs):
+                found.add(_key(call))
+    return found
 
 
 def read_by(call: Call) -> bool:

@@ -24,6 +24,7 @@ from pytest_trainloop.memory_layout import write
 from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.hooks import after_modules
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.torch_internals import has_values, is_transformed
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.hooks import before_calls, call_from_outside, hooked, unless_suspended
@@ -255,7 +256,7 @@ class InputRuns:
 
         def before_item(number: int, item: Any) -> None:
             if number == 0:
-                addresses.extend(t.data_ptr() for t in nested.tensors(item) if has_values(t))
+                addresses.extend(map(address, nested.tensors(item)))
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
             yield _watching(watch, run, addresses)
@@ -321,8 +322,7 @@ def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
             stepped[:] = record.steps, len(record.of(Backward))
         with watch.suspended():
             run.place = run.place or str(call.place)
-            given = [t for t in nested.tensors((args, kwargs)) if has_values(t)]
-            run.passed |= {t.data_ptr() for t in given if t.data_ptr() in addresses}
+            run.passed |= {address(t) for t in nested.tensors((args, kwargs))} & {*addresses} - {0}
             run.arguments |= _arguments(module, args, kwargs)
             outputs = [t.detach().clone() for t in nested.tensors(output) if has_values(t)]
             if record.begun:
@@ -337,7 +337,8 @@ def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
     """The name of each tensor that is an argument of its own, by address."""
     given = named_arguments(module, args, kwargs)
-    return {value.data_ptr(): n for n, value in given.items() if isinstance(value, torch.Tensor) and has_values(value)}
+    places = ((address(value), name) for name, value in given.items() if isinstance(value, torch.Tensor))
+    return {place: name for place, name in places if place}
 
 
 def _as_passed(tensor: BatchTensor, address: int, run: _Run) -> BatchTensor:

@@ -19,7 +19,7 @@ from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_trainloop.batches.segments import Segments
 
@@ -76,12 +76,15 @@ class Lookups:
         if len(sizes) < 2 or len(entries) != sum(sizes) or len(numbers) != sum(lengths):
             return None
         for end in (0, 1):
-            places = []
-            for part, (nodes, edges) in zip(torch.split(numbers, lengths), self._graphs, strict=True):
+            places: dict[int, tuple[int, int]] = {}
+            for graph, (part, (nodes, edges)) in enumerate(
+                zip(torch.split(numbers, lengths), self._graphs, strict=True)
+            ):
                 moved = (part - edges[end]).unique()  # type: ignore[no-untyped-call]
                 if len(moved) > 1:
                     break
-                places += [(int(moved), nodes)] * len(moved)
+                if len(moved):  # a graph of one node has no edges
+                    places[graph] = int(moved), nodes
             else:
                 pair = _overlapping(places)
                 if pair is not None:
@@ -244,9 +247,9 @@ def _listed_graphs(given: Sequence[tuple[nested.Path, torch.Tensor]]) -> list[tu
     return graphs
 
 
-def _overlapping(places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+def _overlapping(places: Mapping[int, tuple[int, int]]) -> tuple[int, int] | None:
     """Two graphs whose nodes share numbers, by where each begins and how many nodes it has."""
-    order = sorted(range(len(places)), key=lambda number: places[number])
+    order = sorted(places, key=lambda number: places[number])
     for one, other in itertools.pairwise(order):
         if sum(places[one]) > places[other][0]:
             return min(one, other), max(one, other)

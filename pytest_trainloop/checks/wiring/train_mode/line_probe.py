@@ -14,6 +14,7 @@ from pytest_trainloop import members, nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.seams import passed_on
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.torch_names import EQUALITIES, SAMPLES
 from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
@@ -104,7 +105,7 @@ class LineProbe(WatchingMode):
             yield
 
     def _note(self, watch: Watch, given: Any, output: Any) -> None:
-        tensors = [t for t in nested.tensors(given) if t.layout is torch.strided and not t.is_meta]
+        tensors = [t for t in nested.tensors(given) if address(t)]
         digest = hashlib.sha256()
         for tensor in tensors:
             digest.update(repr(tuple(tensor.shape)).encode())
@@ -120,11 +121,11 @@ class LineProbe(WatchingMode):
 
     def _note_elsewhere(self, given: list[torch.Tensor]) -> None:
         """Keep what the model is trained on: an address may not be used again."""
-        self._trained_on |= {t.data_ptr() for t in given} if torch.is_grad_enabled() else set()
+        self._trained_on |= set(map(address, given)) - {0} if torch.is_grad_enabled() else set()
         self._kept += given
 
     def _replaced(self, given: Any, output: Any) -> Any:
-        self.on_training_batch |= any(t.data_ptr() in self._trained_on for t in nested.tensors(given))
+        self.on_training_batch |= any(address(t) in self._trained_on for t in nested.tensors(given))
         for tensor in nested.tensors(output):
             if tensor.is_floating_point():
                 tensor.mul_(-3.0).add_(1.0)

@@ -556,8 +556,8 @@ def layer_before_the_last_of_a_list() -> TrainLoop:
         def forward(self, x):
             given = []
             for layer in self.layers:
-                x = torch.tanh(layer(x))
-                given.append(x)
+                given.append(layer(x))
+                x = torch.tanh(given[-1])
             return given
 
     net = AllLayers()
