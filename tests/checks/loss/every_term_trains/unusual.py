@@ -365,48 +365,6 @@ def auxiliary_loss_with_a_pass_of_its_own() -> TrainLoop:
     return TrainLoop(model=net, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
-class Rays(nn.Module):
-    """A field of which all densities may be negative, where relu gives them a gradient of exactly 0."""
-
-    def __init__(self, density=0.0):
-        super().__init__()
-        self.net = mlp(3, 16, 4)
-        with torch.no_grad():
-            [m for m in self.net.modules() if isinstance(m, nn.Linear)][-1].bias[3] = density
-
-    def forward(self, rays):
-        raw = self.net(rays)
-        return (1 - torch.exp(-F.relu(raw[:, 3:]))) * torch.sigmoid(raw[:, :3])
-
-
-def squared_error(x, y):
-    return torch.mean((x - y) ** 2)
-
-
-def decibels(error):
-    return -10.0 * torch.log(error) / math.log(10.0)
-
-
-@odd(notes="the PSNR of an error that is in the loss is computed with a gradient; its network gets only zeros (NeRF)")
-def psnr_of_an_error_that_is_in_the_loss() -> TrainLoop:
-    coarse, fine = Rays(), Rays(density=-5.0)
-    optimizer = torch.optim.Adam([*coarse.parameters(), *fine.parameters()], lr=5e-4)
-
-    def fit(batches):
-        for rays, target in batches:
-            error, error_0 = squared_error(fine(rays), target), squared_error(coarse(rays), target)
-            optimizer.zero_grad()
-            psnr = decibels(error)
-            loss = error + error_0
-            loss.backward()
-            optimizer.step()
-            assert psnr.item() < 1e3
-
-    random = torch.Generator().manual_seed(0)
-    batch = torch.rand(8, 3, generator=random), torch.rand(8, 3, generator=random)
-    return TrainLoop(model={"coarse": coarse, "fine": fine}, optimizer=optimizer, batch=batch, fit=fit)
-
-
 @odd(notes="after the step the loss is copied to the CPU for the log: loss_value = loss.cpu().detach().numpy()")
 def loss_copied_for_the_log() -> TrainLoop:
     net = mlp(6, 24, 3)
