@@ -43,6 +43,7 @@ def check_loop(
     baseline: str | PathLike[str] | None = None,
     update: bool | Literal["new"] = False,
     strict: bool = False,
+    preview: bool = False,
     raises: bool = True,
 ) -> Report:
     """Run the checks on one training loop, without pytest, in a notebook or a script.
@@ -82,6 +83,8 @@ def check_loop(
         whether the check records the loop in this file instead: True in any case, "new" where there is no file yet
     strict
         whether advice fails
+    preview
+        whether causes are reported too that are a preview
     raises
         whether a failure raises ``CheckFailed``
 
@@ -100,7 +103,14 @@ def check_loop(
     from pytest_trainloop.baselines.given import given, store
     from pytest_trainloop.registry import of
 
-    settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed, timeout=timeout, budget=budget, device=device)
+    settings = Settings(
+        seed=seed,
+        hypothesis_seed=hypothesis_seed,
+        timeout=timeout,
+        budget=budget,
+        device=device,
+        preview=preview,
+    )
     subject = _subject("check_loop", make, settings, knobs)
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
     subject.baseline = given(baseline, update, plan)
@@ -119,6 +129,7 @@ def check_loss(
     seed: int = 0,
     hypothesis_seed: str = "",
     strict: bool = False,
+    preview: bool = False,
     raises: bool = True,
 ) -> Report:
     """Run the checks of a loss function, without pytest, in a notebook or a script.
@@ -129,7 +140,7 @@ def check_loss(
     ----------
     make
         a ``LossContract``, or the function that a test would be
-    only, skip, xfail, options, strict, raises
+    only, skip, xfail, options, strict, preview, raises
         as for ``check_loop``
     seed
         seed of the values that are drawn, from 0 on
@@ -158,7 +169,7 @@ def check_loss(
     plan = _plan("check_loss", of("loss"), only, skip, xfail, options, strict)
     given = make if callable(make) else lambda: make
     name = getattr(make, "__name__", "loss")
-    settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed)
+    settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed, preview=preview)
     subject = Subject(name, given, settings=settings, judges="loss")
     return _reported(name, _battery(subject, plan), raises)
 

@@ -56,6 +56,8 @@ class Settings:
     """Hypothesis' own option, for the checks of a loss function."""
     budget: float | None = None
     """Seconds that all checks of one loop may take; default: ``timeout``, and at least 120."""
+    preview: bool = False
+    """Whether causes are reported whose status is "preview"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
@@ -153,7 +155,8 @@ class Subject:
             others = self._judge_what_is_worth_more(check)
             result = self._judged(check, options, reporter)
             cost = self._cost() - before - others + self._ahead.pop(check.name, Cost())
-        return replace(result, seconds=cost.seconds, steps=cost.steps, rates=self._rates())
+        off = 0 if self._settings.preview else len(check.previews)
+        return replace(result, seconds=cost.seconds, steps=cost.steps, rates=self._rates(), previews_off=off)
 
     def announce(self, checks: Mapping[str, Mapping[str, Any] | None]) -> None:
         """Say which checks will be asked for, with their options: where time is short, they are made in another
@@ -267,7 +270,9 @@ class Subject:
         key = (check.name, repr(sorted(options.items())))
         if key not in self._verdicts:
             try:
-                found = tuple(checked(check, finding, evidence) for finding in check.decide(evidence, **options))
+                off = frozenset() if self._settings.preview else check.previews
+                reported = (finding for finding in check.decide(evidence, **options) if finding.cause not in off)
+                found = tuple(checked(check, finding, evidence) for finding in reported)
                 if not found and check.absent is not None and (why := check.absent(evidence)):
                     raise DoesNotApply(why)
                 self._verdicts[key] = found

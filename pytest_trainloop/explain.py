@@ -78,6 +78,10 @@ def _described(cause: registry.Cause) -> str:
         lines.append(f"Where it may be meant: {cause.settle}")
     if cause.explains:
         lines.append(f"May fail with it: {', '.join(cause.explains)}")
+    if cause.source:
+        lines.append(f"Seen in: {cause.source}")
+    if cause.status == "preview":
+        lines.append("A preview: reported with --trainloop-preview only")
     return "".join(textwrap.indent(textwrap.fill(line, _WIDTH - 4), "    ") + "\n" for line in lines)
 
 
@@ -140,6 +144,10 @@ def markdown_page(check: registry.Check) -> str:
             lines.append(f"*Where it may be meant*: {_sentence(_inline(cause.settle, ()))}\n")
         if cause.explains:
             lines.append(f"*May fail with it*: {', '.join(_to_page(name) for name in cause.explains)}\n")
+        if cause.source:
+            lines.append(f"*Seen in*: <{cause.source}>\n")
+        if cause.status == "preview":
+            lines.append("*A preview*: reported with `--trainloop-preview` only.\n")
     return "\n".join(lines).rstrip() + "\n"
 
 

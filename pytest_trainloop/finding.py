@@ -130,6 +130,8 @@ class Result:
     """What the user can give to have a skipped check decided: ``padding=``."""
     rates: tuple[dict[str, Any], ...] = ()
     """The learning rates of the watched run, with the first result of a loop that knows them."""
+    previews_off: int = 0
+    """How many causes of the check were not reported, since they are a preview."""
     mistake: str = ""
     """Of an error that is a mistake of this package, its whole traceback; ``reason`` says in one sentence what it is
     and asks for a report."""
@@ -159,6 +161,7 @@ class Result:
             "error": asdict(self.error) if self.error else None,
             "findings": [f.to_json() for f in self.findings],
             **({"rates": list(self.rates)} if self.rates else {}),
+            **({"previews_off": self.previews_off} if self.previews_off else {}),
             **({"mistake": self.mistake} if self.mistake else {}),
         }
 
@@ -177,6 +180,7 @@ class Result:
             looked_at=data.get("looked_at", True),
             needs=data.get("needs", ""),
             rates=tuple(data.get("rates", ())),
+            previews_off=data.get("previews_off", 0),
             mistake=data.get("mistake", ""),
         )
 

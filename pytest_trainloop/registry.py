@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Judged = Literal["loop", "loss"]
 """What a check judges: a ``TrainLoop``, or a ``LossContract``."""
 
+Status = Literal["stable", "preview"]
+"""A preview cause is reported with ``--trainloop-preview`` only: no public case of it is known, or it may change."""
+
 Part = Literal[
     "seen",
     "optimizer",
@@ -71,6 +74,9 @@ class Cause:
     """What to declare where an observation may be meant: shown with advice."""
     explains: tuple[str, ...] = ()
     """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
+    source: str = ""
+    """The address of a public issue, pull request, paper or documentation page where it happened."""
+    status: Status = "stable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,11 @@ class Check:
     def proofs(self) -> dict[str, str]:
         """The observation behind each cause, as failure texts show it."""
         return {slug: cause.proof for slug, cause in self.causes.items()}
+
+    @property
+    def previews(self) -> frozenset[str]:
+        """Its causes that are reported with ``--trainloop-preview`` only."""
+        return frozenset(slug for slug, cause in self.causes.items() if cause.status == "preview")
 
     @property
     def headline(self) -> str:

@@ -1,131 +1,273 @@
-"""Every verdict of the whole battery over both corpora, as JSON lines; and what differs between two sets of them.
+"""What every check says of every loop and loss of the corpora, stored, and what a change of the code changes in it.
 
-python scripts/verdicts.py run OUT.jsonl [--shard I/N]
-python scripts/verdicts.py compare --before A.jsonl ... --after B.jsonl ... [--renames RENAMES.json]
+python scripts/verdicts.py run [--only CHECK,...] [--changed [COMMIT]] [-k TEXT] [--share I/N] [--minutes M] [--store]
+python scripts/verdicts.py compare [COMMIT]
 
-A refactor keeps its verdicts if ``run`` on the commit before it and on the commit after it compare as equal: the same
-outcome of every check on every loop, and the same level and cause of every finding. ``--renames`` maps what was renamed
-between them: {"checks": {old: new}, "causes": {check: {old: new}}}, with the checks' old names.
+``run`` judges loops and prints every verdict that differs from the stored ones (tests/verdicts.tsv), then three
+counts: faults lost, correct loops accused, other verdicts changed. It ends with 1 where any differs. ``--only`` runs
+some checks on all loops. ``--changed`` runs the checks whose own files differ from a commit (default: HEAD), and on
+every tenth loop, drawn by the commit, the checks that import changed code. ``--share`` and ``--minutes`` leave loops
+out, drawn by the commit too, and say how many. ``--store`` writes what differs into the stored file. ``compare``
+compares the stored file with that of a commit.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
+import multiprocessing
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from pytest_trainloop import check_loop, check_loss
+from pytest_trainloop import registry  # noqa: E402
+from scripts.imports import checks_touched  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.report import Report
+STORED = ROOT / "tests" / "verdicts.tsv"
 
 TIMEOUT = 600.0
 """Seconds that one run of ``fit`` may take: no verdict shall depend on how busy the machine is."""
 
+Verdicts = dict[str, str]
+"""By check: the outcome, and after it each finding with level, cause and line."""
 
-def subjects() -> Iterator[tuple[str, Callable[[], Report]]]:
-    """Every loop and loss of the corpora by a name of its own, with the battery on it."""
+
+@dataclass
+class Stored:
+    """The stored verdicts. Of each check the commonest outcome is written once; a loop has a line with all others."""
+
+    usual: Verdicts = field(default_factory=dict)
+    loops: dict[str, Verdicts] = field(default_factory=dict)
+
+    @classmethod
+    def parsed(cls, text: str) -> Stored:
+        found = cls()
+        for line in text.splitlines():
+            name, *fields = line.split("\t")
+            pairs = (each.partition(" ") for each in fields)
+            verdicts = {check: verdict for check, _, verdict in pairs}
+            if name == "usual":
+                found.usual = verdicts
+            else:
+                found.loops[name] = verdicts
+        return found
+
+    def of(self, name: str, check: str) -> str:
+        """The stored verdict; empty for a loop that is not stored."""
+        return self.loops[name].get(check, self.usual.get(check, "")) if name in self.loops else ""
+
+    def put(self, name: str, judged: Mapping[str, str]) -> None:
+        whole = {check: self.of(name, check) for check in self.loops.get(name, ())} | dict(judged)
+        self.loops[name] = {check: verdict for check, verdict in whole.items() if verdict != self.usual.get(check)}
+
+    def text(self) -> str:
+        def line(name: str, verdicts: Verdicts) -> str:
+            return "\t".join([name, *(f"{check} {verdicts[check]}" for check in sorted(verdicts))])
+
+        return "\n".join([line("usual", self.usual), *(line(n, self.loops[n]) for n in sorted(self.loops)), ""])
+
+
+def subjects() -> dict[str, Callable[..., Any]]:
+    """Every loop and loss of the corpora by a name of its own, with the function that judges it by some checks."""
+    from pytest_trainloop import check_loop, check_loss
     from tests.loops.corpus import ODD, PAIRS
     from tests.losses.corpus import MODULES
     from tests.losses.corpus import ODD as ODD_LOSSES
     from tests.losses.corpus import PAIRS as LOSS_PAIRS
 
-    loops = {f"odd:{name}": loop.make for name, loop in ODD.items()}
-    losses = {f"odd loss:{name}": loss for name, loss in {**ODD_LOSSES, **MODULES}.items()}
-    for kind in ("faulty", "fixed"):
-        loops |= {f"{kind}:{name}": getattr(pair, kind) for name, pair in PAIRS.items()}
-        losses |= {f"{kind} loss:{name}": getattr(pair, kind) for name, pair in LOSS_PAIRS.items()}
-    for name, make in sorted(loops.items()):
-        yield name, lambda make=make: check_loop(make, raises=False, timeout=TIMEOUT)  # type: ignore[misc]
-    for name, loss in sorted(losses.items()):
-        yield name, lambda loss=loss: check_loss(loss, raises=False)  # type: ignore[misc]
+    def loop(make: Any, fixed: Any = None, **chosen: Any) -> Callable[..., Any]:
+        def judge(only: Sequence[str] | None) -> Any:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder, "loop.json")
+                if fixed is not None:  # a baseline pair: the faulty loop is compared with the repaired one
+                    check_loop(fixed, only=["baseline"], baseline=file, update=True)
+                    chosen["baseline"] = file
+                return check_loop(make, only=only, raises=False, timeout=TIMEOUT, **chosen)
+
+        return judge
+
+    def loss(given: Any) -> Callable[..., Any]:
+        return lambda only: check_loss(given, only=only, raises=False)
+
+    found = {}
+    for name, odd in ODD.items():
+        found[f"correct {name}"] = loop(odd.make, skip={} if odd.fixed_seed_ok else {"determinism": odd.why})
+    for name, pair in PAIRS.items():
+        found[f"faulty {name}"] = loop(pair.faulty, pair.fixed if pair.check == "baseline" else None)
+        found[f"repaired {name}"] = loop(pair.fixed)
+    found |= {f"correct loss {name}": loss(given) for name, given in {**ODD_LOSSES, **MODULES}.items()}
+    for name, pair in LOSS_PAIRS.items():
+        found |= {f"faulty loss {name}": loss(pair.faulty), f"repaired loss {name}": loss(pair.fixed)}
+    return found
 
 
-def verdicts(report: Report) -> dict[str, Any]:
-    """Outcome, reason and findings of each check, without what a machine decides (seconds) or a line number."""
-    return {
-        r.check: {"outcome": r.outcome, "findings": sorted([f.level, f.cause] for f in r.findings), "reason": r.reason}
-        for r in report.results
-    }
+def shown(result: Any) -> str:
+    """One check's verdict in a line, without what a machine decides (seconds) or the number of a line."""
+    from pytest_trainloop.finding import code_of
+
+    outcome = result.outcome
+    if outcome == "skipped" and not result.applies:
+        outcome = "absent"
+    found = sorted({f"{f.level} {f.cause} @ {' '.join(code_of(f.where).split())}" for f in result.findings})
+    return "; ".join([outcome, *found])
 
 
-def run(out: Path, index: int, count: int) -> int:
-    torch.set_num_threads(1)
+def judge(job: tuple[str, tuple[str, ...] | None]) -> tuple[str, Verdicts, float]:
+    """One loop's verdicts by some checks, None for all."""
+    name, only = job
+    began = time.perf_counter()
     warnings.simplefilter("ignore")
-    done = set(read([out])) if out.exists() else set()
-    with out.open("a", encoding="utf-8") as file:
-        for number, (name, judge) in enumerate(subjects()):
-            if number % count != index or name in done:
-                continue
-            began = time.perf_counter()
-            found = verdicts(judge())
-            seconds = round(time.perf_counter() - began, 2)
-            file.write(json.dumps({"subject": name, "seconds": seconds, "verdicts": found}) + "\n")
-            file.flush()
-    return 0
+    try:
+        found = {r.check: shown(r) for r in _subjects()[name](only).results}
+    except Exception as error:  # a loop that cannot be judged at all is a difference too
+        found = dict.fromkeys(only or ("all",), f"not judged; {type(error).__name__}")
+    return name, found, time.perf_counter() - began
 
 
-def read(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return {entry["subject"]: entry["verdicts"] for entry in map(json.loads, lines)}
+_subjects = cache(subjects)
 
 
-def renamed(found: dict[str, Any], renames: dict[str, Any]) -> dict[str, Any]:
-    """The verdicts on one subject with the new names of checks and causes."""
-    checks, causes = renames.get("checks", {}), renames.get("causes", {})
-    return {
-        checks.get(check, check): {
-            "outcome": verdict["outcome"],
-            "findings": sorted([level, causes.get(check, {}).get(c, c)] for level, c in verdict["findings"]),
-        }
-        for check, verdict in found.items()
-    }
+def drawn(name: str) -> float:
+    """A number from 0 to 1 for each loop, another one for each commit."""
+    return int(hashlib.sha256(f"{_commit()} {name}".encode()).hexdigest()[:8], 16) / 16**8
 
 
-def compare(before: Sequence[Path], after: Sequence[Path], renames: dict[str, Any]) -> int:
-    old, new = read(before), read(after)
-    differing = sorted(set(old) ^ set(new))
-    for name in differing:
-        print(f"{name}: only {'before' if name in old else 'after'}")
-    for name in sorted(set(old) & set(new)):
-        was, now = renamed(old[name], renames), renamed(new[name], {})
-        for check in sorted({*was, *now}):
-            if was.get(check) != now.get(check):
-                differing.append(name)
-                print(f"{name}: {check}: {was.get(check)} -> {now.get(check)}")
-    verdicts_made = sum(len(found) for found in new.values())
-    print(
-        f"{len(old)} subjects before, {len(new)} after, {verdicts_made} verdicts, {len(set(differing))} subjects differ"
-    )
-    return int(bool(differing))
+@cache
+def _commit() -> str:
+    return _git("rev-parse", "HEAD").strip()
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+
+
+def jobs(given: argparse.Namespace) -> Iterator[tuple[str, tuple[str, ...] | None]]:
+    """What to judge: the name of each loop, and the checks."""
+    of_loops, of_losses = registry.of("loop"), registry.of("loss")
+    whole, part = set(of_loops) | set(of_losses), set[str]()
+    if given.only:
+        whole = set(given.only.split(","))
+        if unknown := sorted(whole - set(registry.registered())):
+            raise SystemExit(f"{unknown[0]} is no check")
+    if given.changed is not None:
+        whole, part = checks_touched(_git("diff", "--name-only", given.changed).split())
+        print(f"changed: {', '.join(sorted(whole)) or 'no check'}; {len(part)} share changed code")
+    index, count = map(int, given.share.split("/"))
+    for name in sorted(_subjects(), key=drawn):
+        mine = of_losses if " loss " in name else of_loops
+        chosen = tuple(c for c in mine if c in whole or (c in part and drawn(name) < 0.1))
+        if chosen and given.k in name and int(drawn(name) * 16**8) % count == index:
+            yield name, None if len(chosen) == len(mine) else chosen
+
+
+def run(given: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    stored = Stored.parsed(STORED.read_text(encoding="utf-8")) if STORED.exists() else Stored()
+    todo, differs, began, done = list(jobs(given)), Difference(), time.monotonic(), 0
+    whole = not (given.only or given.k or given.changed is not None or given.minutes or given.share != "0/1")
+    with multiprocessing.get_context("fork").Pool(given.processes, maxtasksperchild=200) as pool:
+        for name, found, _ in pool.imap_unordered(judge, todo):
+            done += 1
+            for check, verdict in found.items():
+                differs.note(name, check, stored.of(name, check), verdict)
+            if given.store:
+                stored.put(name, found)
+                if done % 50 == 0:
+                    STORED.write_text(stored.text(), encoding="utf-8")
+            if given.minutes and time.monotonic() - began > 60 * given.minutes:
+                pool.terminate()
+                break
+    for name in sorted(set(stored.loops) - set(_subjects()) if whole else ()):
+        differs.note(name, "all", "stored", "there is no such loop")
+        stored.loops.pop(name)
+    if given.store:
+        if not stored.usual:
+            settle(stored)
+        STORED.write_text(stored.text(), encoding="utf-8")
+    left = f", {len(todo) - done} left out" if done < len(todo) else ""
+    print(f"{done} loops and losses judged in {time.monotonic() - began:.0f} s{left}")
+    return differs.told()
+
+
+def settle(stored: Stored) -> None:
+    """Choose the usual outcome of each check, once: a later change of it would rewrite every line."""
+    counted: dict[str, Counter[str]] = {}
+    for verdicts in stored.loops.values():
+        for check, verdict in verdicts.items():
+            counted.setdefault(check, Counter())[verdict] += 1
+    stored.usual = {check: of.most_common(1)[0][0] for check, of in sorted(counted.items())}
+    for name, verdicts in list(stored.loops.items()):
+        stored.put(name, verdicts)
+
+
+@dataclass
+class Difference:
+    """What differs between two sets of verdicts."""
+
+    counted: Counter[str] = field(default_factory=Counter)
+
+    def note(self, name: str, check: str, before: str, after: str) -> None:
+        if before == after:
+            return
+        accused = not name.startswith("faulty ") and _is_bad(after) and not _is_bad(before)
+        lost = name.startswith("faulty ") and "fault " in before and "fault " not in after
+        kind = "correct loops accused" if accused else "faults lost" if lost else "other verdicts changed"
+        self.counted[kind] += 1
+        mark = {"correct loops accused": "ACCUSED ", "faults lost": "LOST "}.get(kind, "")
+        print(f"{mark}{name}: {check}: {before or 'not stored'} -> {after}", flush=True)
+
+    def told(self) -> int:
+        kinds = ("faults lost", "correct loops accused", "other verdicts changed")
+        print(", ".join(f"{self.counted[kind]} {kind}" for kind in kinds))
+        return int(bool(self.counted))
+
+
+def _is_bad(verdict: str) -> bool:
+    return verdict.startswith(("failed", "error", "not judged", "unreliable"))
+
+
+def compare(commit: str) -> int:
+    before = Stored.parsed(_git("show", f"{commit}:{STORED.relative_to(ROOT).as_posix()}"))
+    after, differs = Stored.parsed(STORED.read_text(encoding="utf-8")), Difference()
+    for name in sorted({*before.loops, *after.loops}):
+        if name not in after.loops or name not in before.loops:
+            differs.note(name, "all", "stored" if name in before.loops else "", "stored" if name in after.loops else "")
+            continue
+        for check in sorted({*before.usual, *after.usual}):
+            differs.note(name, check, before.of(name, check), after.of(name, check))
+    return differs.told()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
     running = commands.add_parser("run")
-    running.add_argument("out", type=Path)
-    running.add_argument("--shard", default="0/1", help="I/N: every Nth subject, from the Ith on")
+    running.add_argument("--only", default="", help="checks, separated by commas")
+    running.add_argument("--changed", nargs="?", const="HEAD", help="checks whose code differs from a commit")
+    running.add_argument("-k", default="", help="only loops whose name contains this")
+    running.add_argument("--share", default="0/1", help="I/N: one of N equal parts")
+    running.add_argument("--minutes", type=float, default=0.0, help="stop after so many")
+    running.add_argument("--processes", type=int, default=2)
+    running.add_argument("--store", action="store_true", help="write what differs into the stored file")
     comparing = commands.add_parser("compare")
-    comparing.add_argument("--before", type=Path, nargs="+", required=True)
-    comparing.add_argument("--after", type=Path, nargs="+", required=True)
-    comparing.add_argument("--renames", type=Path)
+    comparing.add_argument("commit", nargs="?", default="HEAD")
     given = parser.parse_args()
-    if given.command == "run":
-        index, count = map(int, given.shard.split("/"))
-        return run(given.out, index, count)
-    renames = json.loads(given.renames.read_text(encoding="utf-8")) if given.renames else {}
-    return compare(given.before, given.after, renames)
+    return run(given) if given.command == "run" else compare(given.commit)
 
 
 if __name__ == "__main__":

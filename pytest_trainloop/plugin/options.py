@@ -29,6 +29,7 @@ def add(parser: pytest.Parser) -> None:
         help="device of the loops: auto, cpu, cuda, cuda:1; one that is not there is an error",
     )
     option("--trainloop-strict", action="store_true", help="advice fails")
+    option("--trainloop-preview", action="store_true", help="report causes too that are a preview")
     option(
         "--trainloop-json",
         metavar="FILE",
@@ -58,6 +59,7 @@ def add(parser: pytest.Parser) -> None:
     ini("trainloop_options", "options of checks, a line each: overfit_one_batch: {'steps': 400}", type="linelist")
     ini("trainloop_knobs", "your names of knobs, a line each: use_checkpoint: checkpoint", type="linelist")
     ini("trainloop_strict", "advice fails", type="bool", default=False)
+    ini("trainloop_preview", "as --trainloop-preview", type="bool", default=False)
     ini("trainloop_seed", "as --trainloop-seed", default="")
     ini("trainloop_timeout", "as --trainloop-timeout", default="")
     ini("trainloop_budget", "as --trainloop-budget", default="")

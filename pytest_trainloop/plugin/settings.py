@@ -36,6 +36,7 @@ def read_settings(config: pytest.Config) -> Settings:
         device=device,
         hypothesis_seed=given,
         budget=None if math.isnan(budget) else budget,
+        preview=bool(config.getoption("trainloop_preview") or config.getini("trainloop_preview")),
     )
 
 

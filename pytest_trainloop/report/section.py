@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.report.entry import by_loop
 from pytest_trainloop.report.roots import root_causes
+from pytest_trainloop.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,6 +46,7 @@ def section(entries: Sequence[Entry], *, name_all: bool = False) -> list[Line]:
     loops.sort(key=lambda each: not any(_is_bad(r) for r in each[1]))
     lines = [line for loop, results in loops for line in _loop(loop, results)]
     lines.extend(_open_questions(entries, name_all))
+    lines.extend(_previews_off(entries))
     if len(loops) > 1:
         results = [entry.result for entry in entries]
         lines.append(Line(f"{len(loops)} in all: {counts(results)}", _style(results)))
@@ -158,6 +160,13 @@ def _open_questions(entries: Sequence[Entry], name_all: bool) -> Iterator[Line]:
         checks = ", ".join(each.checks if name_all else each.named) or f"{len(each.checks)} checks"
         where = each.loops[0] if len(each.loops) == 1 else f"{len(each.loops)} of {each.all_loops}"
         yield Line(f"  {each.label}  {checks}: {each.reason}{f' ({where})' if each.all_loops > 1 else ''}")
+
+
+def _previews_off(entries: Sequence[Entry]) -> Iterator[Line]:
+    """How many causes were not reported: those of each check once, in however many loops."""
+    off = sum({entry.result.check: entry.result.previews_off for entry in entries}.values())
+    if off:
+        yield Line(f"  preview  {count(off, 'cause')} not reported: --trainloop-preview reports them too")
 
 
 def _root_causes(failed: Sequence[Result]) -> Iterator[Line]:
