@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def script(name):
     """A file in scripts/ as a module."""
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
