@@ -27,7 +27,6 @@ CHECKS = {name: check for name, check in registry.registered().items() if check.
 CAUSES = [(name, cause) for name, check in CHECKS.items() for cause in check.causes]
 
 every_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-every_cause = pytest.mark.parametrize(("check", "cause"), CAUSES, ids=[f"{c}:{cause}" for c, cause in CAUSES])
 
 
 def section(check: Check, heading: str) -> str:
@@ -46,34 +45,35 @@ def test_every_folder_holds_one_check_of_its_name_in_its_family():
     assert {(check.family, name) for name, check in CHECKS.items()} == {file.parts[-3:-1] for file in files}
 
 
-@every_check
-def test_the_page_has_all_headings_in_order_and_text_under_each(check):
-    assert [line for line in check.page.splitlines() if line in HEADINGS] == HEADINGS
-    assert [h for h in HEADINGS if not section(check, h).strip()] == []
-    assert check.headline
-    assert len(check.headline) <= 120
-    assert check.page.splitlines()[1] == ""
-    assert re.findall(r"https://\S+", section(check, "References"))
+def test_every_page_has_all_headings_in_order_and_text_under_each():
+    for name, check in CHECKS.items():
+        assert [line for line in check.page.splitlines() if line in HEADINGS] == HEADINGS, name
+        assert [h for h in HEADINGS if not section(check, h).strip()] == [], name
+        assert 0 < len(check.headline) <= 120, name
+        assert check.page.splitlines()[1] == "", name
+        assert re.findall(r"https://\S+", section(check, "References")), name
 
 
-@every_check
-def test_its_data_is_well_formed(check):
-    assert check.family in FAMILIES
-    fields = {f.name for f in dataclasses.fields(LossContract)} if check.subject == "loss" else TrainLoop.field_names()
-    assert check.needs <= {*fields, "run"}
-    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", cause) for cause in check.causes)
-    assert all(len(proof.split()) > 3 for proof in check.proofs.values())
+def test_the_data_of_every_check_is_well_formed():
     known = {*CHECKS, *(f"{name}:{cause}" for name, cause in CAUSES)}
-    assert {name for cause in check.causes.values() for name in cause.explains} <= known
+    of_losses = {f.name for f in dataclasses.fields(LossContract)}
+    for name, check in CHECKS.items():
+        assert check.family in FAMILIES, name
+        fields = of_losses if check.subject == "loss" else TrainLoop.field_names()
+        assert check.needs <= {*fields, "run"}, name
+        assert all(re.fullmatch(r"[a-z][a-z0-9_]*", cause) for cause in check.causes), name
+        assert all(len(proof.split()) > 3 for proof in check.proofs.values()), name
+        assert {explained for cause in check.causes.values() for explained in cause.explains} <= known, name
+        assert all(cause.source.startswith("https://") for cause in check.causes.values() if cause.source), name
 
 
-@every_check
-def test_nothing_heavy_and_no_other_check_stands_at_the_top_of_its_file(check):
-    held = list(vars(sys.modules[check.module]).values())
-    held_modules = {v.__name__.partition(".")[0] for v in held if isinstance(v, types.ModuleType)}
-    origins = {str(getattr(v, "__module__", "")) for v in held} - {check.module}
-    assert not {"torch", "hypothesis", "numpy"} & (held_modules | {o.partition(".")[0] for o in origins})
-    assert not {c.module for c in CHECKS.values()} & origins
+def test_nothing_heavy_and_no_other_check_stands_at_the_top_of_a_check_file():
+    for name, check in CHECKS.items():
+        held = list(vars(sys.modules[check.module]).values())
+        held_modules = {v.__name__.partition(".")[0] for v in held if isinstance(v, types.ModuleType)}
+        origins = {str(getattr(v, "__module__", "")) for v in held} - {check.module}
+        assert not {"torch", "hypothesis", "numpy"} & (held_modules | {o.partition(".")[0] for o in origins}), name
+        assert not {c.module for c in CHECKS.values()} & origins, name
 
 
 class Classifier(nn.Module):
@@ -184,10 +184,10 @@ def test_the_faulty_example_has_one_root_cause(check):
     assert [r.check for r in failed if r not in consequences] in ([check.name], [])
 
 
-@every_cause
-def test_every_cause_has_a_pair_that_shows_it(check, cause):
+def test_every_cause_has_a_pair_that_shows_it():
+    """A pair(..., check, cause, ...) in a faults*.py of the check's test folder."""
     shown = {(p.check, p.cause) for p in (*PAIRS.values(), *LOSS_PAIRS.values())}
-    assert (check, cause) in shown, f"no pair(..., {check!r}, {cause!r}, ...) in a faults*.py of its test folder"
+    assert [each for each in CAUSES if each not in shown] == []
 
 
 def test_every_pair_is_of_a_declared_cause():
