@@ -5,24 +5,34 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis  # noqa: F401  kept out of the in-process runs, whose summary imports it
 import pytest
 import torch
 
 import pytest_trainloop
-from tests.helpers import reports
-
-# An in-process run of pytester drops every module that it was the first to import, and torch can't be imported twice in
-# one process. The adapters stay out: they import what they adapt.
-for _module in pkgutil.walk_packages(pytest_trainloop.__path__, "pytest_trainloop."):
-    if not _module.name.startswith("pytest_trainloop.adapters."):
-        importlib.import_module(_module.name)
+from tests.helpers import discovery, reports
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def every_module() -> None:
+    """An in-process run of pytester drops every module that it was the first to import, and torch can't be imported
+    twice in one process. The adapters stay out: they import what they adapt."""
+    for module in pkgutil.walk_packages(pytest_trainloop.__path__, "pytest_trainloop."):
+        if not module.name.startswith("pytest_trainloop.adapters."):
+            importlib.import_module(module.name)
+
+
+@pytest.fixture(autouse=True)
+def modules_stay(request: pytest.FixtureRequest) -> None:
+    if "pytester" in request.fixturenames:
+        request.getfixturevalue("every_module")
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +42,17 @@ def torch_function_stays_enabled() -> Iterator[None]:
     state = torch._C._get_torch_function_state()
     torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
     assert state == torch._C._TorchFunctionState.ENABLED, state
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    discovery.set_words(config.option.keyword or "")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-k``, leave the files unread in which no word of it occurs: one cause is tried in seconds."""
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py" or discovery.may_match(collection_path):
+        return None
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -186,11 +186,15 @@ def test_the_faulty_example_has_one_root_cause(check):
 
 def test_every_cause_has_a_pair_that_shows_it():
     """A pair(..., check, cause, ...) in a faults*.py of the check's test folder."""
+    PAIRS.load_all()
+    LOSS_PAIRS.load_all()
     shown = {(p.check, p.cause) for p in (*PAIRS.values(), *LOSS_PAIRS.values())}
     assert [each for each in CAUSES if each not in shown] == []
 
 
 def test_every_pair_is_of_a_declared_cause():
+    PAIRS.load_all()
+    LOSS_PAIRS.load_all()
     pairs = (*PAIRS.values(), *LOSS_PAIRS.values())
     assert [p.name for p in pairs if (p.check, p.cause) not in CAUSES] == []
 

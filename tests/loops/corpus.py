@@ -10,6 +10,8 @@ from tests.helpers.discovery import import_all
 from tests.loops.odd import ODD, OddLoop
 from tests.loops.pairs import PAIRS, Pair
 
-import_all("tests/checks/*/*/faults*.py", "tests/checks/*/*/unusual*.py", "tests/loops/unusual/*.py")
+FILES = ("tests/checks/*/*/faults*.py", "tests/checks/*/*/unusual*.py", "tests/loops/unusual/*.py")
+
+import_all(*FILES)
 
 __all__ = ["ODD", "PAIRS", "OddLoop", "Pair"]

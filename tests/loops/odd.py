@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_trainloop.loop import TrainLoop
+from tests.helpers.discovery import Corpus
 
 Make = Callable[..., TrainLoop]
 
@@ -20,7 +21,7 @@ class OddLoop:
     fixed_seed_ok: bool = True
 
 
-ODD: dict[str, OddLoop] = {}
+ODD: Corpus[OddLoop] = Corpus("tests.loops.corpus")
 
 
 def odd(*, notes: str, fixed_seed_ok: bool = True) -> Callable[[Make], Make]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.helpers.discovery import Corpus
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,7 +38,7 @@ class Pair:
     """The cheapest pair of its cause, the one that ``pytest -m quick`` runs."""
 
 
-PAIRS: dict[str, Pair] = {}
+PAIRS: Corpus[Pair] = Corpus("tests.loops.corpus")
 
 
 def pair(name: str, check: str, cause: str, **fields: Any) -> None:

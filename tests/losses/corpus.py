@@ -10,6 +10,8 @@ from tests.losses.modules import MODULES
 from tests.losses.pairs import PAIRS, LossPair
 from tests.losses.unusual import ODD
 
-import_all("tests/checks/loss_function/*/faults.py")
+FILES = ("tests/checks/loss_function/*/faults.py",)
+
+import_all(*FILES)
 
 __all__ = ["MODULES", "ODD", "PAIRS", "LossPair"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop import LossContract
+from tests.helpers.discovery import Corpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,7 @@ class LossPair:
     level: Literal["fault", "advice"]
 
 
-PAIRS: dict[str, LossPair] = {}
+PAIRS: Corpus[LossPair] = Corpus("tests.losses.corpus")
 
 
 def pair(
