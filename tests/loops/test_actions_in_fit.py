@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_trainloop import TrainLoop, check_loop
+from pytest_trainloop import TrainLoop, check_loop, registry
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from tests.loops.actions_in_fit import ACTIONS, LENGTH, ROWS, TOKENS, Net, Project
@@ -93,20 +93,20 @@ def test_the_watched_run_does_what_the_bare_one_does(name):
 
 
 @cache
-def verdicts(*names):
+def verdicts(*names, only=None):
     """By check, what came out, and why; and what ``fit`` raised."""
     log = Log()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = check_loop(loop_of(names, log), raises=False)
+        results = check_loop(loop_of(names, log), only=only, raises=False)
     # an export or a cast in fit may be the only thing of a check's kind: it passes then, and else does not apply
     ends = {r.check: (r.outcome, r.reason) if r.applies else ("passed", "") for r in results.results}
     return ends, log.raised
 
 
-def require_same_verdicts(*names):
-    without, _ = verdicts()
-    found, raised = verdicts(*names)
+def require_same_verdicts(*names, only=None):
+    without, _ = verdicts(only=only)
+    found, raised = verdicts(*names, only=only)
     known = [ACTIONS[name].raises for name in names if ACTIONS[name].raises]
     unknown = [text for text in raised if not any(words in text for words in known)]
     assert not unknown, unknown[0]
@@ -116,9 +116,19 @@ def require_same_verdicts(*names):
             assert (outcome, reason) == without[check], check
 
 
+def of_group(group):
+    return (n for n, a in ACTIONS.items() if a.group == group and n not in SLOW and not a.skips)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_part_of_the_checks_decides_as_without_what_the_loop_does(group):
+    require_same_verdicts(*of_group(group), only=tuple(registry.of("loop"))[GROUPS.index(group) :: len(GROUPS)])
+
+
+@pytest.mark.corpus
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_check_decides_otherwise_for_what_the_loop_does(group):
-    require_same_verdicts(*(n for n, a in ACTIONS.items() if a.group == group and n not in SLOW and not a.skips))
+    require_same_verdicts(*of_group(group))
 
 
 @pytest.mark.corpus

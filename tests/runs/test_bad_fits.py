@@ -216,9 +216,24 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("source", RIGHT.values(), ids=list(RIGHT))
+FEW = "step_order,update_ratio,batch_independence,memory_growth"
+"""Checks with runs of each kind: the watched one, a long one, with other batches, and until memory is judged."""
+
+every_right_fit = pytest.mark.parametrize("source", RIGHT.values(), ids=list(RIGHT))
+
+
+@every_right_fit
 def test_nothing_is_held_against_an_odd_but_right_loop(run, source):
-    result = run(source)
+    held_against_nothing(run(source, f"--trainloop-only={FEW}"))
+
+
+@pytest.mark.corpus
+@every_right_fit
+def test_no_check_holds_anything_against_an_odd_but_right_loop(run, source):
+    held_against_nothing(run(source))
+
+
+def held_against_nothing(result):
     assert set(result.parseoutcomes()) <= {"passed", "skipped", "warnings"}
     assert result.ret == 0
 
