@@ -5,10 +5,10 @@ python scripts/verdicts.py compare [COMMIT]
 
 ``run`` judges loops and prints every verdict that differs from the stored ones (tests/verdicts.tsv), then three
 counts: faults lost, correct loops accused, other verdicts changed. It ends with 1 where any differs. ``--only`` runs
-some checks on all loops. ``--changed`` runs the checks whose own files differ from a commit (default: HEAD), and on
-every tenth loop, drawn by the commit, the checks that import changed code. ``--share`` and ``--minutes`` leave loops
-out, drawn by the commit too, and say how many. ``--store`` writes what differs into the stored file. ``compare``
-compares the stored file with that of a commit.
+some checks on all loops. ``--changed`` runs the checks whose own files differ from a commit (default: the last one that
+changed the stored verdicts), and on every tenth loop, drawn by the commit, the checks that import changed code.
+``--share`` and ``--minutes`` leave loops out, drawn by the commit too, and say how many. ``--store`` writes what
+differs into the stored file. ``compare`` compares the stored file with that of a commit.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def jobs(given: argparse.Namespace) -> Iterator[tuple[str, tuple[str, ...] | Non
         if unknown := sorted(whole - set(registry.registered())):
             raise SystemExit(f"{unknown[0]} is no check")
     if given.changed is not None:
-        whole, part = checks_touched(_git("diff", "--name-only", given.changed).split())
+        base = given.changed or _git("log", "-1", "--format=%H", "--", str(STORED)).strip() or "HEAD"
+        whole, part = checks_touched(_git("diff", "--name-only", base).split())
         print(f"changed: {', '.join(sorted(whole)) or 'no check'}; {len(part)} share changed code")
     index, count = map(int, given.share.split("/"))
     for name in sorted(_subjects(), key=drawn):
@@ -258,7 +259,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     running = commands.add_parser("run")
     running.add_argument("--only", default="", help="checks, separated by commas")
-    running.add_argument("--changed", nargs="?", const="HEAD", help="checks whose code differs from a commit")
+    running.add_argument("--changed", nargs="?", const="", help="checks whose code differs from a commit")
     running.add_argument("-k", default="", help="only loops whose name contains this")
     running.add_argument("--share", default="0/1", help="I/N: one of N equal parts")
     running.add_argument("--minutes", type=float, default=0.0, help="stop after so many")
