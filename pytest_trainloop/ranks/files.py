@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.paths import PACKAGE
 from pytest_trainloop.ranks.facts import NOWHERE, Written
-from pytest_trainloop.recording.mistakes import unnoticed
+from pytest_trainloop.recording import opened_files
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import around_zip_files
 
@@ -30,7 +30,7 @@ class Files:
 
     def begin(self) -> None:
         """Until ``close``: Python's audit events, and the libraries that open files in C++ or Rust."""
-        sys.addaudithook(self._audit)
+        opened_files.listen(self._note)
         around_zip_files(self._note)
         safetensors: Any = sys.modules.get("safetensors.torch")
         if safetensors is not None:
@@ -44,18 +44,8 @@ class Files:
 
     def close(self) -> None:
         """Tell of no further files."""
+        opened_files.stop(self._note)
         self._pid = 0
-
-    @unnoticed
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event != "open" or len(args) < 3:
-            return
-        path, mode, flags = args[:3]
-        if isinstance(mode, str) and not set(mode) & set("wax+"):
-            return
-        if isinstance(flags, int) and not flags & (os.O_WRONLY | os.O_RDWR):
-            return
-        self._note(path)
 
     def _note(self, path: Any) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)) or os.getpid() != self._pid:

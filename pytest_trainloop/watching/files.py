@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from typing import Any
 
-from pytest_trainloop.recording.mistakes import unnoticed
+from pytest_trainloop.recording import opened_files
 
 MOST_ENTRIES = 50_000
 """Files under the working directory beyond which it is not compared: only what Python itself opened is listed then."""
 
 NOT_LOOKED_AT = frozenset({".git", "__pycache__", ".venv", "node_modules", ".mypy_cache", ".ruff_cache"})
-
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class WrittenFiles:
@@ -29,21 +25,14 @@ class WrittenFiles:
         self._folder = Path.cwd()
         self._before = _stamps(self._folder)
         self._opened: dict[str, None] = {}
-        self._on = True
-        sys.addaudithook(self._audit)  # which Python never takes off again
+        opened_files.listen(self._note)
 
-    @unnoticed
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self._on or event != "open" or len(args) < 3:
-            return
-        path, mode, flags = args
-        writes = flags & _WRITES if isinstance(flags, int) else isinstance(mode, str) and set(mode) & set("wax+")
-        if writes and isinstance(path, (str, bytes)):
-            self._opened[os.fspath(Path.cwd() / os.fsdecode(path))] = None
+    def _note(self, path: str | bytes) -> None:
+        self._opened[os.fspath(Path.cwd() / os.fsdecode(path))] = None
 
     def listed(self) -> list[str]:
         """The files, those under the working directory first and relative to it. Ends the watching."""
-        self._on = False
+        opened_files.stop(self._note)
         after = _stamps(self._folder)
         inside: set[str] = set()
         if self._before is not None and after is not None:
