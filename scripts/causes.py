@@ -1,11 +1,11 @@
 """A table of the causes, from the code and the corpora: for each its loops, pairs, source, status and lines.
 
-python scripts/causes.py [CHECK,...] [--unseen FILE]
+python scripts/causes.py [CHECK,...] [--public FILE]
 
-"fault" and "advice" count the loops of the corpora on which it is stored as such (tests/verdicts.tsv). "lines" are those
-of the check's folder, divided among its causes: what a cause weighs on average. ``--public FILE`` adds how a cause came
-up on public loops, from a Markdown table: the first column is a check, the fifth its causes that came up as faults, the
-sixth those as advice.
+"fault" and "advice" count the loops of the corpora on which it is stored as such (tests/verdicts.tsv). "lines" are the
+lines of the check's folder, divided by the number of its causes. ``--public`` adds how a cause came up on public loops,
+from a Markdown table: the first column is a check, the fifth its causes that came up as faults, the sixth those as
+advice.
 """
 
 from __future__ import annotations
