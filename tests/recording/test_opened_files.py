@@ -14,7 +14,7 @@ def test_what_is_written_is_told_until_the_end(tmp_path):
     (tmp_path / "a").read_text(encoding="utf-8")
     opened_files.stop(told.append)
     (tmp_path / "b").write_text("1", encoding="utf-8")
-    assert told == [str(tmp_path / "a")]
+    assert [path for path in told if str(tmp_path) in str(path)] == [str(tmp_path / "a")]
 
 
 def test_a_process_has_one_hook(monkeypatch):
