@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pytest_trainloop
-from tests.helpers import discovery, reports
+from tests.helpers import discovery, reports, slow
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,6 +46,8 @@ def torch_function_stays_enabled() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     discovery.set_words(config.option.keyword or "")
+    if config.getoption("--note-slow") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(slow.NoteSlow())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -55,8 +57,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests that need a CUDA device out where there is none, and have pytest count them."""
+    """Mark the slow tests; leave those that need a CUDA device out where there is none, and have pytest count them."""
+    slow.mark(items)
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("trainloop_cuda")]
