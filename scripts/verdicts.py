@@ -83,7 +83,7 @@ class Stored:
 def subjects() -> dict[str, Callable[..., Any]]:
     """Every loop and loss of the corpora by a name of its own, with the function that judges it by some checks."""
     from pytest_trainloop import check_loop, check_loss
-    from tests.loops.corpus import ODD, PAIRS
+    from tests.loops.corpus import FAULTS, ODD, PAIRS
     from tests.losses.corpus import MODULES
     from tests.losses.corpus import ODD as ODD_LOSSES
     from tests.losses.corpus import PAIRS as LOSS_PAIRS
@@ -108,6 +108,7 @@ def subjects() -> dict[str, Callable[..., Any]]:
     for name, pair in PAIRS.items():
         found[f"faulty {name}"] = loop(pair.faulty, pair.fixed if pair.check == "baseline" else None)
         found[f"repaired {name}"] = loop(pair.fixed)
+    found |= {f"faulty thread {name}": loop(fault.make) for name, fault in FAULTS.items()}
     found |= {f"correct loss {name}": loss(given) for name, given in {**ODD_LOSSES, **MODULES}.items()}
     for name, pair in LOSS_PAIRS.items():
         found |= {f"faulty loss {name}": loss(pair.faulty), f"repaired loss {name}": loss(pair.fixed)}

@@ -7,11 +7,17 @@ A loop stands in ``faults*.py`` or ``unusual*.py`` of its check's folder (tests/
 from __future__ import annotations
 
 from tests.helpers.discovery import import_all
+from tests.loops.from_threads import FAULTS, Fault
 from tests.loops.odd import ODD, OddLoop
 from tests.loops.pairs import PAIRS, Pair
 
-FILES = ("tests/checks/*/*/faults*.py", "tests/checks/*/*/unusual*.py", "tests/loops/unusual/*.py")
+FILES = (
+    "tests/checks/*/*/faults*.py",
+    "tests/checks/*/*/unusual*.py",
+    "tests/loops/unusual/*.py",
+    "tests/loops/threads/*.py",
+)
 
 import_all(*FILES)
 
-__all__ = ["ODD", "PAIRS", "OddLoop", "Pair"]
+__all__ = ["FAULTS", "ODD", "PAIRS", "Fault", "OddLoop", "Pair"]

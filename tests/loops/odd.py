@@ -24,11 +24,13 @@ class OddLoop:
 ODD: Corpus[OddLoop] = Corpus("tests.loops.corpus")
 
 
-def odd(*, notes: str, fixed_seed_ok: bool = True) -> Callable[[Make], Make]:
-    """Register a function that builds a loop; ``notes`` says why the loop looks odd."""
+def odd(*, notes: str, fixed_seed_ok: bool = True, name: str = "{}") -> Callable[[Make], Make]:
+    """Register a function that builds a loop; ``notes`` says why the loop looks odd, ``name`` what it is called, with
+    {} for the function's own name."""
+    called = name
 
     def register(make: Make) -> Make:
-        name = make.__name__
+        name = called.format(make.__name__)
         if name in ODD:
             raise ValueError(f"two odd loops are named {name!r}: {ODD[name].make.__module__} and {make.__module__}")
         ODD[name] = OddLoop(name, make, notes, fixed_seed_ok)

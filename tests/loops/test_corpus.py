@@ -15,7 +15,7 @@ from pytest_trainloop import registry
 from pytest_trainloop.api import check_loop
 from tests.helpers.every_pair import number, parametrized_eighth, parametrized_in_corpus, parametrized_quick
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
-from tests.loops.corpus import ODD, PAIRS
+from tests.loops.corpus import FAULTS, ODD, PAIRS
 
 SEEDS = 3
 """Seeds over which the odd loops are spread, each under one of them (scripts/seeds.py runs more)."""
@@ -91,6 +91,14 @@ def test_the_fault_is_the_only_root_cause(pair):
 def test_the_repaired_loop_passes_every_check(pair):
     report = check_loop(pair.fixed, raises=False)
     assert report.ok, described(report)
+
+
+@pytest.mark.corpus
+@pytest.mark.parametrize("fault", [pytest.param(f, id=f"{f.check}-{name}") for name, f in FAULTS.items()])
+def test_a_fault_from_a_thread_is_named(fault):
+    (result,) = check_loop(fault.make, only=[fault.check], raises=False).results
+    assert result.outcome == "failed", fault.what
+    assert fault.place in "".join(f"{f.where} {f.change}" for f in result.faults)
 
 
 @pytest.mark.corpus

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _OFF_ZERO = 0.01
 
+_RATE = 0.01
+"""The learning rate in the place of one that is 0, as at the first step of a warm-up: no weight would move."""
+
 
 def spared(evidence: Evidence, record: Record) -> dict[int, frozenset[int]]:
     """By optimizer, the parameters that do not decay although others of it do; nothing where no run can tell."""
@@ -67,6 +70,8 @@ class _Step:
             for group in optimizer.param_groups:
                 if isinstance(group.get("weight_decay"), float | int):
                     group["weight_decay"] = self._decay
+                if isinstance(group.get("lr"), float | int) and group["lr"] == 0:
+                    group["lr"] = _RATE
             with watch.suspended(), torch.no_grad():
                 for p in _held(optimizer):
                     p.add_(_OFF_ZERO)

@@ -259,6 +259,7 @@ def _raised_inside_backward(record: Record) -> bool:
 def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.gradients.dependence import Dependences
+    from pytest_trainloop.recording.record import within
 
     depends = evidence.shared(Dependences).of([p.name for p in never])
     never = [p for p in never if not depends[p.name].alive]
@@ -269,16 +270,20 @@ def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter
         yield findings.of_checkpoint(behind, change)
         never = [p for p in never if p not in behind]
     cut_off = [p for p in never if no_history or depends[p.name].depends]
+    teachers: list[str] = []
     if cut_off:
-        yield from _cut(evidence, record, cut_off, change)
+        yield from _cut(evidence, record, cut_off, change, teachers)
     owners = {p.owner for p in cut_off}
-    independent = [p for p in never if p not in cut_off and p.owner not in owners]
+    independent = [p for p in never if p not in cut_off and p.owner not in owners and not within(p.name, teachers)]
     if independent:
         yield from _unused(evidence, record, independent)
 
 
-def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], change: float) -> Iterator[Finding]:
-    """One finding for each operation that cuts; what one operation explains is not looked at again."""
+def _cut(
+    evidence: Evidence, record: Record, cut_off: Sequence[Parameter], change: float, teachers: list[str]
+) -> Iterator[Finding]:
+    """One finding for each operation that cuts; what one operation explains is not looked at again. ``teachers`` gets
+    the paths of modules that give targets only."""
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.teachers import Teachers
@@ -295,6 +300,7 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
         found = findings.of_cut(record, names, change, cut, wanted, side, refused=refused)
         whole = cut is not None and cut.candidate.kind == "grad_off" and not refused
         teacher = evidence.shared(Teachers).holding(names) if whole else ""
+        teachers += [teacher] * bool(teacher)
         yield findings.of_teacher(found, teacher) if teacher else found
         # of a refused pass the parameters of other optimizers are not known to be cut off
         left = [n for n in left if explained and n not in explained and not refused]

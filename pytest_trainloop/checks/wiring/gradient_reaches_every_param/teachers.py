@@ -59,12 +59,17 @@ class Teachers:
         self._evidence = evidence
 
     def holding(self, names: Sequence[str]) -> str:
-        """The path of the module that holds these parameters and no others, if all that it gives is a target of what
-        trains; "" otherwise."""
+        """The path of the widest module that holds these parameters and none that a gradient reaches, if all that it
+        gives is a target of what trains; "" otherwise. It may hold idle parameters: a bias before a batch norm, a
+        pooler that is not used."""
         evidence = self._evidence
-        prefix = _common([name.split(".")[:-1] for name in names])
-        inside = {p.name for p in evidence.run().parameters if p.name.startswith(f"{prefix}.")}
-        if not prefix or inside != set(names) or not evidence.repeatable:
+        record = evidence.run()
+        reached = [p.name for p in record.parameters if record.reached(p.index)]
+        path = _common([name.split(".")[:-1] for name in names])
+        prefix = ""
+        while path and not any(name.startswith(f"{path}.") for name in reached):
+            prefix, path = path, path.rpartition(".")[0]
+        if not prefix or not evidence.repeatable:
             return ""
         met = _Meetings(names)
         evidence.rerun(enough=until_stepped(evidence, names), contexts=met.contexts)

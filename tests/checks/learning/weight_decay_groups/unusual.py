@@ -290,12 +290,14 @@ class LARS(torch.optim.Optimizer):
                 p.add_(moved, alpha=-group["lr"])
 
 
-def by_lars(groups_of):
+def by_lars(groups_of, warm_up=0):
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = LARS(groups_of(model), lr=0.02, weight_decay=1e-4, weight_decay_filter=lambda p: p.ndim == 1)
 
     def fit(batches):
-        for x, y in batches:
+        for number, (x, y) in enumerate(batches):
+            for group in optimizer.param_groups if warm_up else ():
+                group["lr"] = 0.02 * min(1.0, number / warm_up)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -306,6 +308,11 @@ def by_lars(groups_of):
 @odd(notes="one group at one weight_decay, of which the optimizer itself leaves out biases and gains (VICReg)")
 def optimizer_that_spares_biases_and_gains_itself():
     return by_lars(lambda model: model.parameters())
+
+
+@odd(notes="the same under a warm-up that begins at a learning rate of 0: the first step moves nothing")
+def optimizer_that_spares_biases_while_it_warms_up():
+    return by_lars(lambda model: model.parameters(), warm_up=10)
 
 
 @odd(notes="matrices and biases have a group each at one weight_decay; the optimizer spares the second (barlowtwins)")

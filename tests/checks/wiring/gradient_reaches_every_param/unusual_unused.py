@@ -574,9 +574,9 @@ def layer_before_the_last_of_a_list() -> TrainLoop:
 class Distilled(nn.Module):
     """As DistillWrapper of vit-pytorch: one module holds student and teacher."""
 
-    def __init__(self, soft):
+    def __init__(self, soft, teacher):
         super().__init__()
-        self.teacher, self.student, self.soft = relu_mlp(8, 16, 4), nn.Linear(8, 4), soft
+        self.teacher, self.student, self.soft = teacher or relu_mlp(8, 16, 4), nn.Linear(8, 4), soft
 
     def losses(self, x, y):
         with torch.no_grad():
@@ -585,8 +585,8 @@ class Distilled(nn.Module):
         return F.cross_entropy(scores, y) + self.soft(scores, wanted)
 
 
-def distilled(soft) -> TrainLoop:
-    model = Distilled(soft)
+def distilled(soft, teacher=None) -> TrainLoop:
+    model = Distilled(soft, teacher)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
     def fit(batches):
@@ -613,3 +613,23 @@ def teacher_whose_scores_are_subtracted() -> TrainLoop:
         return (scores - wanted).square().mean() + F.cross_entropy(scores, wanted.argmax(1))
 
     return distilled(soft)
+
+
+class WithIdleParts(nn.Module):
+    """A bias that the batch norm behind it takes away again, and a pooler that nothing calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.pooler, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@odd(notes="some parameters of the teacher move nothing: a bias before a batch norm, a pooler that is not used")
+def teacher_with_idle_parts() -> TrainLoop:
+    def soft(scores, wanted):
+        return F.kl_div(F.log_softmax(scores, -1), F.softmax(wanted, -1), reduction="batchmean")
+
+    return distilled(soft, WithIdleParts())
