@@ -1,6 +1,7 @@
 """What every check says of every loop and loss of the corpora, stored, and what a change of the code changes in it.
 
-python scripts/verdicts.py run [--only CHECK,...] [--changed [COMMIT]] [-k TEXT] [--share I/N] [--minutes M] [--store]
+python scripts/verdicts.py run [--only CHECK,...] [--changed [COMMIT]] [-k TEXT] [--missing] [--share I/N] [--minutes M]
+                               [--store]
 python scripts/verdicts.py compare [COMMIT]
 
 ``run`` judges loops and prints every verdict that differs from the stored ones (tests/verdicts.tsv), then three
@@ -155,7 +156,7 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
 
-def jobs(given: argparse.Namespace) -> Iterator[tuple[str, tuple[str, ...] | None]]:
+def jobs(given: argparse.Namespace, stored: Stored) -> Iterator[tuple[str, tuple[str, ...] | None]]:
     """What to judge: the name of each loop, and the checks."""
     of_loops, of_losses = registry.of("loop"), registry.of("loss")
     whole, part = set(of_loops) | set(of_losses), set[str]()
@@ -171,7 +172,8 @@ def jobs(given: argparse.Namespace) -> Iterator[tuple[str, tuple[str, ...] | Non
     for name in sorted(_subjects(), key=drawn):
         mine = of_losses if " loss " in name else of_loops
         chosen = tuple(c for c in mine if c in whole or (c in part and drawn(name) < 0.1))
-        if chosen and given.k in name and int(drawn(name) * 16**8) % count == index:
+        known = given.missing and name in stored.loops
+        if chosen and given.k in name and not known and int(drawn(name) * 16**8) % count == index:
             yield name, None if len(chosen) == len(mine) else chosen
 
 
@@ -180,8 +182,10 @@ def run(given: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     stored = Stored.parsed(STORED.read_text(encoding="utf-8")) if STORED.exists() else Stored()
-    todo, differs, began, done = list(jobs(given)), Difference(), time.monotonic(), 0
-    whole = not (given.only or given.k or given.changed is not None or given.minutes or given.share != "0/1")
+    todo, differs, began, done = list(jobs(given, stored)), Difference(), time.monotonic(), 0
+    whole = not (
+        given.only or given.k or given.missing or given.changed is not None or given.minutes or given.share != "0/1"
+    )
     with multiprocessing.get_context("fork").Pool(given.processes, maxtasksperchild=200) as pool:
         for name, found, _ in pool.imap_unordered(judge, todo):
             done += 1
@@ -194,7 +198,7 @@ def run(given: argparse.Namespace) -> int:
             if given.minutes and time.monotonic() - began > 60 * given.minutes:
                 pool.terminate()
                 break
-    for name in sorted(set(stored.loops) - set(_subjects()) if whole else ()):
+    for name in sorted(set(stored.loops) - set(_subjects()) if not part else ()):
         differs.note(name, "all", "stored", "there is no such loop")
         stored.loops.pop(name)
     if given.store:
@@ -262,6 +266,7 @@ def main() -> int:
     running.add_argument("--only", default="", help="checks, separated by commas")
     running.add_argument("--changed", nargs="?", const="", help="checks whose code differs from a commit")
     running.add_argument("-k", default="", help="only loops whose name contains this")
+    running.add_argument("--missing", action="store_true", help="only loops that have no stored verdicts yet")
     running.add_argument("--share", default="0/1", help="I/N: one of N equal parts")
     running.add_argument("--minutes", type=float, default=0.0, help="stop after so many")
     running.add_argument("--processes", type=int, default=2)

@@ -150,8 +150,8 @@ def scaled(
     power = 1 if factor > 1 else -1
     exact = "the number of micro-batches" if power > 0 else "one over the number of micro-batches"
     by_count = all(abs(w.windows[0].ratio * w.accumulate**-power - 1) < CLOSE for w in wrong)
-    if not by_count and len(wrong) < len(splits):
-        right = [s for s in splits if s not in wrong]
+    right = [s for s in splits if s.equal]
+    if not by_count and right:
         return Diagnosis(
             "update_differs",
             f"{split.accumulate} micro-batches give {factor:.4g} times the gradient of the same examples in one batch",

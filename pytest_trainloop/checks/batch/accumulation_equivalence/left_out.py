@@ -98,6 +98,8 @@ class LeftOut(FunctionMode):
 
     def _done(self) -> int:
         """Backward passes since the last step."""
+        if not self._is_made():
+            return 0
         count, mine = 0, set(self._watch.record.optimizers[self._optimizer].parameters)
         for event in self._watch.record.events:
             if isinstance(event, Step) and event.optimizer == self._optimizer:
@@ -106,12 +108,18 @@ class LeftOut(FunctionMode):
                 count += 1
         return count
 
+    def _is_made(self) -> bool:
+        """Whether the optimizer is known yet: a Trainer of transformers makes its own inside ``train()``."""
+        return self._optimizer < len(self._watch.record.optimizers)
+
     def _inside(self) -> bool:
         return 0 < self._done() < self._passes
 
     def _enter(self, *_call: Any) -> None:
         """At a module's call: keep the state at the beginning of a window, and restore it inside."""
         watch = self._watch
+        if not self._is_made():
+            return
         if self._kind == "rates":
             self._compare_options()
             return
