@@ -183,9 +183,7 @@ def run(given: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     stored = Stored.parsed(STORED.read_text(encoding="utf-8")) if STORED.exists() else Stored()
     todo, differs, began, done = list(jobs(given, stored)), Difference(), time.monotonic(), 0
-    whole = not (
-        given.only or given.k or given.missing or given.changed is not None or given.minutes or given.share != "0/1"
-    )
+    part = given.only or given.k or given.missing or given.changed is not None or given.minutes or given.share != "0/1"
     with multiprocessing.get_context("fork").Pool(given.processes, maxtasksperchild=200) as pool:
         for name, found, _ in pool.imap_unordered(judge, todo):
             done += 1
