@@ -172,6 +172,8 @@ def jobs(given: argparse.Namespace, stored: Stored) -> Iterator[tuple[str, tuple
     for name in sorted(_subjects(), key=drawn):
         mine = of_losses if " loss " in name else of_loops
         chosen = tuple(c for c in mine if c in whole or (c in part and drawn(name) < 0.1))
+        if stored.loops and not given.store and not given.k and name not in stored.loops:
+            continue  # nothing to compare with: --missing --store judges it
         known = given.missing and name in stored.loops
         if chosen and given.k in name and not known and int(drawn(name) * 16**8) % count == index:
             yield name, None if len(chosen) == len(mine) else chosen
@@ -203,6 +205,8 @@ def run(given: argparse.Namespace) -> int:
         if not stored.usual:
             settle(stored)
         STORED.write_text(stored.text(), encoding="utf-8")
+    if missing := len(set(_subjects()) - set(stored.loops)):
+        print(f"{missing} loops and losses have no stored verdicts: run --missing --store")
     left = f", {len(todo) - done} left out" if done < len(todo) else ""
     print(f"{done} loops and losses judged in {time.monotonic() - began:.0f} s{left}")
     return differs.told()
