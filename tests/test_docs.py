@@ -87,7 +87,7 @@ def test_files_that_are_named_exist():
     wrong = [
         f"{relative(path)}: {named[0]}"
         for path in TEXTS
-        if not relative(path).startswith(("scripts/public/", "tests/blind/"))  # files of other projects
+        if not relative(path).startswith("scripts/public/")  # files of other projects
         for named in MENTION.finditer(read(path))
         if not (ROOT / named["path"]).is_file()
         or (named["anchor"] and named["anchor"] not in anchors(ROOT / named["path"]))

@@ -39,6 +39,14 @@ def _mentioned(file: Path) -> bool:
 
 
 @cache
+def _asks_for_a_whole_corpus() -> bool:
+    """Whether a word occurs in the name of a test that runs with every loop."""
+    texts = ((ROOT / name).read_text(encoding="utf-8") for name in _BY_REGISTRY)
+    names = [name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)]
+    return any(word in name for word in WORDS for name in names)
+
+
+@cache
 def _imported(file: Path) -> tuple[Path, ...]:
     modules = re.findall(r"^(?:from|import) (tests[\w.]*)", file.read_text(encoding="utf-8"), re.MULTILINE)
     paths = [ROOT.joinpath(*module.split(".")).with_suffix(".py") for module in modules]
@@ -49,6 +57,7 @@ def import_all(*patterns: str, every: bool = False) -> None:
     """Import the modules whose files match one of these patterns below the top of the repository; under ``-k`` those
     that may match, or ``every`` one."""
     files = {file for pattern in patterns for file in ROOT.glob(pattern)}
+    every = every or _asks_for_a_whole_corpus()
     for file in sorted(files):
         if every or may_match(file):
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))

@@ -30,7 +30,7 @@ class Fault:
     thread: str
     """The public thread that it was made from."""
     place: str = ""
-    """A piece of the line at which the fault stands, where the author gave one."""
+    """A piece of the line that the author holds to be the fault; the line that is named is in tests/verdicts.tsv."""
 
 
 FAULTS: Corpus[Fault] = Corpus("tests.loops.corpus")
