@@ -49,6 +49,8 @@ def main() -> int:
 def stored() -> Counter[tuple[str, str, str]]:
     """By check, cause and level, the loops with such a stored verdict."""
     counted: Counter[tuple[str, str, str]] = Counter()
+    if not STORED.exists():
+        raise SystemExit("no verdicts are stored: run python scripts/verdicts.py run --store")
     for verdicts in Stored.parsed(STORED.read_text(encoding="utf-8")).loops.values():
         for check, verdict in verdicts.items():
             found = re.findall(r"(?<=; )(fault|advice) (\w+)", verdict)

@@ -4,18 +4,21 @@ python scripts/verdicts.py run [--only CHECK,...] [--changed [COMMIT]] [-k TEXT]
                                [--store]
 python scripts/verdicts.py compare [COMMIT]
 
-``run`` judges loops and prints every verdict that differs from the stored ones (tests/verdicts.tsv), then three
-counts: faults lost, correct loops accused, other verdicts changed. It ends with 1 where any differs. ``--only`` runs
-some checks on all loops. ``--changed`` runs the checks whose own files differ from a commit (default: the last one that
-changed the stored verdicts), and on every tenth loop, drawn by the commit, the checks that import changed code.
-``--share`` and ``--minutes`` leave loops out, drawn by the commit too, and say how many. ``--store`` writes what
-differs into the stored file. ``compare`` compares the stored file with that of a commit.
+``run`` judges loops and prints every verdict that differs from the stored ones (tests/verdicts.tsv), then four
+counts: faults lost, correct loops accused or advised, other verdicts changed. It ends with 1 where any differs.
+``--only`` runs some checks on all loops. ``--changed`` runs the checks whose own files differ from a commit (default:
+the last one that changed the stored verdicts), and on every tenth loop, drawn by the commit, the checks that import
+changed code. ``--share`` and ``--minutes`` leave loops out, drawn by the commit too, and say how many. ``--store``
+writes what differs into the stored file. ``compare`` compares the stored file with that of a commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import hashlib
+import io
 import multiprocessing
 import subprocess
 import sys
@@ -123,20 +126,20 @@ def shown(result: Any) -> str:
     outcome = result.outcome
     if outcome == "skipped" and not result.applies:
         outcome = "absent"
-    found = sorted({f"{f.level} {f.cause} @ {' '.join(code_of(f.where).split())}" for f in result.findings})
+    lines = {(f.level, f.cause, " ".join(code_of(f.where).split())) for f in result.findings}
+    found = [f"{level} {cause} @ {line}" if line else f"{level} {cause}" for level, cause, line in sorted(lines)]
     return "; ".join([outcome, *found])
 
 
-def judge(job: tuple[str, tuple[str, ...] | None]) -> tuple[str, Verdicts, float]:
+def judge(job: tuple[str, tuple[str, ...] | None]) -> tuple[str, Verdicts]:
     """One loop's verdicts by some checks, None for all."""
     name, only = job
-    began = time.perf_counter()
     warnings.simplefilter("ignore")
     try:
-        found = {r.check: shown(r) for r in _subjects()[name](only).results}
+        with contextlib.redirect_stdout(io.StringIO()):
+            return name, {r.check: shown(r) for r in _subjects()[name](only).results}
     except Exception as error:  # a loop that cannot be judged at all is a difference too
-        found = dict.fromkeys(only or ("all",), f"not judged; {type(error).__name__}")
-    return name, found, time.perf_counter() - began
+        return name, dict.fromkeys(only or ("all",), f"not judged; {type(error).__name__}")
 
 
 _subjects = cache(subjects)
@@ -186,9 +189,12 @@ def run(given: argparse.Namespace) -> int:
     stored = Stored.parsed(STORED.read_text(encoding="utf-8")) if STORED.exists() else Stored()
     todo, differs, began, done = list(jobs(given, stored)), Difference(), time.monotonic(), 0
     part = given.only or given.k or given.missing or given.changed is not None or given.minutes or given.share != "0/1"
-    with multiprocessing.get_context("fork").Pool(given.processes, maxtasksperchild=200) as pool:
-        for name, found, _ in pool.imap_unordered(judge, todo):
-            done += 1
+    # no multiprocessing.Pool: its processes may have no children, and loaders and ranks have
+    forks = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(given.processes, mp_context=forks) as pool:
+        waiting = [pool.submit(judge, job) for job in todo]
+        for ended in concurrent.futures.as_completed(waiting):
+            (name, found), done = ended.result(), done + 1
             for check, verdict in found.items():
                 differs.note(name, check, stored.of(name, check), verdict)
             if given.store:
@@ -196,7 +202,7 @@ def run(given: argparse.Namespace) -> int:
                 if done % 50 == 0:
                     STORED.write_text(stored.text(), encoding="utf-8")
             if given.minutes and time.monotonic() - began > 60 * given.minutes:
-                pool.terminate()
+                pool.shutdown(cancel_futures=True)
                 break
     for name in sorted(set(stored.loops) - set(_subjects()) if not part else ()):
         differs.note(name, "all", "stored", "there is no such loop")
@@ -228,21 +234,34 @@ class Difference:
     """What differs between two sets of verdicts."""
 
     counted: Counter[str] = field(default_factory=Counter)
+    first: Counter[str] = field(default_factory=Counter)
+    """Verdicts of checks that are not stored yet, where nothing was found."""
 
     def note(self, name: str, check: str, before: str, after: str) -> None:
         if before == after:
             return
+        if not before and after in _USUAL:
+            self.first[after] += 1
+            return
         accused = not name.startswith("faulty ") and _is_bad(after) and not _is_bad(before)
         lost = name.startswith("faulty ") and "fault " in before and "fault " not in after
-        kind = "correct loops accused" if accused else "faults lost" if lost else "other verdicts changed"
+        advised = not name.startswith("faulty ") and "advice " in after and "advice " not in before
+        kind = "correct loops advised" if advised else "other verdicts changed"
+        kind = "correct loops accused" if accused else "faults lost" if lost else kind
         self.counted[kind] += 1
-        mark = {"correct loops accused": "ACCUSED ", "faults lost": "LOST "}.get(kind, "")
+        marks = {"correct loops accused": "ACCUSED ", "correct loops advised": "ADVISED ", "faults lost": "LOST "}
+        mark = marks.get(kind, "")
         print(f"{mark}{name}: {check}: {before or 'not stored'} -> {after}", flush=True)
 
     def told(self) -> int:
-        kinds = ("faults lost", "correct loops accused", "other verdicts changed")
+        if self.first:
+            print(f"not stored yet: {', '.join(f'{n} {outcome}' for outcome, n in self.first.most_common())}")
+        kinds = ("faults lost", "correct loops accused", "correct loops advised", "other verdicts changed")
         print(", ".join(f"{self.counted[kind]} {kind}" for kind in kinds))
         return int(bool(self.counted))
+
+
+_USUAL = ("passed", "absent", "skipped")
 
 
 def _is_bad(verdict: str) -> bool:

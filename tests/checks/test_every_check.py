@@ -19,6 +19,7 @@ from torch import nn
 from pytest_trainloop import LossContract, TrainLoop, checks, registry
 from pytest_trainloop.api import check_loop, check_loss
 from pytest_trainloop.registry import FAMILIES, Check
+from tests.helpers.findings import described
 from tests.loops.corpus import PAIRS
 from tests.losses.corpus import PAIRS as LOSS_PAIRS
 
@@ -163,10 +164,12 @@ def example(check: Check, heading: str) -> str:
 
 @every_check
 def test_the_faulty_example_fails_it_and_the_fixed_one_passes_it(check):
-    (faulty,) = judge(check, "Faulty", only=[check.name], strict=True).results  # strict: a check may only advise
-    assert faulty.outcome == "failed"
-    (fixed,) = judge(check, "Fixed", only=[check.name]).results
-    assert fixed.outcome == "passed" or not fixed.applies
+    report = judge(check, "Faulty", only=[check.name], strict=True)  # strict: a check may only advise
+    (faulty,) = report.results
+    assert faulty.outcome == "failed", described(report)
+    report = judge(check, "Fixed", only=[check.name])
+    (fixed,) = report.results
+    assert fixed.outcome == "passed" or not fixed.applies, described(report)
 
 
 @pytest.mark.corpus
