@@ -29,8 +29,22 @@ LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long, and is 
 eighth_of_the_pairs = parametrized_eighth(PAIRS)
 quick_pairs = parametrized_quick(PAIRS, every=2)
 every_pair_in_corpus = parametrized_in_corpus(PAIRS)
-every_twelfth_odd_loop = pytest.mark.parametrize("name", [name for name in sorted(ODD) if number(name) % 12 == 0])
-every_odd_loop = pytest.mark.parametrize("name", sorted(ODD))
+
+
+def own_check(name):
+    """The check that an odd loop looks wrong to: the folder that it is in."""
+    return ODD[name].make.__module__.rpartition(".")[0].rpartition(".")[2]
+
+
+def odd_loops(every):
+    """The odd loops by check and name; all but every so manieth have the marker ``corpus``."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, id=f"{own_check(name)}-{name}", marks=[pytest.mark.corpus] * bool(number(name) % every))
+            for name in sorted(ODD)
+        ],
+    )
 
 
 def assert_named(pair, report):
@@ -73,9 +87,9 @@ def judged(pair, make, **chosen):
         return check_loop(make, raises=False, baseline=file, **chosen)
 
 
-@every_twelfth_odd_loop
+@odd_loops(every=12)
 def test_an_odd_but_correct_loop_is_silent(name):
-    own = ODD[name].make.__module__.rpartition(".")[0].rpartition(".")[2]
+    own = own_check(name)
     in_turn = [check for i, check in enumerate(registry.of("loop")) if (i + number(name) // SEEDS) % SHARE == 0]
     assert_silent(name, only=[own] if own in registry.of("loop") else in_turn)
 
@@ -101,7 +115,7 @@ def test_a_fault_from_a_thread_is_named(fault):
 
 
 @pytest.mark.corpus
-@every_odd_loop
+@odd_loops(every=1)
 def test_an_odd_but_correct_loop_is_silent_in_every_check(name):
     assert_silent(name, only=None)
 
