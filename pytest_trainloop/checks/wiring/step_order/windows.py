@@ -55,7 +55,7 @@ def cleared_inside(record: Record, ledger: GradientLedger, accumulate: int = 0) 
             by_site[outcome.backward.site].append(outcome)
     for outcomes in by_site.values():
         lost = [b for b in outcomes if b.cleared and not b.consumed and not b.pending]
-        window = _window(outcomes) if 0 < len(lost) < len(outcomes) else None
+        window = _window(record, outcomes) if 0 < len(lost) < len(outcomes) else None
         if window is None or any(_moved_after(record, b.backward, b.cleared) for b in lost):
             continue
         own_batches = all(a.backward.item < b.backward.item for a, b in itertools.pairwise(outcomes))
@@ -66,14 +66,28 @@ def cleared_inside(record: Record, ledger: GradientLedger, accumulate: int = 0) 
     return None
 
 
-def _window(outcomes: list[BackwardOutcome]) -> Window | None:
-    """The window of these passes, where at least three whole ones clear equally many."""
-    runs = [(consumed, len(list(g))) for consumed, g in itertools.groupby(outcomes, key=lambda b: bool(b.consumed))]
+def _window(record: Record, outcomes: list[BackwardOutcome]) -> Window | None:
+    """The window of these passes, where at least three whole ones clear equally many.
+
+    Passes that are kept next to each other are read by one step. Where each has a step of its own, the loop leaves
+    steps out, as at a spike of the loss (repaired: step_left_out_by_the_loss_of_a_rank). At the end a short window may
+    follow the last whole one.
+    """
+    groups = [(kept, list(g)) for kept, g in itertools.groupby(outcomes, key=lambda b: bool(b.consumed))]
+    if any(_stepped_between(record, a, b) for kept, g in groups[:-1] if kept for a, b in itertools.pairwise(g)):
+        return None
+    runs = [(kept, len(g)) for kept, g in groups]
     cleared = [n for consumed, n in (runs if runs[-1][0] else runs[:-1]) if not consumed]
     kept = [n for consumed, n in runs if consumed]
     if len(cleared) < 3 or len(set(cleared)) != 1:
         return None
     return Window(cleared[0] + max(set(kept), key=kept.count), cleared[0])
+
+
+def _stepped_between(record: Record, one: BackwardOutcome, other: BackwardOutcome) -> bool:
+    """Whether a step read the gradient of the first pass before the second one began."""
+    between = (s for s in record.innermost_steps() if one.backward.at < s.at < other.backward.at)
+    return any(one.consumed & set(record.optimizers[s.optimizer].parameters) for s in between)
 
 
 def _moved_after(record: Record, backward: Backward, parameters: set[int]) -> bool:

@@ -426,7 +426,7 @@ class Penalized(Classifier):
     def forward(self, x):
         features = self.encoder(x)
         if self.always or not torch.compiler.is_compiling():
-            features = features / (1 + features.abs().mean())
+            features = features / (1 + features.abs().mean(1, keepdim=True))
         return self.head(features)
 
 
