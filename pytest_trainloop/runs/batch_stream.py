@@ -307,6 +307,17 @@ def first_batches(loop: TrainLoop, count: int) -> list[Any]:
     return [given[i % len(given)] for i in range(count)] if given else []
 
 
+def first_batch(loop: TrainLoop) -> Any:
+    """The example batch, or the first of the loop's own. Raises ``CannotDecide`` or ``UsageError`` where the
+    loop gives none."""
+    if loop.batch is not None:
+        return loop.batch
+    given = first_batches(loop, 1)
+    if not given:
+        raise _no_batch(loop)
+    return given[0]
+
+
 def _re_iterable(batches: Any) -> bool:
     return not isinstance(batches, Iterator)
 

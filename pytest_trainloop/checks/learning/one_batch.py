@@ -27,7 +27,7 @@ from pytest_trainloop.checks.learning.reference_adam import Adam, ReferenceSteps
 from pytest_trainloop.checks.learning.swapped_rows import OtherRows, all_the_first, each_its_neighbours
 from pytest_trainloop.checks.learning.update_sizes import Ratios
 from pytest_trainloop.recording.events import ScalerCall, Step
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.process_state import seed_all
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class OneBatch:
 
     def _stream(self, loop: TrainLoop) -> Iterator[Any]:
         """The same batch again and again."""
-        batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+        batch = first_batch(loop)
         self.rows = nested.rows(batch)
         self.differing = sum(_rows_differ(t, self.rows) for t in nested.tensors(batch))
         return itertools.repeat(batch)

@@ -11,7 +11,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.batches import segments
 from pytest_trainloop.batches.row_axis import drawn_by_a_loader, rows_known
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class FewRows:
 def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUNTS) -> FewRows:
     """The first rows of a fresh loop's first batch: as many as the first of ``counts`` that is none of ``sizes`` nor
     the length of another axis, or all. Raises ``CannotDecide`` where there are no two rows."""
-    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    batch = first_batch(loop)
     found = segments.read(batch)
     if found is not None and found.ids.dim() == 1:
         raise CannotDecide(

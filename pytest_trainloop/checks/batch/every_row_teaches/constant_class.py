@@ -20,7 +20,7 @@ from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS, REDUCTIONS
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.tracing.call_log import Calls, Value
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class _Classes:
         return smallest(of_rows(rows), shows, evidence=self._evidence) or Composition(tuple(rows))
 
     def _of_class(self, loop: TrainLoop, chosen: int, instead: int | None) -> Any:
-        batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+        batch = first_batch(loop)
         classes = dict(nested.paths(batch))[self._path].detach().flatten()
         rows = (classes == chosen).nonzero().flatten().tolist()
         made = nested.take(batch, list(itertools.islice(itertools.cycle(rows), len(classes))))

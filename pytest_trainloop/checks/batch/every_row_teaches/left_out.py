@@ -23,7 +23,7 @@ from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.errors import CannotDecide, Refused
 from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.recording.events import Backward, Step
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.call_log import Calls
 
@@ -81,7 +81,7 @@ def left_out(evidence: Evidence, seen: Calls) -> LeftOut | None:
     no rows in another order.
     """
     loop = evidence.fresh_loop()
-    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    batch = first_batch(loop)
     if nested.rows(batch, loop.batch_dim if isinstance(loop.batch_dim, int) else 0) == 1:
         raise CannotDecide("the batch has one row: give a larger one to see whether each row teaches", needs="batch=")
     made = evidence.shared(StepGradients.of)

@@ -26,7 +26,7 @@ from pytest_trainloop.recording.torch_names import (
     TO_PYTHON,
     VIEWS,
 )
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.call_log import Call, Calls, Value
 
@@ -99,7 +99,7 @@ def cut_weights(evidence: Evidence, suspected: Calls) -> CutWeights | None:
 def example(evidence: Evidence) -> Any:
     """The example batch, or the first of the loop's own."""
     loop = evidence.fresh_loop()
-    return first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    return first_batch(loop)
 
 
 def step_seen(evidence: Evidence, others: dict[int, Any]) -> tuple[Calls, Record]:

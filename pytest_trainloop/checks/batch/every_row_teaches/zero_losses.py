@@ -29,7 +29,7 @@ from pytest_trainloop.recording.torch_names import (
     SUBTRACTIONS,
     VIEWS,
 )
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.tracing.call_log import Call, Calls, Value
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _zero_for_equal_inputs(evidence: Evidence) -> bool:
     the wrong sign, or the scores do not reach it."""
 
     def stream(loop: TrainLoop) -> Iterator[Any]:
-        return itertools.repeat(equal_inputs(first_batches(loop, 1)[0] if loop.batch is None else loop.batch))
+        return itertools.repeat(equal_inputs(first_batch(loop)))
 
     record = evidence.rerun(stream=stream, enough=lambda r: r.begun or bool(r.backwards()), may_raise=True)
     return _all_zero(record)

@@ -26,7 +26,7 @@ from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.torch_internals import has_values, is_transformed
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.hooks import before_calls, call_from_outside, hooked, unless_suspended
 from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import LONGEST
@@ -178,7 +178,7 @@ class InputRuns:
 
     def _no_tensors(self) -> str:
         loop = self._evidence.fresh_loop()
-        return nested.without_tensors(first_batches(loop, 1)[0] if loop.batch is None else loop.batch)
+        return nested.without_tensors(first_batch(loop))
 
     def _read_behind(
         self, unused: Sequence[BatchTensor], passed: Sequence[BatchTensor], unchanged: _Run
@@ -246,7 +246,7 @@ class InputRuns:
         run = _Run()
 
         def stream(loop: TrainLoop) -> Iterator[Any]:
-            batch = nested.copy(first_batches(loop, 1)[0] if loop.batch is None else loop.batch)
+            batch = nested.copy(first_batch(loop))
             if not self.own_data:
                 tensors, names = dict(enumerate(nested.tensors(batch))), dict(named(batch))
                 self._named = {n: names.get(id(t), f"tensor {n}") for n, t in tensors.items()}

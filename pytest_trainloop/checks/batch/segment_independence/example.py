@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch
 
 if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
@@ -14,4 +14,4 @@ if TYPE_CHECKING:
 def example_batch(evidence: Evidence) -> Any:
     """A copy of the declared batch, or of the first one that the loop gets."""
     loop = evidence.fresh_loop()
-    return nested.copy(first_batches(loop, 1)[0] if loop.batch is None else loop.batch)
+    return nested.copy(first_batch(loop))
