@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="I/N",
         help="of the selected tests every Nth from the Ith on, counted from 0: to spread -m corpus over machines",
     )
-    parser.addoption("--note-slow", action="store_true", help="time the tests, and write tests/slow.txt anew")
+    parser.addoption("--note-slow", action="store_true", help="time the tests, and rewrite tests/slow.txt")
     parser.addoption(
         "--all-checks",
         action="store_true",

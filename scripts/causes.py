@@ -33,14 +33,14 @@ def main() -> int:
     chosen = set(given.checks.split(",")) if given.checks else set(registry.registered())
     if unknown := sorted(chosen - set(registry.registered())):
         raise SystemExit(f"{unknown[0]} is no check")
-    told, pairs, seen = stored(), Counter((p.check, p.cause) for p in (*PAIRS.values(), *LOSS_PAIRS.values())), {}
+    levels, pairs, seen = stored(), Counter((p.check, p.cause) for p in (*PAIRS.values(), *LOSS_PAIRS.values())), {}
     if given.public:
         seen = public(given.public.read_text(encoding="utf-8"))
     print("check\tcause\tstatus\tsource\tpairs\tfault\tadvice\tlines\tpublic")
     for name, check in registry.registered().items():
         lines = lines_of(check) // len(check.causes)
         for slug, cause in check.causes.items() if name in chosen else ():
-            counted = [pairs[name, slug], told[name, slug, "fault"], told[name, slug, "advice"], lines]
+            counted = [pairs[name, slug], levels[name, slug, "fault"], levels[name, slug, "advice"], lines]
             known = seen.get((name, slug), "never") if given.public else "-"
             print(name, slug, cause.status, cause.source or "-", *counted, known, sep="\t")
     return 0

@@ -22,7 +22,6 @@ import io
 import multiprocessing
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -38,7 +37,7 @@ from pytest_trainloop import registry  # noqa: E402
 from scripts.imports import checks_touched  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
 STORED = ROOT / "tests" / "verdicts.tsv"
 
@@ -87,21 +86,16 @@ class Stored:
 def subjects() -> dict[str, Callable[..., Any]]:
     """Every loop and loss of the corpora by a name of its own, with the function that judges it by some checks."""
     from pytest_trainloop import check_loop, check_loss
-    from tests.loops.corpus import FAULTS, ODD, PAIRS
+    from tests.loops.corpus import FAULTS, ODD, PAIRS, judged
     from tests.losses.corpus import MODULES
     from tests.losses.corpus import ODD as ODD_LOSSES
     from tests.losses.corpus import PAIRS as LOSS_PAIRS
 
-    def loop(make: Any, fixed: Any = None, **chosen: Any) -> Callable[..., Any]:
-        def judge(only: Sequence[str] | None) -> Any:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder, "loop.json")
-                if fixed is not None:  # a baseline pair: the faulty loop is compared with the repaired one
-                    check_loop(fixed, only=["baseline"], baseline=file, update=True)
-                    chosen["baseline"] = file
-                return check_loop(make, only=only, raises=False, timeout=TIMEOUT, **chosen)
+    def loop(make: Any, **chosen: Any) -> Callable[..., Any]:
+        return lambda only: check_loop(make, only=only, raises=False, timeout=TIMEOUT, **chosen)
 
-        return judge
+    def faulty(pair: Any) -> Callable[..., Any]:
+        return lambda only: judged(pair, pair.faulty, only=only, timeout=TIMEOUT)
 
     def loss(given: Any) -> Callable[..., Any]:
         return lambda only: check_loss(given, only=only, raises=False)
@@ -110,7 +104,7 @@ def subjects() -> dict[str, Callable[..., Any]]:
     for name, odd in ODD.items():
         found[f"correct {name}"] = loop(odd.make, skip={} if odd.fixed_seed_ok else {"determinism": odd.why})
     for name, pair in PAIRS.items():
-        found[f"faulty {name}"] = loop(pair.faulty, pair.fixed if pair.check == "baseline" else None)
+        found[f"faulty {name}"] = faulty(pair)
         found[f"repaired {name}"] = loop(pair.fixed)
     found |= {f"faulty thread {name}": loop(fault.make) for name, fault in FAULTS.items()}
     found |= {f"correct loss {name}": loss(given) for name, given in {**ODD_LOSSES, **MODULES}.items()}
@@ -215,7 +209,7 @@ def run(given: argparse.Namespace) -> int:
         print(f"{missing} loops and losses have no stored verdicts: run --missing --store")
     left = f", {len(todo) - done} left out" if done < len(todo) else ""
     print(f"{done} loops and losses judged in {time.monotonic() - began:.0f} s{left}")
-    return differs.told()
+    return differs.summed_up()
 
 
 def settle(stored: Stored) -> None:
@@ -253,7 +247,7 @@ class Difference:
         mark = marks.get(kind, "")
         print(f"{mark}{name}: {check}: {before or 'not stored'} -> {after}", flush=True)
 
-    def told(self) -> int:
+    def summed_up(self) -> int:
         if self.first:
             print(f"not stored yet: {', '.join(f'{n} {outcome}' for outcome, n in self.first.most_common())}")
         kinds = ("faults lost", "correct loops accused", "correct loops advised", "other verdicts changed")
@@ -277,7 +271,7 @@ def compare(commit: str) -> int:
             continue
         for check in sorted({*before.usual, *after.usual}):
             differs.note(name, check, before.of(name, check), after.of(name, check))
-    return differs.told()
+    return differs.summed_up()
 
 
 def main() -> int:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     Listener = Callable[[str | bytes], None]
 
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
 _listeners: list[Listener] = []
 
 
@@ -28,7 +30,7 @@ def listen(listener: Listener) -> None:
 
 
 def stop(listener: Listener) -> None:
-    """Call it no more; one that does not listen is let be."""
+    """Stop calling this function. A function that does not listen is ignored."""
     if listener in _listeners:
         _listeners.remove(listener)
 
@@ -39,17 +41,13 @@ def _install() -> None:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _listeners and event == "open":  # called for every event there is: nothing may stand before this
+    if _listeners and event == "open":  # called for every audit event: this test comes first
         _opened(*args)
 
 
 @unnoticed
 def _opened(path: Any = None, mode: Any = None, flags: Any = None, *_: Any) -> None:
-    writes = not isinstance(mode, str) or bool(set(mode) & set("wax+"))
-    if isinstance(flags, int):
-        writes = writes and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND))
-    elif not isinstance(mode, str):
-        writes = False
+    writes = flags & _WRITES if isinstance(flags, int) else isinstance(mode, str) and set(mode) & set("wax+")
     if writes and isinstance(path, (str, bytes)):
         for listener in _listeners:
             listener(path)

@@ -1,7 +1,7 @@
 """The slow tests: those whose call took half a second when they were last timed. ``tests/slow.txt`` lists them.
 
 ``pytest -n 2 -m "not corpus and not integration and not processes" --note-slow``, with nothing else running, times the
-tests and writes the list anew.
+tests and rewrites the list.
 """
 
 from __future__ import annotations

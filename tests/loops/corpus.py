@@ -6,6 +6,10 @@ A loop stands in ``faults*.py`` or ``unusual*.py`` of its check's folder (tests/
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
+from pytest_trainloop.api import check_loop
 from tests.helpers.discovery import import_all
 from tests.loops.from_threads import FAULTS, Fault
 from tests.loops.odd import ODD, OddLoop
@@ -20,4 +24,14 @@ FILES = (
 
 import_all(*FILES)
 
-__all__ = ["FAULTS", "ODD", "PAIRS", "Fault", "OddLoop", "Pair"]
+__all__ = ["FAULTS", "ODD", "PAIRS", "Fault", "OddLoop", "Pair", "judged"]
+
+
+def judged(pair, make, **chosen):
+    """The report on one loop of a pair; where the check compares with a baseline, with that of the repaired loop."""
+    if pair.check != "baseline":
+        return check_loop(make, raises=False, **chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "loop.json")
+        check_loop(pair.fixed, only=["baseline"], baseline=file, update=True)
+        return check_loop(make, raises=False, baseline=file, **chosen)

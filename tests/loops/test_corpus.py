@@ -6,16 +6,13 @@ it looks wrong to, or by one check in twenty-four, in turn, where it belongs to 
 the whole battery.
 """
 
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from pytest_trainloop import registry
 from pytest_trainloop.api import check_loop
 from tests.helpers.every_pair import number, parametrized_eighth, parametrized_in_corpus, parametrized_quick
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
-from tests.loops.corpus import FAULTS, ODD, PAIRS
+from tests.loops.corpus import FAULTS, ODD, PAIRS, judged
 
 SEEDS = 3
 """Seeds over which the odd loops are spread, each under one of them (scripts/seeds.py runs more)."""
@@ -75,16 +72,6 @@ def test_the_fault_is_named_by_its_check(pair):
 def test_the_repaired_loop_passes_that_check(pair):
     report = judged(pair, pair.fixed, only=[pair.check])
     assert report.ok, described(report)
-
-
-def judged(pair, make, **chosen):
-    """The report on one loop of a pair; where the check compares with a baseline, with that of the repaired loop."""
-    if pair.check != "baseline":
-        return check_loop(make, raises=False, **chosen)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "loop.json")
-        check_loop(pair.fixed, only=["baseline"], baseline=file, update=True)
-        return check_loop(make, raises=False, baseline=file, **chosen)
 
 
 @odd_loops(every=12)

@@ -174,12 +174,12 @@ class Uninterrupted:
                 self.changed_by_save = differences(before, self.saved)
                 self.ties = ties(loop)
                 self.paths = {n: reach.path_of(t) for n, t in declared_tensors(loop)}
-                weights = {address(t) for _, t in declared_tensors(loop) if not torch.nn.parameter.is_lazy(t)}
+                weights = {address(t) for _, t in declared_tensors(loop)} - {0}
                 own = ("weight", "buffer")
                 self._kept = {
                     entry.path: reach.path_of(entry.live)
                     for entry in self.checkpoint.entries
-                    if entry.live.numel() and address(entry.live) in weights
+                    if address(entry.live) in weights
                     and (leaf := reach.leaves.get(reach.path_of(entry.live))) is not None
                     and leaf.kind not in own
                 }  # fmt: skip

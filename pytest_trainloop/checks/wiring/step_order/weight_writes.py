@@ -43,7 +43,7 @@ class _Writes(FunctionMode):
         writes = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
         if writes and args and not self.place and self._watch.record.steps and not self._watch.stepping:
             targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
-            written = {address(t) for t in targets if isinstance(t, torch.Tensor) and t.numel()}
+            written = {address(t) for t in targets if isinstance(t, torch.Tensor)} - {0}
             table = self._watch.table
             mine = (t for e, t in zip(table.entries, table.tensors, strict=False) if e.name in self._names)
             if name != "__set__" or getattr(func, "__self__", None) is torch.Tensor.data:
