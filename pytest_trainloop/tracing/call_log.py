@@ -58,8 +58,6 @@ class Value:
     """Equal for equal entries."""
     parameter: bool = False
     """Whether it is a parameter, of whatever module."""
-    storage: int = 0
-    """Where its entries lie in memory: equal for views of one tensor, while that lives."""
 
     @property
     def floating(self) -> bool:
@@ -203,7 +201,6 @@ def _marked(tensor: torch.Tensor) -> Value:
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and readable(tensor)
     if not plain or tensor.numel() == 0:
         return value
-    value.storage = tensor.untyped_storage().data_ptr()
     entries = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     value.digest = hash(as_bytes(entries).numpy().tobytes())
     if entries.is_floating_point() and entries.itemsize < 2:

@@ -244,6 +244,7 @@ class InputRuns:
         """A run over one batch, whose tensors ``prepare`` is given first; ``addresses`` gets theirs. Where the loop
         makes its own data ``prepare`` is given those that a model is called with."""
         run = _Run()
+        first: list[Any] = []
 
         def stream(loop: TrainLoop) -> Iterator[Any]:
             batch = nested.copy(first_batch(loop))
@@ -256,6 +257,7 @@ class InputRuns:
 
         def before_item(number: int, item: Any) -> None:
             if number == 0:
+                first.append(item)  # no tensor that the loop makes may get its place in memory
                 addresses.extend(map(address, nested.tensors(item)))
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:

@@ -9,7 +9,7 @@ from torch import nn
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
 from tests.loops.pairs import pair
-from tests.loops.plain import cross_entropy, loop
+from tests.loops.plain import loop
 
 
 def sentences(rows=8, length=9, vocab=20):
@@ -18,15 +18,6 @@ def sentences(rows=8, length=9, vocab=20):
 
 
 # Inputs that are not read.
-
-
-class Blind(nn.Module):
-    def __init__(self, prepare):
-        super().__init__()
-        self.body, self.prepare = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)), prepare
-
-    def forward(self, x):
-        return self.body(self.prepare(x))
 
 
 class Words(nn.Module):
@@ -46,38 +37,6 @@ def words(scaled):
     return make
 
 
-class Masked(nn.Module):
-    """The mask is handed over, and forgotten."""
-
-    def __init__(self, uses):
-        super().__init__()
-        self.embed, self.head, self.uses = nn.Embedding(20, 16), nn.Linear(16, 3), uses
-
-    def forward(self, input_ids, attention_mask):
-        hidden, mask = self.embed(input_ids), attention_mask[..., None].to(self.embed.weight.dtype)
-        return self.head((hidden * mask).sum(1) / mask.sum(1) if self.uses else hidden.mean(1))
-
-
-def masked(uses):
-    def make():
-        batch = sentences() | {"attention_mask": (torch.arange(9)[None] < torch.arange(2, 10)[:, None]).long()}
-        return loop(
-            Masked(uses),
-            batch,
-            lambda m, b: F.cross_entropy(m(b["input_ids"], b["attention_mask"]), b["labels"]),
-        )
-
-    return make
-
-
-pair(
-    "zeros_in_place_of_the_input",
-    "input_dependence",
-    "inputs_ignored",
-    culprits=("batch[0]",),
-    faulty=lambda: loop(Blind(torch.zeros_like), data.labelled(), cross_entropy),
-    fixed=lambda: loop(Blind(lambda x: x), data.labelled(), cross_entropy),
-)
 pair(
     "ids_that_a_cast_turns_into_zeros",
     "input_dependence",
@@ -112,27 +71,6 @@ def conditioned(uses):
     return make
 
 
-class TwoViews(nn.Module):
-    """Scores of a picture's features and of its caption's; ``join`` makes one of both."""
-
-    def __init__(self, join):
-        super().__init__()
-        self.picture, self.caption, self.head = nn.Linear(6, 12), nn.Linear(10, 12), nn.Linear(12, 3)
-        self.join = join
-
-    def forward(self, picture, caption):
-        return self.head(torch.relu(self.join(self, picture, caption)))
-
-
-def two_views(join):
-    def make():
-        picture, caption = data.views()
-        batch = {"picture": picture, "caption": caption, "kind": torch.arange(len(picture)) % 3}
-        return loop(TwoViews(join), batch, lambda m, b: F.cross_entropy(m(b["picture"], b["caption"]), b["kind"]))
-
-    return make
-
-
 pair(
     "a_condition_that_is_handed_over_and_not_embedded",
     "input_dependence",
@@ -141,23 +79,6 @@ pair(
     mentions=("its submodule kind, which is trainable and takes such inputs, is never called",),
     faulty=conditioned(uses=False),
     fixed=conditioned(uses=True),
-)
-pair(
-    "one_of_two_views_is_left_out_of_the_sum",
-    "input_dependence",
-    "input_ignored",
-    culprits=("batch['caption']", "caption"),
-    faulty=two_views(lambda m, picture, caption: m.picture(picture)),
-    fixed=two_views(lambda m, picture, caption: m.picture(picture) + m.caption(caption)),
-)
-pair(
-    "a_mask_that_nothing_reads",
-    "input_dependence",
-    "input_ignored",
-    culprits=("batch['attention_mask']",),
-    mentions=("with other values in batch['input_ids'] where it is 0",),
-    faulty=masked(uses=False),
-    fixed=masked(uses=True),
 )
 
 

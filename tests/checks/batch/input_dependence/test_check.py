@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.checks.batch.input_dependence.check import input_dependence
 from pytest_trainloop.checks.batch.input_dependence.passes import BatchTensor, InputRuns, UnusedInputs
 from pytest_trainloop.errors import UsageError
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
+from tests.loops import data
 
 X = BatchTensor("batch['x']", 0, passed=True, shape=(4, 6))
 MASK = BatchTensor("batch['mask']", 1, passed=True, shape=(4, 6), integer=True, largest=1.0, masks=5)
@@ -130,3 +133,26 @@ def test_a_declared_input_that_no_model_is_called_with(uses, levels):
         == "nothing depends on batch['kind'], and no model is called with it: uses= declares that it is needed"
         for f in findings
     )
+
+
+def test_the_first_batch_keeps_its_place_in_memory_while_addresses_are_compared():
+    alive = []
+
+    def make():
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            given = iter(batches)
+            first = weakref.ref(next(given)[0])
+            for _ in given:
+                alive.append(first() is not None)
+                optimizer.zero_grad()
+                model(torch.randn(12, 6)).square().mean().backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(rows=12), fit=fit)
+
+    check_loop(make, only=["input_dependence"], raises=False)
+    steps_of_each_run, runs = 2, ("as it is", "with the first row", "with the last row")
+    assert sum(alive) >= steps_of_each_run * len(runs)
