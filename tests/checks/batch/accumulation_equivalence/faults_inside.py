@@ -94,25 +94,6 @@ pair(
 )
 
 
-# The sign of the gradient, for a step of one size: taken of every micro-batch.
-
-
-def signs(_i, model, _optimizer):
-    for p in model.parameters():
-        p.grad.sign_()
-
-
-pair(
-    "signs_taken_inside_a_window",
-    "accumulation_equivalence",
-    "changed_inside_window",
-    where="p.grad.sign_()",
-    culprits=("sign_",),
-    faulty=windowed(each=signs, rate=1e-3),
-    fixed=windowed(once=signs, rate=1e-3),
-)
-
-
 # Decoupled decay by hand.
 
 
@@ -142,11 +123,6 @@ def rate_by_hand(i, _model, optimizer):
         group["lr"] *= 0.95
 
 
-def momentum_by_hand(i, _model, optimizer):
-    for group in optimizer.param_groups:
-        group["momentum"] *= 0.9
-
-
 pair(
     "rate_by_hand_inside_a_window",
     "accumulation_equivalence",
@@ -155,15 +131,6 @@ pair(
     where='group["lr"]',
     faulty=windowed(each=rate_by_hand),
     fixed=windowed(after=rate_by_hand),
-)
-pair(
-    "momentum_by_hand_inside_a_window",
-    "accumulation_equivalence",
-    "scheduled_inside_window",
-    level="advice",
-    where='group["momentum"]',
-    faulty=windowed(each=momentum_by_hand),
-    fixed=windowed(after=momentum_by_hand),
 )
 
 

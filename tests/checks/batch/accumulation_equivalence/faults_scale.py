@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, AutoEncoder, ConvNet, TwoTower, lm_loss, mlp
+from tests.loops.nets import GPT, TwoTower, lm_loss, mlp
 from tests.loops.pairs import pair
 
 # A script's loop: the division was forgotten when accumulation was added.
@@ -52,93 +52,6 @@ pair(
     mentions=("2.000",),
     faulty=classifier(divide=False),
     fixed=classifier(divide=True),
-)
-
-
-# A convolutional net with batch norm and dropout, images in a dict.
-
-
-def train_pictures(model, optimizer, scheduler, batches, accumulate, scale):
-    for i, batch in enumerate(batches, start=1):
-        logits = model(batch["pixel_values"])
-        loss = F.cross_entropy(logits, batch["labels"], label_smoothing=0.1) * scale
-        loss.backward()
-        if i % accumulate == 0 or i == len(batches):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-
-
-def pictures(scale_of):
-    def make(accumulate=1):
-        model = nn.Sequential(nn.Dropout(0.1), ConvNet())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
-        images, labels = data.images(rows=12)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch={"pixel_values": images, "labels": labels},
-            fit=lambda batches: train_pictures(model, optimizer, scheduler, batches, accumulate, scale_of(accumulate)),
-        )
-
-    return make
-
-
-pair(
-    "batch_norm_loss_not_divided",
-    "accumulation_equivalence",
-    "loss_not_divided",
-    culprits=("loss.backward()",),
-    faulty=pictures(lambda accumulate: 1.0),
-    fixed=pictures(lambda accumulate: 1.0 / accumulate),
-)
-
-
-# A penalty is added to the loss after its division.
-
-
-def penalty(model):
-    return 1e-2 * sum(p.square().sum() for p in model.parameters() if p.dim() > 1)
-
-
-def step_loss(model, x, y, accumulate):
-    return (F.mse_loss(model(x), y) + penalty(model)) / accumulate
-
-
-def step_loss_with_whole_penalty(model, x, y, accumulate):
-    return F.mse_loss(model(x), y) / accumulate + penalty(model)
-
-
-def train_regression(model, optimizer, batches, accumulate, step_loss):
-    for i, (x, y) in enumerate(batches, start=1):
-        step_loss(model, x, y, accumulate).backward()
-        if i % accumulate == 0 or i == len(batches):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def regression(step_loss):
-    def make(accumulate=1):
-        model = mlp(6, 32, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table(),
-            fit=lambda batches: train_regression(model, optimizer, batches, accumulate, step_loss),
-        )
-
-    return make
-
-
-pair(
-    "penalty_not_divided",
-    "accumulation_equivalence",
-    "loss_not_divided",
-    mentions=("a term of the loss",),
-    faulty=regression(step_loss_with_whole_penalty),
-    fixed=regression(step_loss),
 )
 
 
@@ -202,49 +115,6 @@ pair(
     mentions=("0.500",),
     faulty=language(DividesInBothMethods),
     fixed=language(LanguageTrainer),
-)
-
-
-# Gradients are averaged before the step, of losses that were divided already.
-
-
-def train_autoencoder(model, optimizer, batches, accumulate, average):
-    parameters = list(model.parameters())
-    window = []
-    for x in batches:
-        window.append(x)
-        if len(window) < accumulate:
-            continue
-        optimizer.zero_grad()
-        for part in window:
-            (F.mse_loss(model(part), part) / len(window)).backward()
-        if average:
-            for p in parameters:
-                p.grad.div_(len(window))
-        optimizer.step()
-        window = []
-
-
-def autoencoder(average):
-    def make(accumulate=1):
-        model = AutoEncoder()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table()[0],
-            fit=lambda batches: train_autoencoder(model, optimizer, list(batches), accumulate, average),
-        )
-
-    return make
-
-
-pair(
-    "gradients_averaged_of_divided_losses",
-    "accumulation_equivalence",
-    "divided_twice",
-    faulty=autoencoder(average=True),
-    fixed=autoencoder(average=False),
 )
 
 
@@ -349,43 +219,6 @@ for _name, _build in (("vae_not_divided", VAE), ("diffusion_not_divided", Denois
         faulty=generative(_build, divide=False),
         fixed=generative(_build, divide=True),
     )
-
-
-# The position in the window taken for the number of micro-batches.
-
-
-def train_divided(model, optimizer, batches, accumulate, divisor):
-    for i, (x, y) in enumerate(batches):
-        loss = F.cross_entropy(model(x), y) / divisor(i, accumulate)
-        loss.backward()
-        if (i + 1) % accumulate == 0 or i + 1 == len(batches):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def divided(divisor):
-    def make(accumulate=1):
-        model = mlp(6, 24, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(rows=24),
-            fit=lambda batches: train_divided(model, optimizer, batches, accumulate, divisor),
-        )
-
-    return make
-
-
-pair(
-    "divided_by_the_place_in_the_window",
-    "accumulation_equivalence",
-    "loss_not_divided",
-    mentions=("[1, 0.5]", "place in the window"),
-    where="loss.backward()",
-    faulty=divided(lambda i, accumulate: i % accumulate + 1),
-    fixed=divided(lambda _i, accumulate: accumulate),
-)
 
 
 # A loss scale of the project's own is taken off after every micro-batch, off what the earlier ones left too.

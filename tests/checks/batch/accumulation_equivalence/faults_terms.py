@@ -65,16 +65,6 @@ pair(
     fixed=autoencoder(mean_divergence),
     quick=True,
 )
-pair(
-    "divergence_summed_beside_a_mean_error",
-    "accumulation_equivalence",
-    "term_grows_with_rows",
-    culprits=("sum",),
-    where="return -0.5 * torch.sum",
-    level="advice",
-    faulty=autoencoder(summed_divergence, knob=False),
-    fixed=autoencoder(mean_divergence, knob=False),
-)
 
 
 # A detector: every box counts in the sum of its errors, and the score of what it shows is a mean.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import Padding, TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, CharLSTM, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 IGNORED = -100
@@ -31,120 +30,6 @@ def windows(batches, size):
             held = []
     if held:
         yield held
-
-
-# A language model: the mean of means, as transformers.Trainer had it until the end of 2024.
-
-
-def train_mean_of_means(model, optimizer, batches, accumulate):
-    for window in windows(batches, accumulate):
-        optimizer.zero_grad()
-        for ids, targets in window:
-            logits = model(ids)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-            (loss / len(window)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-
-def train_by_tokens(model, optimizer, batches, accumulate):
-    for window in windows(batches, accumulate):
-        optimizer.zero_grad()
-        count = sum((targets != IGNORED).sum() for _, targets in window)
-        for ids, targets in window:
-            logits = model(ids)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-            (loss / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-
-def language(train):
-    def make(accumulate=1):
-        model = GPT()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=padded(),
-            fit=lambda batches: train(model, optimizer, batches, accumulate),
-        )
-
-    return make
-
-
-pair(
-    "language_model_mean_of_means",
-    "accumulation_equivalence",
-    "mean_of_means",
-    culprits=("loss.backward()",),
-    mentions=("valid targets",),
-    faulty=language(train_mean_of_means),
-    fixed=language(train_by_tokens),
-)
-
-
-# A masked loss by hand, batches as dicts.
-
-
-def token_losses(model, batch):
-    logits = model(batch["input_ids"])
-    return F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none") * batch["mask"]
-
-
-def train_masked_means(model, optimizer, batches, accumulate):
-    for i, batch in enumerate(batches, start=1):
-        loss = token_losses(model, batch).sum() / batch["mask"].sum()
-        (loss / accumulate).backward()
-        if i % accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def train_masked_sums(model, optimizer, batches, accumulate):
-    tokens = 0
-    for i, batch in enumerate(batches, start=1):
-        token_losses(model, batch).sum().backward()
-        tokens += batch["mask"].sum()
-        if i % accumulate == 0:
-            for p in model.parameters():
-                p.grad /= tokens
-            optimizer.step()
-            optimizer.zero_grad()
-            tokens = 0
-    if tokens:
-        for p in model.parameters():
-            p.grad /= tokens
-        optimizer.step()
-
-
-def masked(train):
-    def make(accumulate=1):
-        model = CharLSTM()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        ids, targets = padded()
-        mask = targets != IGNORED
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch={"input_ids": ids, "labels": targets.masked_fill(~mask, 0), "mask": mask.to(ids.dtype)},
-            fit=lambda batches: train(model, optimizer, list(batches), accumulate),
-        )
-
-    return make
-
-
-def train_masked_means_to_the_end(model, optimizer, batches, accumulate):
-    train_masked_means(model, optimizer, batches[: len(batches) // accumulate * accumulate], accumulate)
-
-
-pair(
-    "masked_loss_mean_of_means",
-    "accumulation_equivalence",
-    "mean_of_means",
-    faulty=masked(train_masked_means_to_the_end),
-    fixed=masked(train_masked_sums),
-)
 
 
 # One batch cut into parts by the step itself; padding is declared.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,18 +26,6 @@ def sentences(rows=8, length=9, vocab=20):
 # A softmax over the rows: written out, by a module without its dim, over experts.
 
 
-class Gated(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(6, 8) for _ in range(4))
-        self.gate, self.head, self.dim = nn.Linear(6, 4), nn.Linear(8, 3), dim
-
-    def forward(self, x):
-        weights = F.softmax(self.gate(x), dim=self.dim)
-        mixed = sum(weights[:, n : n + 1] * expert(x) for n, expert in enumerate(self.experts))
-        return self.head(torch.tanh(mixed))
-
-
 class Pooled(nn.Module):
     def __init__(self, dim):
         super().__init__()
@@ -59,14 +45,6 @@ def pooled(dim):
     return make
 
 
-pair(
-    "experts_weighed_over_the_rows",
-    "batch_independence",
-    "softmax_over_rows",
-    where="weights = F.softmax(self.gate(x), dim=self.dim)",
-    faulty=lambda: loop(Gated(0), data.labelled(), cross_entropy),
-    fixed=lambda: loop(Gated(-1), data.labelled(), cross_entropy),
-)
 pair(
     "attention_pooling_over_the_rows",
     "batch_independence",
@@ -142,44 +120,6 @@ class Encoder(nn.Module):
         return self.head(self.layer(self.embed(input_ids)).mean(1))
 
 
-class Translator(nn.Module):
-    """The encoder is right, the decoder is not."""
-
-    def __init__(self, batch_first):
-        super().__init__()
-        self.source, self.target = nn.Embedding(20, 16), nn.Embedding(20, 16)
-        self.encoder = nn.GRU(16, 16, batch_first=True)
-        self.decoder = nn.GRU(32, 16, batch_first=batch_first)
-        self.head = nn.Linear(16, 20)
-
-    def forward(self, source, target):
-        _, state = self.encoder(self.source(source))
-        context = state[-1][:, None].expand(-1, target.shape[1], -1)
-        hidden, _ = self.decoder(torch.cat([self.target(target), context], -1))
-        return self.head(hidden)
-
-
-@dataclass
-class Sentence:
-    source: torch.Tensor
-    target: torch.Tensor
-    lengths: torch.Tensor
-
-
-def translation(batch_first):
-    def make():
-        ids, after = data.tokens(rows=6, length=9, vocab=20)
-        batch = Sentence(ids.flip(1)[:, :7].contiguous(), after, torch.tensor([7, 7, 5, 7, 6, 7]))
-
-        def loss_of(model, batch):
-            scores = model(batch.source, batch.target[:, :-1])
-            return F.cross_entropy(scores.flatten(0, 1), batch.target[:, 1:].flatten())
-
-        return loop(Translator(batch_first), batch, loss_of)
-
-    return make
-
-
 def encoder(batch_first):
     def make():
         return loop(Encoder(batch_first), sentences(), lambda m, b: F.cross_entropy(m(b["input_ids"]), b["labels"]))
@@ -204,14 +144,6 @@ pair(
     faulty=encoder(False),
     fixed=encoder(True),
 )
-pair(
-    "only_the_decoder_walks_over_the_rows",
-    "batch_independence",
-    "rows_as_positions",
-    culprits=("gru in decoder",),
-    faulty=translation(False),
-    fixed=translation(True),
-)
 
 
 # A view where a transpose is meant.
@@ -227,17 +159,6 @@ class TimeFirst(nn.Module):
         return self.head(hidden[-1])
 
 
-class Flattened(nn.Module):
-    def __init__(self, in_order):
-        super().__init__()
-        self.rnn, self.head, self.in_order = nn.GRU(4, 8), nn.Linear(80, 3), in_order
-
-    def forward(self, x):
-        hidden, _ = self.rnn(x.transpose(0, 1))
-        hidden = hidden.transpose(0, 1) if self.in_order else hidden
-        return self.head(hidden.reshape(len(x), -1))
-
-
 pair(
     "view_for_transpose_before_a_gru",
     "batch_independence",
@@ -245,14 +166,6 @@ pair(
     where="view",
     faulty=lambda: loop(TimeFirst(lambda x: x.view(x.shape[1], x.shape[0], -1)), sequences(), cross_entropy),
     fixed=lambda: loop(TimeFirst(lambda x: x.transpose(0, 1)), sequences(), cross_entropy),
-)
-pair(
-    "time_first_states_flattened_by_rows",
-    "batch_independence",
-    "view_mixes_rows",
-    where="return self.head(hidden.reshape(len(x), -1))",
-    faulty=lambda: loop(Flattened(in_order=False), sequences(), cross_entropy),
-    fixed=lambda: loop(Flattened(in_order=True), sequences(), cross_entropy),
 )
 
 
@@ -280,78 +193,7 @@ pair(
 )
 
 
-# A batch norm that keeps no running statistics: in evaluation, too, an example sees the others.
-
-
-class Normed(nn.Module):
-    def __init__(self, keeps):
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
-        self.norm = nn.BatchNorm1d(16, track_running_stats=keeps)
-
-    def forward(self, x):
-        return self.head(self.norm(self.body(x)).tanh())
-
-
-pair(
-    "statistics_of_the_batch_in_evaluation_though_declared_apart",
-    "batch_independence",
-    "rows_interact",
-    culprits=("batch_norm in norm",),
-    where="self.norm(self.body(x))",
-    faulty=lambda: loop(Normed(keeps=False), data.labelled(), cross_entropy, rows_interact=False),
-    fixed=lambda: loop(Normed(keeps=True), data.labelled(), cross_entropy, rows_interact=False),
-)
-
-
-# Statistics that may be meant, as a discriminator's.
-
-
-class MinibatchSpread(nn.Module):
-    def __init__(self, joins):
-        super().__init__()
-        self.body, self.head, self.joins = nn.Linear(6, 16), nn.Linear(17, 3), joins
-
-    def forward(self, x):
-        hidden = torch.tanh(self.body(x))
-        spread = hidden.std(0).mean().expand(len(x), 1) if self.joins else hidden.std(1, keepdim=True)
-        return self.head(torch.cat([hidden, spread], 1))
-
-
-pair(
-    "a_statistic_of_the_batch_beside_each_row",
-    "batch_independence",
-    "rows_interact",
-    level="advice",
-    culprits=("std in MinibatchSpread",),
-    faulty=lambda: loop(MinibatchSpread(True), data.labelled(), cross_entropy),
-    fixed=lambda: loop(MinibatchSpread(False), data.labelled(), cross_entropy),
-)
-
-
 # Outputs and labels in another order.
-
-
-class SortedByLength(nn.Module):
-    def __init__(self, restores):
-        super().__init__()
-        self.rnn, self.head, self.restores = nn.GRU(4, 16, batch_first=True), nn.Linear(16, 3), restores
-
-    def forward(self, x, lengths):
-        order = lengths.argsort(descending=True)
-        packed = nn.utils.rnn.pack_padded_sequence(x[order], lengths[order], batch_first=True)
-        _, state = self.rnn(packed)
-        return self.head(state[-1][order.argsort()] if self.restores else state[-1])
-
-
-def by_length(restores):
-    def make():
-        x, labels = sequences()
-        lengths = torch.tensor([4, 10, 6, 9, 3, 10, 8, 5])
-        batch = {"x": x * (torch.arange(10)[None] < lengths[:, None])[..., None], "lengths": lengths, "labels": labels}
-        return loop(SortedByLength(restores), batch, lambda m, b: F.cross_entropy(m(b["x"], b["lengths"]), b["labels"]))
-
-    return make
 
 
 class PerStep(nn.Module):
@@ -378,16 +220,6 @@ def per_step(restores):
     return make
 
 
-pair(
-    "rows_sorted_by_length_and_not_put_back",
-    "batch_independence",
-    "labels_of_other_rows",
-    where='F.cross_entropy(m(b["x"], b["lengths"]), b["labels"])',
-    change="pack_padded_sequence(x[order]",
-    mentions=("put sorted rows back",),
-    faulty=by_length(restores=False),
-    fixed=by_length(restores=True),
-)
 pair(
     "time_first_scores_against_row_first_labels",
     "batch_independence",

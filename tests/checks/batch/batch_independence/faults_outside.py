@@ -59,14 +59,6 @@ pair(
     faulty=of_several_heads(0),
     fixed=of_several_heads(-1),
 )
-pair(
-    "entropy_over_the_batch",
-    "batch_independence",
-    "softmax_over_rows",
-    where="spread = -(F.softmax(scores, dim=dim) * F.log_softmax(scores, dim=dim)).sum(dim).mean()",
-    faulty=curious_policy(0),
-    fixed=curious_policy(1),
-)
 
 
 # Embeddings brought to length 1, or compared, along the rows.
@@ -269,14 +261,6 @@ pair(
     fixed=chosen_actions(own=True),
     quick=True,
 )
-pair(
-    "column_of_chosen_actions_times_returns",
-    "batch_independence",
-    "labels_of_all_rows",
-    where="return -(chosen * (returns[:, None] if own else returns)).mean()",
-    faulty=weighed_actions(own=False),
-    fixed=weighed_actions(own=True),
-)
 
 
 # Labels that stand at other rows, in a loss written by hand.
@@ -319,14 +303,6 @@ pair(
     faulty=sorted_inputs(both=False),
     fixed=sorted_inputs(both=True),
     quick=True,
-)
-pair(
-    "inputs_and_labels_shuffled_apart",
-    "batch_independence",
-    "labels_of_other_rows",
-    where="return -(logp * wanted).sum(-1).mean()",
-    faulty=shuffled(together=False),
-    fixed=shuffled(together=True),
 )
 
 

@@ -98,18 +98,6 @@ def balanced(weigh, *, in_the_call):
 
 
 pair(
-    "weight_of_the_largest_class_by_an_integer_division",
-    "every_row_teaches",
-    "weights_cut_to_zero",
-    culprits=("//",),
-    where="weight=weights)",
-    change="rows // (3 * counts)",
-    mentions=("1 of 3 weights",),
-    faulty=balanced(lambda rows, counts: rows // (3 * counts), in_the_call=True),
-    fixed=balanced(lambda rows, counts: rows / (3 * counts), in_the_call=True),
-)
-
-pair(
     "weights_of_rows_by_an_integer_division",
     "every_row_teaches",
     "weights_cut_to_zero",

@@ -72,43 +72,6 @@ def all_but_the_last(model, batch):
     return F.cross_entropy(logits[:-1], y[:-1])
 
 
-def all_but_the_first(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x[1:]), y[1:])
-
-
-def first_eight(model, batch):
-    x, y = batch
-    logits = model(x)[:8]  # a quick test
-    return F.cross_entropy(logits, y[:8])
-
-
-def one_by_one(short):
-    def loss(model, batch):
-        x, y = batch
-        total = 0.0
-        for i in range(len(x) - short):
-            total = total + F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
-        return total / len(x)
-
-    return loss
-
-
-def in_chunks(short):
-    def loss(model, batch):
-        chunks = list(zip(batch[0].split(4), batch[1].split(4), strict=True))
-        losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in (chunks[:-1] if short else chunks)]
-        return torch.stack(losses).sum() / len(batch[0])
-
-    return loss
-
-
-def last_part_only(model, batch):
-    for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
-        loss = F.cross_entropy(model(x), y)
-    return loss
-
-
 def everything(model, batch):
     x, y = batch
     return F.cross_entropy(model(x), y)
@@ -125,54 +88,6 @@ pair(
     faulty=labelled_rows(all_but_the_last),
     fixed=labelled_rows(everything),
     quick=True,
-)
-
-pair(
-    "first_row_cut_off",
-    "every_row_teaches",
-    "rows_left_out",
-    where="F.cross_entropy(model(x[1:]), y[1:])",
-    mentions=("the first of 16 rows",),
-    faulty=labelled_rows(all_but_the_first),
-    fixed=labelled_rows(everything),
-)
-
-pair(
-    "first_eight_rows_for_a_quick_test",
-    "every_row_teaches",
-    "rows_left_out",
-    mentions=("the last 8 of 16 rows", "of 32 rows too, only the first 8"),
-    faulty=labelled_rows(first_eight),
-    fixed=labelled_rows(everything),
-)
-
-pair(
-    "rows_one_by_one_but_the_last",
-    "every_row_teaches",
-    "rows_left_out",
-    where="model(x[i : i + 1])",
-    faulty=labelled_rows(one_by_one(1), rows=6),
-    fixed=labelled_rows(one_by_one(0), rows=6),
-)
-
-pair(
-    "last_chunk_of_rows_lost",
-    "every_row_teaches",
-    "rows_left_out",
-    mentions=("the last 4 of 16 rows",),
-    faulty=labelled_rows(in_chunks(short=True)),
-    fixed=labelled_rows(in_chunks(short=False)),
-)
-
-
-pair(
-    "loss_of_the_last_chunk_only",
-    "every_row_teaches",
-    "rows_left_out",
-    where="loss = F.cross_entropy(model(x), y)",
-    mentions=("the first 12 of 16 rows", "of 32 rows too, only the last 4"),
-    faulty=labelled_rows(last_part_only),
-    fixed=labelled_rows(in_chunks(short=False)),
 )
 
 
@@ -201,11 +116,6 @@ def of_one_row(model, batch):
     return F.cross_entropy(logits[None], batch.labels[:1])
 
 
-def of_a_half(model, batch):
-    logits, _ = model(batch.input_ids).chunk(2)
-    return F.cross_entropy(logits, batch.labels[: len(logits)])
-
-
 def of_texts(model, batch):
     return F.cross_entropy(model(batch.input_ids), batch.labels)
 
@@ -217,15 +127,6 @@ pair(
     where="model(batch.input_ids)[0]",
     mentions=("the last 7 of 8 rows", "of 16 rows too, only the first one"),
     faulty=lambda: loop(Classifier(), texts(), of_one_row),
-    fixed=lambda: loop(Classifier(), texts(), of_texts),
-)
-
-pair(
-    "second_half_of_the_outputs_dropped",
-    "every_row_teaches",
-    "rows_left_out",
-    where=".chunk(2)",
-    faulty=lambda: loop(Classifier(), texts(), of_a_half),
     fixed=lambda: loop(Classifier(), texts(), of_texts),
 )
 

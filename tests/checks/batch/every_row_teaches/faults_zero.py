@@ -56,15 +56,6 @@ pair(
     quick=True,
 )
 
-pair(
-    "negative_margin_in_a_ranking_loss",
-    "every_row_teaches",
-    "hinge_never_active",
-    culprits=("margin_ranking_loss",),
-    where="margin=-1.0",
-    faulty=margin(lambda a, b: F.margin_ranking_loss(a, b, torch.ones_like(a), margin=-1.0)),
-    fixed=margin(lambda a, b: F.margin_ranking_loss(a, b, torch.ones_like(a), margin=1.0)),
-)
 
 pair(
     "hinge_of_the_wrong_sign",
@@ -95,16 +86,6 @@ pair(
     faulty=weighted(lambda counts: counts // counts.sum()),
     fixed=weighted(lambda counts: counts / counts.sum()),
     quick=True,
-)
-
-pair(
-    "class_weights_cast_to_whole_numbers",
-    "every_row_teaches",
-    "weights_cut_to_zero",
-    culprits=("long",),
-    change=".long()",
-    faulty=weighted(lambda counts: (1.0 / counts).long()),
-    fixed=weighted(lambda counts: 1.0 / counts),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pytest_trainloop.loop import Padding
 from tests.checks.batch.padding_invariance.faults_attention import causal
@@ -13,7 +12,6 @@ from tests.checks.batch.padding_invariance.faults_loss import (
     KEYS,
     Tagger,
     convolved,
-    each,
     frames,
     mean_of_tokens,
     mean_of_zeros,
@@ -42,10 +40,6 @@ def undeclared(make):
 
 def tagged(model, loss_of, keys=KEYS, **fields):
     return lambda: loop(model(), keys, loss_of, padding=DECLARED, **fields)
-
-
-def tag_loss(model, batch):
-    return F.cross_entropy(model(batch["input_ids"]).transpose(1, 2), batch["tags"])
 
 
 pair(
@@ -94,35 +88,6 @@ pair(
 )
 
 
-class Recurrent(nn.Module):
-    """Tags by a recurrent net in both directions."""
-
-    def __init__(self, packed):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 5)
-        self.net, self.packed = nn.LSTM(16, 8, batch_first=True, bidirectional=True), packed
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        if not self.packed:
-            return self.head(self.net(x)[0])
-        lengths = (ids != PAD).sum(1).cpu()
-        out, _ = self.net(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-        return self.head(pad_packed_sequence(out, batch_first=True, total_length=ids.shape[1])[0])
-
-
-pair(
-    "backwards_through_declared_padding",
-    "padding_invariance",
-    "padding_counts",
-    culprits=("lstm",),
-    mentions=("pack_padded_sequence",),
-    where="return self.head(self.net(x)[0])",
-    faulty=tagged(lambda: Recurrent(packed=False), tag_loss),
-    fixed=tagged(lambda: Recurrent(packed=True), tag_loss),
-)
-
-
 class TextCNN(nn.Module):
     def __init__(self, masked):
         super().__init__()
@@ -147,62 +112,6 @@ pair(
 )
 
 
-class Normed(nn.Module):
-    """A batch norm over rows and positions, or over the real ones of them."""
-
-    def __init__(self, real):
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)
-        self.real = real
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        if not self.real:
-            return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2).tanh())
-        kept = ids != PAD
-        out = torch.zeros_like(x)
-        out[kept] = self.norm(x[kept])
-        return self.head(out.tanh())
-
-
-pair(
-    "batch_statistics_over_declared_padding",
-    "padding_invariance",
-    "padding_counts",
-    culprits=("batch_norm",),
-    mentions=("with its running statistics both gradients are equal",),
-    where="return self.head(self.norm(x.transpose(1, 2))",
-    faulty=tagged(lambda: Normed(real=False), tag_loss),
-    fixed=tagged(lambda: Normed(real=True), tag_loss),
-)
-
-
-class Gated(nn.Module):
-    """A mean over time opens a gate at every position."""
-
-    def __init__(self, masked):
-        super().__init__()
-        self.embed, self.gate, self.head = nn.Embedding(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
-        self.masked = masked
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        kept = (ids != PAD).unsqueeze(-1).to(x.dtype)
-        mean = (x * kept).sum(1) / kept.sum(1) if self.masked else x.mean(1)
-        return self.head(x * self.gate(mean)[:, None].sigmoid())
-
-
-pair(
-    "gate_by_a_mean_over_declared_padding",
-    "padding_invariance",
-    "padding_pooled",
-    culprits=("mean",),
-    mentions=("goes back to every position",),
-    faulty=tagged(lambda: Gated(masked=False), tag_loss),
-    fixed=tagged(lambda: Gated(masked=True), tag_loss),
-)
-
-
 # A penalty on the scores, over all positions or the real ones.
 
 
@@ -224,73 +133,6 @@ pair(
     mentions=("not determined; ruled out",),
     faulty=tagged(Tagger, with_penalty(masked=False)),
     fixed=tagged(Tagger, with_penalty(masked=True)),
-)
-
-
-# The temperature of attention follows the length: that of the longest text, or the text's own.
-
-
-class Sharpened(nn.Module):
-    def __init__(self, own):
-        super().__init__()
-        self.embed, self.qk, self.head = nn.Embedding(16, 16), nn.Linear(16, 32), nn.Linear(16, 5)
-        self.own = own
-
-    def forward(self, ids):
-        x, kept = self.embed(ids), ids != PAD
-        q, k = self.qk(x).chunk(2, -1)
-        lengths = kept.sum(1) if self.own else torch.full((len(ids),), ids.shape[1], device=ids.device)
-        scores = q @ k.transpose(1, 2) * lengths.to(x.dtype).log()[:, None, None] / 4
-        weights = scores.masked_fill(~kept[:, None], float("-inf")).softmax(-1)
-        return self.head(x + weights @ x)
-
-
-pair(
-    "temperature_by_the_longest_text",
-    "padding_invariance",
-    "padding_counts",
-    faulty=tagged(lambda: Sharpened(own=False), tag_loss),
-    fixed=tagged(lambda: Sharpened(own=True), tag_loss),
-)
-
-
-# Alignment: the loss is told that all frames are real.
-
-
-class Frames(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.head = nn.GRU(4, 16, batch_first=True), nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.head(self.net(x)[0]).log_softmax(-1)
-
-
-def aligned(own):
-    def loss_of(model, batch):
-        scores = model(batch["frames"]).transpose(0, 1)
-        lengths = batch["lengths"] if own else torch.full_like(batch["lengths"], len(scores))
-        return F.ctc_loss(scores, batch["words"], lengths, batch["word_lengths"])
-
-    def make():
-        made = loop(Frames(), ("lengths",), loss_of, padding=Padding())
-        lengths = made.batch["lengths"]
-        kept = (torch.arange(10)[None] < lengths[:, None]).unsqueeze(-1)
-        x = torch.sin(0.7 * torch.arange(10)[None, :, None] + torch.arange(4) + torch.arange(6)[:, None, None])
-        words = torch.tensor([[1, 2], [2, 3], [3, 4], [4, 1], [1, 3], [2, 4]])
-        made.batch = {"frames": x * kept, "lengths": lengths, "words": words, "word_lengths": torch.full((6,), 2)}
-        return made
-
-    return make
-
-
-pair(
-    "alignment_over_declared_padding",
-    "padding_invariance",
-    "padded_targets",
-    mentions=("is told their number as the length",),
-    faulty=aligned(own=False),
-    fixed=aligned(own=True),
 )
 
 
@@ -329,18 +171,4 @@ pair(
     mentions=("first token", SKIP),
     faulty=first_token(asked=True),
     fixed=first_token(asked=False),
-)
-
-
-def losses_times_mask(model, batch):
-    """Summed over real positions, divided by all: the mask is only half used."""
-    return (each(model, batch) * batch["attention_mask"]).sum() / batch["attention_mask"].numel()
-
-
-pair(
-    "declared_padding_in_the_number_of_elements",
-    "padding_invariance",
-    "mean_over_padding",
-    faulty=tagged(Tagger, losses_times_mask),
-    fixed=tagged(Tagger, mean_of_tokens),
 )

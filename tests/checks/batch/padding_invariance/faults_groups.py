@@ -11,64 +11,6 @@ from tests.loops.pairs import pair
 from tests.loops.several_texts import VOCAB, CausalModel, answers, padded_text, trained
 
 
-def log_likelihood(model, ids, attended, labels, *, counted=True):
-    """The summed log-probability of each answer; labels are -100 in the prompt and in padding."""
-    labels = labels[:, 1:]
-    kept = labels != -100
-    each = model(ids, attended)[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
-    return (each * kept).sum(1) if counted else each.sum(1)
-
-
-def preference(counted=True):
-    def loss_of(model, batch):
-        chosen, rejected = (
-            log_likelihood(
-                model,
-                batch[f"{side}_input_ids"],
-                batch[f"{side}_attention_mask"],
-                batch[f"{side}_labels"],
-                counted=counted,
-            )
-            for side in ("chosen", "rejected")
-        )
-        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-    return lambda: trained(CausalModel(), answers(), loss_of)
-
-
-pair(
-    "log_probabilities_of_ignored_labels_are_summed",
-    "padding_invariance",
-    "padded_targets",
-    where="each = model(ids, attended)",
-    mentions=("chosen_input_ids",),
-    faulty=preference(counted=False),
-    fixed=preference(),
-)
-
-
-def concatenated(counted=True):
-    def loss_of(model, batch):
-        ids, attended, labels = (
-            torch.cat([batch[f"{side}_{key}"] for side in ("chosen", "rejected")])
-            for key in ("input_ids", "attention_mask", "labels")
-        )
-        chosen, rejected = log_likelihood(model, ids, attended, labels, counted=counted).chunk(2)
-        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-    return lambda: trained(CausalModel(), answers(), loss_of)
-
-
-pair(
-    "concatenated_answers_sum_over_padding",
-    "padding_invariance",
-    "padded_targets",
-    where="each = model(ids, attended)",
-    faulty=concatenated(counted=False),
-    fixed=concatenated(),
-)
-
-
 def answers_of_two_widths(seed):
     """Rejected answers are one position wider, as collators leave them that pad each side to its own longest."""
     batch = {}
@@ -271,15 +213,6 @@ def translations():
 
 BOTH = [Padding(pad_id=0, of=("src", "src_mask")), Padding(pad_id=0, of=("tgt", "tgt_mask"))]
 
-pair(
-    "padding_of_the_source_is_attended_beside_a_target_of_one_width",
-    "padding_invariance",
-    "padded_keys_attended",
-    where="self.cross(",
-    mentions=("src",),
-    faulty=lambda: trained(Translator(masked=False), translations(), translation_loss),
-    fixed=lambda: trained(Translator(masked=True), translations(), translation_loss),
-)
 pair(
     "padding_of_the_source_is_attended_and_both_are_declared",
     "padding_invariance",

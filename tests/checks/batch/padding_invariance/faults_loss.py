@@ -35,39 +35,7 @@ def mean_of_tokens(model, batch):
     return (losses * mask).sum() / mask.sum()
 
 
-def mean_with_padding(model, batch):
-    return each(model, batch).mean()
-
-
 KEYS = ("input_ids", "attention_mask", "tags")
-
-pair(
-    "masked_losses_divided_by_all_positions",
-    "padding_invariance",
-    "mean_over_padding",
-    culprits=("loss.backward()",),
-    mentions=("are parallel",),
-    where="loss.backward()",
-    faulty=lambda: loop(Tagger(), KEYS, mean_of_zeros, varying=True),
-    fixed=lambda: loop(Tagger(), KEYS, mean_of_tokens, varying=True),
-)
-pair(
-    "masked_losses_divided_by_a_fixed_number_of_positions",
-    "padding_invariance",
-    "mean_over_padding",
-    level="advice",
-    faulty=lambda: loop(Tagger(), KEYS, mean_of_zeros),
-    fixed=lambda: loop(Tagger(), KEYS, mean_of_tokens),
-)
-pair(
-    "mask_times_one",
-    "padding_invariance",
-    "padded_targets",
-    culprits=("gather",),
-    change="return each(model, batch).mean()",
-    faulty=lambda: loop(Tagger(), KEYS, mean_with_padding),
-    fixed=lambda: loop(Tagger(), KEYS, mean_of_tokens),
-)
 
 
 # Frames: what is predicted for padded ones is pulled to zero.
@@ -98,16 +66,6 @@ def frames(kept):
         return made
 
     return make
-
-
-pair(
-    "padded_frames_are_pulled_to_zero",
-    "padding_invariance",
-    "padded_targets",
-    change="return errors.sum() / (4 * mask.sum())",
-    faulty=frames(kept=False),
-    fixed=frames(kept=True),
-)
 
 
 # The mean of each text, over all of its positions.

@@ -54,16 +54,6 @@ def norm_of_a_graph(_layers, hidden, batch, count):
     return centred / (averaged(centred.square(), batch, count)[batch] + 1e-5).sqrt()
 
 
-pair(
-    "graph_norm_without_the_graph_of_each_node",
-    "segment_independence",
-    "pooled_over_graphs",
-    faulty=net(mean_pool, norm_of_all_nodes),
-    fixed=net(mean_pool, norm_of_a_graph),
-    where="hidden.mean(0, keepdim=True)",
-)
-
-
 def layer_norm_of_everything(_layers, hidden, _batch, _count):
     hidden = hidden - hidden.mean()
     return hidden / (hidden.std(unbiased=False) + 1e-5)
@@ -75,32 +65,12 @@ def layer_norm_of_a_graph(_layers, hidden, batch, count):
     return hidden / (spread + 1e-5).sqrt()
 
 
-pair(
-    "layer_norm_over_the_whole_batch_of_graphs",
-    "segment_independence",
-    "pooled_over_graphs",
-    faulty=net(mean_pool, layer_norm_of_everything),
-    fixed=net(mean_pool, layer_norm_of_a_graph),
-    where="hidden.mean()",
-)
-
-
 def one_virtual_node(m, hidden, _batch, _count):
     return hidden + torch.relu(m["virtual"](hidden.sum(0, keepdim=True)))
 
 
 def a_virtual_node_each(m, hidden, batch, count):
     return hidden + torch.relu(m["virtual"](summed(hidden, batch, count)))[batch]
-
-
-pair(
-    "one_virtual_node_for_all_graphs",
-    "segment_independence",
-    "pooled_over_graphs",
-    faulty=net(mean_pool, one_virtual_node, virtual=lambda: nn.Linear(8, 8)),
-    fixed=net(mean_pool, a_virtual_node_each, virtual=lambda: nn.Linear(8, 8)),
-    where="hidden.sum(0, keepdim=True)",
-)
 
 
 def gate_over_all_nodes(m, hidden, batch, count):

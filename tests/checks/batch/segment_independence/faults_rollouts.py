@@ -39,10 +39,6 @@ def never(batch):
     return torch.ones_like(batch["dones"]), torch.ones_like(batch["dones"])
 
 
-def value_alone(batch):
-    return 1.0 - batch["dones"], torch.ones_like(batch["dones"])
-
-
 pair(
     "advantages_run_over_the_ends_of_episodes",
     "segment_independence",
@@ -51,51 +47,6 @@ pair(
     fixed=ppo(cut),
     culprits=("rewards",),
     quick=True,
-)
-
-pair(
-    "running_advantage_not_cut_where_the_value_is",
-    "segment_independence",
-    "returns_across_episodes",
-    faulty=ppo(value_alone, normalise=False),
-    fixed=ppo(cut, normalise=False),
-)
-
-
-def reinforce(*, resets, numpy=False):
-    """Returns of a flat rollout of CartPole, every reward is 1."""
-
-    def make():
-        flat = rollout(steps=24, envs=1, ends=((5, 0), (13, 0)))
-        batch = {name: flat[name][:, 0] for name in ("obs", "actions", "dones")}
-        batch["rewards"] = torch.ones(24)
-
-        def loss_of(model, batch):
-            returns, running = [], 0.0
-            for reward, done in zip(
-                reversed(batch["rewards"].tolist()), reversed(batch["dones"].tolist()), strict=True
-            ):
-                if resets and done:
-                    running = 0.0
-                running = reward + GAMMA * running
-                returns.insert(0, running)
-            logp = action_logp(model(batch["obs"]), batch["actions"])
-            weights = torch.tensor(returns)
-            weights = (weights - weights.mean()) / (weights.std() + 1e-9)
-            return -(logp * weights).mean()
-
-        return loop(Policy(), batch, loss_of)
-
-    return make
-
-
-pair(
-    "returns_of_a_flat_rollout_without_its_ends",
-    "segment_independence",
-    "returns_across_episodes",
-    faulty=reinforce(resets=False),
-    fixed=reinforce(resets=True),
-    where="(weights - weights.mean())",
 )
 
 
@@ -130,25 +81,6 @@ pair(
     faulty=by_cumsum(each=False),
     fixed=by_cumsum(each=True),
     where="returns / GAMMA**steps",
-)
-
-
-def limits(keep):
-    def batch():
-        given = rollout()
-        given["truncated"] = given.pop("dones")
-        return given
-
-    return ppo(keep, batch=batch)
-
-
-pair(
-    "advantages_run_over_time_limits",
-    "segment_independence",
-    "returns_across_episodes",
-    faulty=limits(lambda b: (torch.ones_like(b["truncated"]), torch.ones_like(b["truncated"]))),
-    fixed=limits(lambda b: (1.0 - b["truncated"], 1.0 - b["truncated"])),
-    level="advice",
 )
 
 

@@ -53,12 +53,3 @@ pair(
     fixed=q_learning(lambda b: 1 - b["dones"]),
     mentions=("inverted",),
 )
-
-pair(
-    "q_target_without_the_flag_that_is_handed_over",
-    "segment_independence",
-    "target_past_the_end",
-    faulty=q_learning(lambda _b: 1.0),
-    fixed=q_learning(lambda b: 1 - b["dones"]),
-    level="advice",
-)

@@ -54,16 +54,6 @@ def pooled(hide):
     return make
 
 
-pair(
-    "mask_hides_all_but_padding",
-    "input_dependence",
-    "inputs_ignored",
-    culprits=("batch['input_ids']",),
-    faulty=pooled(lambda ids: ids != 0),
-    fixed=pooled(lambda ids: ids == 0),
-)
-
-
 # A schedule that is meant for epochs, stepped after every batch.
 
 

@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, lm_loss, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 
@@ -199,45 +199,6 @@ pair(
 )
 
 
-def made_inside_fit(call):
-    def make():
-        model = GPT()
-
-        def fit(batches):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=2000)
-            for batch in batches:
-                optimizer.zero_grad()
-                lm_loss(model, batch).backward()
-                optimizer.step()
-                call(scheduler)
-
-        return TrainLoop(model=model, batch=data.tokens(), fit=fit)
-
-    return make
-
-
-pair(
-    "one_cycle_that_stays_where_it_begins",
-    "schedule",
-    "never_called",
-    culprits=("OneCycleLR.step()",),
-    mentions=("4e-05",),
-    faulty=made_inside_fit(lambda scheduler: None),
-    fixed=made_inside_fit(lambda scheduler: scheduler.step()),
-)
-
-pair(
-    "declared_scheduler_that_one_epoch_does_not_call",
-    "schedule",
-    "never_called",
-    culprits=("MultiStepLR.step()",),
-    level="advice",
-    faulty=trained(stepped_decay, declared=True),
-    fixed=trained(stepped_decay, declared=True, between=call_scheduler),
-)
-
-
 # The trainer calls the scheduler, and so does the callback that logs its rate.
 
 
@@ -302,41 +263,6 @@ pair(
     faulty=trained(decayed, call_and_write_back),
     fixed=trained(decayed, call_scheduler),
     quick=True,
-)
-
-
-# A warm-up by a lambda beside an exponential decay: at each of its calls the lambda computes from the base rate.
-
-
-class Both:
-    def __init__(self, *schedulers):
-        self.schedulers = schedulers
-
-    def step(self):
-        for scheduler in self.schedulers:
-            scheduler.step()
-
-
-def warm_up_beside_decay(chained):
-    def configure(model):
-        optimizer = sgd(model)
-        if chained:
-            factor = lambda step: min(1.0, (step + 1) / 5) * 0.97**step  # noqa: E731
-            return optimizer, lr_scheduler.LambdaLR(optimizer, factor)
-        decay = lr_scheduler.ExponentialLR(optimizer, 0.97)
-        return optimizer, Both(decay, lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5)))
-
-    return configure
-
-
-pair(
-    "decay_undone_by_the_lambda_of_the_warm_up",
-    "schedule",
-    "schedule_overwritten",
-    culprits=("ExponentialLR.step()", "LambdaLR.step()"),
-    change="decay = lr_scheduler.ExponentialLR",
-    faulty=trained(warm_up_beside_decay(chained=False), call_scheduler),
-    fixed=trained(warm_up_beside_decay(chained=True), call_scheduler),
 )
 
 
@@ -421,10 +347,6 @@ def write_defaults(trainer):
     trainer.optimizer.defaults["lr"] = 0.1 * 0.98**trainer.steps
 
 
-def write_attribute(trainer):
-    trainer.optimizer.lr = 0.1 * 0.98**trainer.steps
-
-
 def write_rate(trainer):
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.1 * 0.98**trainer.steps
@@ -452,15 +374,6 @@ pair(
     "rate_nobody_reads",
     culprits=('optimizer.defaults["lr"]',),
     faulty=trained(by_hand, write_defaults),
-    fixed=trained(by_hand, write_rate),
-)
-
-pair(
-    "rate_in_an_attribute",
-    "schedule",
-    "rate_nobody_reads",
-    culprits=("optimizer.lr",),
-    faulty=trained(by_hand, write_attribute),
     fixed=trained(by_hand, write_rate),
 )
 
@@ -658,29 +571,6 @@ pair(
     faulty=trained(head_joins(late=True), call_scheduler),
     fixed=trained(head_joins(late=False), call_scheduler),
     quick=True,
-)
-
-
-# A schedule that is built by a helper which nobody keeps the result of.
-
-
-def built_and_dropped(kept):
-    def configure(model):
-        optimizer = sgd(model)
-        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-        return optimizer, scheduler if kept else None
-
-    return configure
-
-
-pair(
-    "scheduler_that_nothing_holds",
-    "schedule",
-    "never_called",
-    culprits=("LambdaLR.step()",),
-    mentions=("nothing holds it",),
-    faulty=trained(built_and_dropped(kept=False)),
-    fixed=trained(built_and_dropped(kept=True), call_scheduler),
 )
 
 

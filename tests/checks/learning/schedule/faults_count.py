@@ -153,37 +153,3 @@ pair(
     faulty=plain(one_cycle, before=configured),
     fixed=plain(one_cycle),
 )
-
-
-def fine_tuning(each_batch):
-    """The cosine has as many calls as the training has steps, of two micro-batches each."""
-
-    def make():
-        model = mlp(6, 32, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
-
-        def fit(batches):
-            for number, (x, y) in enumerate(batches, start=1):
-                (F.cross_entropy(model(x), y) / 2).backward()
-                if number % 2 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if each_batch or number % 2 == 0:
-                    scheduler.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, steps=300)
-
-    return make
-
-
-pair(
-    "windows_of_two_called_for_each_batch",
-    "schedule",
-    "counts_something_else",
-    culprits=("CosineAnnealingLR",),
-    where="scheduler.step()",
-    mentions=("300 steps", "600"),
-    faulty=fine_tuning(each_batch=True),
-    fixed=fine_tuning(each_batch=False),
-)

@@ -71,35 +71,6 @@ pair(
     quick=True,
 )
 
-pair(
-    "one_cycle_of_steps_once_an_epoch",
-    "schedule",
-    "counts_something_else",
-    where="scheduler.step()",
-    change="OneCycleLR",
-    faulty=trained(
-        lambda optimizer, batches, epochs: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=batches * epochs),
-        inside=True,
-        each="pass",
-    ),
-    fixed=trained(
-        lambda optimizer, batches, epochs: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=batches * epochs),
-        inside=True,
-    ),
-)
-
-pair(
-    "one_cycle_of_steps_an_epoch_once_an_epoch",
-    "schedule",
-    "counts_something_else",
-    where="scheduler.step()",
-    mentions=("50 steps an epoch",),
-    faulty=trained(
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=30, steps_per_epoch=50), each="pass"
-    ),
-    fixed=trained(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, epochs=30, steps_per_epoch=50)),
-)
-
 
 class Pretraining:
     """A language model, its windows of micro-batches, and a schedule that warms up and decays."""
@@ -148,66 +119,6 @@ def in_windows_of_two(*, each_batch):
 
 
 pair(
-    "decay_of_steps_at_each_micro_batch",
-    "schedule",
-    "counts_something_else",
-    where="self.scheduler.step()",
-    mentions=("accumulate=4",),
-    faulty=pretrained(each_batch=True, micro_batches=False),
-    fixed=pretrained(each_batch=False, micro_batches=False),
-)
-
-
-def in_windows(*, each_micro_batch, inside):
-    """A decay that is sized by the windows of the batches that ``fit`` has, or of the data that the project has."""
-
-    def make(accumulate=1):
-        model = mlp(6, 32, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def built(micro_batches):
-            return lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=EPOCHS * micro_batches // accumulate)
-
-        outside = None if inside else built(400)
-
-        def fit(batches):
-            scheduler = outside or built(len(batches))
-            for _ in range(EPOCHS):
-                for number, (x, y) in enumerate(batches, start=1):
-                    (F.cross_entropy(model(x), y) / accumulate).backward()
-                    last = number % accumulate == 0 or number == len(batches)
-                    if last:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                    if last or each_micro_batch:
-                        scheduler.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "sized_by_windows_inside_fit_and_called_by_micro_batches",
-    "schedule",
-    "counts_something_else",
-    where="scheduler.step()",
-    mentions=("accumulate=4",),
-    faulty=in_windows(each_micro_batch=True, inside=True),
-    fixed=in_windows(each_micro_batch=False, inside=True),
-)
-
-pair(
-    "sized_by_windows_before_fit_and_called_by_micro_batches",
-    "schedule",
-    "counts_something_else",
-    where="scheduler.step()",
-    mentions=("accumulate=4",),
-    faulty=in_windows(each_micro_batch=True, inside=False),
-    fixed=in_windows(each_micro_batch=False, inside=False),
-)
-
-pair(
     "decay_of_micro_batches_at_each_step",
     "schedule",
     "counts_something_else",
@@ -228,14 +139,6 @@ pair(
     quick=True,
 )
 
-pair(
-    "decay_over_epochs_at_each_step_of_many",
-    "schedule",
-    "counts_something_else",
-    where="scheduler.step()",
-    faulty=trained(lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 16), passes=16),
-    fixed=trained(lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 16), passes=16, each="pass"),
-)
 
 # The length of the schedule, and that of the training.
 

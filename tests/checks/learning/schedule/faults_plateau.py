@@ -35,22 +35,3 @@ pair(
     faulty=trained(plateau(), give_accuracy),
     fixed=trained(plateau(mode="max"), give_accuracy),
 )
-
-
-# The mode is left from the time when the scheduler was given the AUC.
-
-
-def give_validation_loss(trainer):
-    metrics = {"val_loss": trainer.loss.item() + 0.01}
-    trainer.scheduler.step(metrics["val_loss"])
-
-
-pair(
-    "plateau_by_validation_loss_that_maximizes",
-    "schedule",
-    "plateau_mode",
-    culprits=("mode",),
-    where='trainer.scheduler.step(metrics["val_loss"])',
-    faulty=trained(plateau(mode="max"), give_validation_loss),
-    fixed=trained(plateau(mode="min"), give_validation_loss),
-)

@@ -36,26 +36,6 @@ pair(
     quick=True,
 )
 
-pair(
-    "betas_with_an_underscore",
-    "schedule",
-    "option_nobody_reads",
-    culprits=('param_groups[1]["betas_"]',),
-    mentions=("(0.9, 0.95)",),
-    faulty=trained(grouped(betas_=(0.9, 0.95))),
-    fixed=trained(grouped(betas=(0.9, 0.95))),
-)
-
-pair(
-    "momentum_misspelled",
-    "schedule",
-    "option_nobody_reads",
-    culprits=('param_groups[1]["momentun"]',),
-    mentions=("momentum=0 is in effect",),
-    faulty=trained(grouped(torch.optim.SGD, 0.1, momentun=0.9)),
-    fixed=trained(grouped(torch.optim.SGD, 0.1, momentum=0.9)),
-)
-
 
 # Layers deeper in the net are to learn slower, as timm's schedulers have it; torch's do not know the key.
 
@@ -94,42 +74,6 @@ pair(
 )
 
 
-# A warm-up by hand writes one rate to all groups and forgets the multiple.
-
-
-def warm_up(reads):
-    def after(trainer):
-        rate = 3e-3 * min(1.0, (trainer.steps + 1) / 100)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_mult", 1.0) if reads else rate
-
-    return after
-
-
-pair(
-    "multiple_that_the_warm_up_forgets",
-    "schedule",
-    "option_nobody_reads",
-    culprits=('param_groups[1]["lr_mult"]',),
-    mentions=("lr_mult 1 and 10.0",),
-    faulty=trained(grouped(lr_mult=10.0), warm_up(reads=False)),
-    fixed=trained(grouped(lr_mult=10.0), warm_up(reads=True)),
-)
-
-
-# The same without any schedule in fit: what reads it may stand outside, where it is called once an epoch.
-
-pair(
-    "multiple_without_a_schedule",
-    "schedule",
-    "option_nobody_reads",
-    level="advice",
-    culprits=('param_groups[1]["lr_multiplier"]',),
-    faulty=trained(grouped(lr_multiplier=10.0)),
-    fixed=trained(grouped(lr=3e-2)),
-)
-
-
 # Rates of a warm-up, and of a decay by epochs, written to what state_dict() gives.
 
 
@@ -158,50 +102,6 @@ pair(
     faulty=trained(plain, write_to_copies),
     fixed=trained(plain, write_to_groups),
     quick=True,
-)
-
-
-def halve_copies(trainer):
-    groups = trainer.optimizer.state_dict()["param_groups"]
-    for group in groups:
-        group["lr"] *= 0.5
-
-
-def halve_groups(trainer):
-    for group in trainer.optimizer.param_groups:
-        group["lr"] *= 0.5
-
-
-pair(
-    "decay_of_an_epoch_written_to_the_state_dict",
-    "schedule",
-    "rate_written_to_copy",
-    where='groups = trainer.optimizer.state_dict()["param_groups"]',
-    culprits=("state_dict()",),
-    faulty=trained(plain, between=halve_copies, epochs=2),
-    fixed=trained(plain, between=halve_groups, epochs=2),
-)
-
-
-def through_a_name(loads):
-    def after(trainer):
-        state = trainer.optimizer.state_dict()
-        state["param_groups"][0]["lr"] = 0.1 * 0.99**trainer.steps
-        if loads:
-            trainer.optimizer.load_state_dict(state)
-
-    return after
-
-
-pair(
-    "state_dict_edited_and_not_loaded",
-    "schedule",
-    "rate_written_to_copy",
-    culprits=("state_dict()",),
-    where="state = trainer.optimizer.state_dict()",
-    mentions=("the 12 copies",),
-    faulty=trained(plain, through_a_name(loads=False)),
-    fixed=trained(plain, through_a_name(loads=True)),
 )
 
 

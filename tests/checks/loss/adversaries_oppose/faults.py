@@ -69,16 +69,6 @@ pair(
 )
 
 
-pair(
-    "least_squares_generator_aims_at_zero",
-    "adversaries_oppose",
-    "maker_helps_critic",
-    culprits=("discriminator",),
-    faulty=game(by_labels(F.mse_loss, 0.0, aim=0.0)),
-    fixed=game(by_labels(F.mse_loss, 0.0)),
-)
-
-
 def minimax(sign):
     """The generator's loss as in the paper: the logarithm of one minus the score."""
 
@@ -108,37 +98,6 @@ pair(
     where="score = discriminator(generator(noise))",
     faulty=game(minimax(-1), critic=lambda: nn.Sequential(relu_mlp(8, 16, 1), nn.Sigmoid())),
     fixed=game(minimax(1), critic=lambda: nn.Sequential(relu_mlp(8, 16, 1), nn.Sigmoid())),
-)
-
-
-def wasserstein(turned):
-    def fit(generator, critic, opt_g, opt_d, batches):
-        for number, real in enumerate(batches):
-            opt_d.zero_grad()
-            made = generator(torch.randn(len(real), 4)).detach()
-            loss = turned * (critic(made).mean() - critic(real).mean())
-            loss.backward()
-            opt_d.step()
-            with torch.no_grad():
-                for weight in critic.parameters():
-                    weight.clamp_(-0.1, 0.1)
-            if number % 2 == 1:
-                opt_g.zero_grad()
-                loss_g = -critic(generator(torch.randn(len(real), 4))).mean()
-                loss_g.backward()
-                opt_g.step()
-
-    return fit
-
-
-pair(
-    "critic_of_wasserstein_turned_round",
-    "adversaries_oppose",
-    "maker_helps_critic",
-    culprits=("discriminator",),
-    where="loss_g = -critic(generator",
-    faulty=game(wasserstein(-1)),
-    fixed=game(wasserstein(1)),
 )
 
 

@@ -51,14 +51,6 @@ pair(
     faulty=autoencoder(lambda x: (x - 0.13) / 0.31),
     fixed=autoencoder(lambda x: x),
 )
-pair(
-    "pixels_to_255_as_targets",
-    "loss_contract",
-    "target_outside_unit",
-    mentions=("expects targets in [0, 1]",),
-    faulty=autoencoder(lambda x: (x * 255).round() / 16),
-    fixed=autoencoder(lambda x: (x * 255).round() / 255),
-)
 
 
 def spam(targets_of, loss=F.binary_cross_entropy_with_logits, scores_of=lambda s: s.squeeze(-1), **kwargs):
@@ -73,14 +65,6 @@ def spam(targets_of, loss=F.binary_cross_entropy_with_logits, scores_of=lambda s
     return make
 
 
-pair(
-    "labels_of_plus_and_minus_one",
-    "loss_contract",
-    "target_outside_unit",
-    mentions=("labels are -1 and 1",),
-    faulty=spam(lambda y: 2 * y - 1),
-    fixed=spam(lambda y: y),
-)
 pair(
     "soft_margin_with_zeros",
     "loss_contract",
@@ -97,14 +81,6 @@ pair(
     culprits=("binary_cross_entropy",),
     faulty=spam(lambda y: y, F.binary_cross_entropy),
     fixed=spam(lambda y: y, F.binary_cross_entropy, lambda s: torch.sigmoid(s.squeeze(-1))),
-)
-pair(
-    "scores_clamped_into_bce",
-    "loss_contract",
-    "logits_as_probabilities",
-    mentions=("no sigmoid",),
-    faulty=spam(lambda y: y, F.binary_cross_entropy, lambda s: s.squeeze(-1).clamp(1e-6, 1 - 1e-6)),
-    fixed=spam(lambda y: y, F.binary_cross_entropy, lambda s: s.squeeze(-1).sigmoid().clamp(1e-6, 1 - 1e-6)),
 )
 pair(
     "sigmoid_saturates_at_once",

@@ -94,31 +94,6 @@ pair(
     faulty=tagger(lambda s: s),
     fixed=tagger(lambda s: s.transpose(1, 2)),
 )
-pair(
-    "as_many_positions_as_classes",
-    "loss_contract",
-    "class_axis",
-    mentions=("16 positions and 16 classes",),
-    where="return F.cross_entropy(scores_of(net(batch",
-    faulty=tagger(lambda s: s, length=16),
-    fixed=tagger(lambda s: s.transpose(1, 2), length=16),
-)
-pair(
-    "view_for_transpose",
-    "loss_contract",
-    "class_axis",
-    mentions=("reshaped", "not transposed"),
-    faulty=tagger(lambda s: s.reshape(s.shape[0], s.shape[2], s.shape[1])),
-    fixed=tagger(lambda s: s.permute(0, 2, 1)),
-)
-pair(
-    "view_for_transpose_into_equal_parts",
-    "loss_contract",
-    "class_axis",
-    mentions=("every other position",),
-    faulty=tagger(lambda s: s.reshape(s.shape[0], s.shape[2], s.shape[1]), length=32),
-    fixed=tagger(lambda s: s.permute(0, 2, 1), length=32),
-)
 
 
 def pixels(scores_of):

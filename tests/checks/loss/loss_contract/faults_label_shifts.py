@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, CharLSTM
+from tests.loops.nets import GPT
 from tests.loops.pairs import pair
 
 
@@ -65,28 +65,6 @@ pair(
     mentions=("asked for the token that it is given",),
     faulty=causal(shifts=False, shifted=False),
     fixed=causal(shifts=False, shifted=True),
-)
-
-
-def recurrent(labels_of):
-    def make():
-        inputs, following = data.tokens(rows=6)
-
-        def loss_of(model, batch):
-            return F.cross_entropy(model(batch[0]).transpose(1, 2), labels_of(*batch))
-
-        return loop(CharLSTM(), (inputs, following), loss_of)
-
-    return make
-
-
-pair(
-    "labels_of_the_token_before",
-    "loss_contract",
-    "not_shifted",
-    mentions=("the wrong way",),
-    faulty=recurrent(lambda ids, _next: ids.roll(1, 1).index_fill(1, torch.tensor([0]), -100)),
-    fixed=recurrent(lambda _ids, following: following),
 )
 
 
@@ -159,74 +137,6 @@ for title, options in {
     )
 
 
-# The scores are flattened before the head, and rows stand along the second axis.
-
-
-class Flat(GPT):
-    def forward(self, ids):
-        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).flatten(0, 1))
-
-
-class TimeFirst(CharLSTM):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(24, 24)
-
-
-def streams(ahead):
-    """A stream of tokens in columns, as (positions, rows), and flat labels so many positions ahead."""
-    ids, _ = data.tokens(rows=5, length=14)
-    return ids.T[:10].contiguous(), ids.T[ahead : ahead + 10].flatten()
-
-
-pair(
-    "labels_of_flattened_scores_are_the_inputs",
-    "loss_contract",
-    "not_shifted",
-    faulty=lambda: loop(Flat(), data.tokens(rows=6), lambda m, b: F.cross_entropy(m(b[0]), b[0].flatten())),
-    fixed=lambda: loop(Flat(), data.tokens(rows=6), lambda m, b: F.cross_entropy(m(b[0]), b[1].flatten())),
-)
-pair(
-    "labels_two_positions_ahead_with_positions_first",
-    "loss_contract",
-    "shifted_twice",
-    faulty=lambda: loop(TimeFirst(), streams(2), lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1])),
-    fixed=lambda: loop(TimeFirst(), streams(1), lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1])),
-)
-
-
-# Texts stand one after the other in a row; each ends with a label of its own.
-
-END = 15
-
-
-def packed(twice):
-    def make():
-        ids, following = data.tokens(rows=6, length=16, vocab=15)
-        labels = following.clone()
-        labels[:, 4::5] = END  # the last token of each text of five
-        if twice:
-            labels = torch.cat([labels[:, 1:], torch.full((6, 1), -100)], 1)
-        starts = torch.arange(16) // 5
-        ids = (ids + 3 * starts) % 15
-        labels = torch.where((labels < 0) | (labels == END), labels, (labels + 3 * starts.roll(-int(twice))) % 15)
-        return loop(GPT(length=16), (ids, labels), lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()))
-
-    return make
-
-
-pair(
-    "labels_of_packed_texts_shifted_twice",
-    "loss_contract",
-    "shifted_twice",
-    faulty=packed(twice=True),
-    fixed=packed(twice=False),
-)
-
-
 # A decoder is given the words themselves in place of the words before, or loses one more in the loss.
 
 
@@ -284,39 +194,4 @@ pair(
     "shifted_twice",
     faulty=translated(shifted_on_both_sides),
     fixed=translated(teacher_forced),
-)
-
-
-# Virtual tokens in front of the text: labels count from the first of them.
-
-
-class Prefixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lm = GPT(length=16)
-        self.prefix = nn.Parameter(0.1 * torch.randn(4, self.lm.head.in_features))
-
-    def forward(self, ids):
-        x = torch.cat([self.prefix.expand(len(ids), -1, -1), self.lm.token(ids)], 1)
-        x = x + self.lm.position(torch.arange(x.shape[1]))
-        for block in self.lm.blocks:
-            x = block(x)
-        return self.lm.head(self.lm.norm(x))
-
-
-def behind_a_prefix(twice):
-    def loss_of(model, batch):
-        ids, following = batch
-        labels = torch.cat([torch.full((len(ids), 4), -100), following if twice else ids], 1)
-        return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    return lambda: loop(Prefixed(), data.tokens(rows=6), loss_of)
-
-
-pair(
-    "labels_behind_virtual_tokens_shifted_twice",
-    "loss_contract",
-    "shifted_twice",
-    faulty=behind_a_prefix(twice=True),
-    fixed=behind_a_prefix(twice=False),
 )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Normal
 
 from pytest_trainloop.loop import TrainLoop
 from tests.helpers.stand_ins import (
-    kornia,
     monai,
     pytorch_metric_learning,
     pytorch_msssim,
@@ -70,16 +68,6 @@ MonaiDice = monai.DiceLoss
 Dice, Focal = segmentation_models_pytorch.DiceLoss, segmentation_models_pytorch.FocalLoss
 
 pair(
-    "monai_dice_of_raw_scores",
-    "loss_contract",
-    "logits_as_probabilities",
-    culprits=("DiceLoss",),
-    where="criterion(prepare(net(",
-    mentions=("sigmoid=False", "pass sigmoid=True"),
-    faulty=masked(MonaiDice()),
-    fixed=masked(MonaiDice(sigmoid=True)),
-)
-pair(
     "monai_dice_softmax_of_one_channel",
     "loss_contract",
     "single_class",
@@ -120,24 +108,6 @@ pair(
     mentions=("ignore_index=255",),
     faulty=classified(Focal("multiclass"), labels=lambda mask: torch.where(mask == 2, 255, mask)),
     fixed=classified(Focal("multiclass", ignore_index=255), labels=lambda mask: torch.where(mask == 2, 255, mask)),
-)
-pair(
-    "kornia_dice_of_probabilities",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("softmax",),
-    mentions=("dice_loss",),
-    faulty=classified(kornia.dice_loss, lambda scores: scores.softmax(1)),
-    fixed=classified(kornia.dice_loss),
-)
-pair(
-    "focal_loss_of_a_sigmoid",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("sigmoid",),
-    mentions=("sigmoid_focal_loss",),
-    faulty=masked(lambda s, t: torchvision.sigmoid_focal_loss(s, t, reduction="mean"), torch.sigmoid),
-    fixed=masked(lambda s, t: torchvision.sigmoid_focal_loss(s, t, reduction="mean")),
 )
 
 
@@ -258,132 +228,6 @@ pair(
 )
 
 
-# Likelihoods.
-
-
-def likelihood(loss_of):
-    return loop(lambda: mlp(6, 32, 1), lambda: {"x": drawn(12, 6), "y": drawn(12, 6)[:, 0].sin()}, loss_of)
-
-
-pair(
-    "likelihood_of_a_row_under_all_others",
-    "loss_contract",
-    "broadcast",
-    culprits=("Normal.log_prob",),
-    mentions=("(12, 1)", "(12,)"),
-    faulty=likelihood(lambda net, b: -Normal(net(b["x"]), 1.0).log_prob(b["y"]).mean()),
-    fixed=likelihood(lambda net, b: -Normal(net(b["x"]).squeeze(-1), 1.0).log_prob(b["y"]).mean()),
-)
-pair(
-    "likelihood_made_smaller",
-    "loss_contract",
-    "sign_flipped",
-    culprits=("Normal.log_prob",),
-    faulty=likelihood(lambda net, b: Normal(net(b["x"]).squeeze(-1), 1.0).log_prob(b["y"]).mean()),
-    fixed=likelihood(lambda net, b: -Normal(net(b["x"]).squeeze(-1), 1.0).log_prob(b["y"]).mean()),
-)
-
-
-def chosen(distribution):
-    def loss_of(net, batch):
-        return -distribution(net(batch[0])).log_prob(batch[1]).mean()
-
-    return loop(lambda: mlp(6, 32, 3), data.labelled, loss_of)
-
-
-pair(
-    "categorical_of_probabilities_as_scores",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("softmax",),
-    mentions=("Categorical",),
-    faulty=chosen(lambda scores: Categorical(logits=scores.softmax(-1))),
-    fixed=chosen(lambda scores: Categorical(probs=scores.softmax(-1))),
-)
-pair(
-    "bernoulli_of_probabilities_as_scores",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("sigmoid",),
-    mentions=("Bernoulli",),
-    faulty=masked(lambda s, t: -Bernoulli(logits=s).log_prob(t).mean(), torch.sigmoid),
-    fixed=masked(lambda s, t: -Bernoulli(logits=s).log_prob(t).mean()),
-)
-
-
-def policy(sign):
-    def loss_of(net, batch):
-        choice = Categorical(logits=net(batch["x"]))
-        gain = choice.log_prob(batch["action"]) * batch["advantage"]
-        return -gain.mean() + sign * 0.01 * choice.entropy().mean()
-
-    def rollout():
-        return {"x": drawn(12, 6), "action": torch.arange(12) % 3, "advantage": drawn(12, seed=1)}
-
-    return loop(lambda: mlp(6, 32, 3), rollout, loss_of)
-
-
-pair(
-    "entropy_of_the_policy_made_smaller",
-    "loss_contract",
-    "sign_flipped",
-    culprits=("Categorical.entropy",),
-    faulty=policy(1),
-    fixed=policy(-1),
-)
-
-
-# A value for each row, multiplied with a column.
-
-
-def reinforced(column):
-    def loss_of(net, batch):
-        logs = Categorical(logits=net(batch["x"])).log_prob(batch["action"])
-        return -(logs * batch["advantage"]).mean()
-
-    def rollout():
-        advantage = drawn(12, seed=1)
-        return {
-            "x": drawn(12, 6), "action": torch.arange(12) % 3, "advantage": advantage[:, None] if column else advantage
-        }  # fmt: skip
-
-    return loop(lambda: mlp(6, 32, 3), rollout, loss_of)
-
-
-pair(
-    "log_probabilities_times_a_column_of_advantages",
-    "loss_contract",
-    "broadcast",
-    culprits=("product",),
-    mentions=("(12, 12)", "log-probabilities"),
-    faulty=reinforced(column=True),
-    fixed=reinforced(column=False),
-)
-
-
-def weighted(squeeze):
-    def loss_of(net, batch):
-        weight = batch["weight"].squeeze(-1) if squeeze else batch["weight"]
-        return (F.cross_entropy(net(batch["x"]), batch["y"], reduction="none") * weight).mean()
-
-    def rows():
-        x, y = data.labelled(rows=12)
-        return {"x": x, "y": y, "weight": 0.5 + torch.arange(12.0)[:, None] / 12}
-
-    return loop(lambda: mlp(6, 32, 3), rows, loss_of)
-
-
-pair(
-    "losses_of_rows_times_a_column_of_weights",
-    "loss_contract",
-    "broadcast",
-    culprits=("product",),
-    mentions=("(12, 1)",),
-    faulty=weighted(squeeze=False),
-    fixed=weighted(squeeze=True),
-)
-
-
 # Similarities of images.
 
 
@@ -404,12 +248,4 @@ pair(
     mentions=("data_range=1",),
     faulty=restored(lambda p, t: 1 - pytorch_msssim.ssim(p, t)),
     fixed=restored(lambda p, t: 1 - pytorch_msssim.ssim(p, t, data_range=1)),
-)
-pair(
-    "similarity_made_smaller",
-    "loss_contract",
-    "sign_flipped",
-    culprits=("ssim",),
-    faulty=restored(lambda p, t: F.mse_loss(p, t) + pytorch_msssim.ssim(p, t, data_range=1)),
-    fixed=restored(lambda p, t: F.mse_loss(p, t) + 1 - pytorch_msssim.ssim(p, t, data_range=1)),
 )

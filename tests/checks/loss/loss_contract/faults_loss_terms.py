@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import AutoEncoder, CharLSTM, ConvNet, mlp
+from tests.loops.nets import AutoEncoder, CharLSTM, mlp
 from tests.loops.pairs import pair
 
 
@@ -24,43 +24,6 @@ def loop(model, batch, loss_of, rate=5e-3):
     return TrainLoop(
         model=model, optimizer=optimizer, batch=batch, fit=lambda b: train(optimizer, b, lambda x: loss_of(model, x))
     )
-
-
-# A minus too many.
-
-
-def images(loss_of):
-    return lambda: loop(ConvNet(), data.images(), lambda model, batch: loss_of(model(batch[0]), batch[1]))
-
-
-def picked(scores, labels):
-    return F.log_softmax(scores, dim=1).gather(1, labels[:, None])
-
-
-pair(
-    "cross_entropy_maximised",
-    "loss_contract",
-    "sign_flipped",
-    culprits=("cross_entropy",),
-    mentions=("is its negative",),
-    faulty=images(lambda scores, labels: -F.cross_entropy(scores, labels)),
-    fixed=images(F.cross_entropy),
-)
-pair(
-    "minus_before_nll_loss",
-    "loss_contract",
-    "sign_flipped",
-    culprits=("nll_loss",),
-    faulty=images(lambda scores, labels: -F.nll_loss(scores.log_softmax(1), labels)),
-    fixed=images(lambda scores, labels: F.nll_loss(scores.log_softmax(1), labels)),
-)
-pair(
-    "minus_forgotten_before_the_log_likelihood",
-    "loss_contract",
-    "sign_flipped",
-    faulty=images(lambda scores, labels: picked(scores, labels).mean()),
-    fixed=images(lambda scores, labels: -picked(scores, labels).mean()),
-)
 
 
 # Two tasks on one trunk.
@@ -327,45 +290,4 @@ pair(
     mentions=("only label 1 trains",),
     faulty=following(0),
     fixed=following(-100),
-)
-
-
-# Texts end with the padding token, which is also the last real one: that is never learned.
-
-
-def ending(ignored):
-    def make():
-        generator = torch.Generator().manual_seed(5)
-        ids = torch.randint(1, 20, (6, 12), generator=generator)
-        lengths = torch.tensor([12 - 2 * (n % 4) for n in range(6)])
-        mask = torch.arange(12)[None] < lengths[:, None]
-        ids[torch.arange(6), lengths - 1] = 0
-        labels = torch.where(mask, ids, 0 if ignored == 0 else ignored).roll(-1, 1)
-        labels[:, -1] = ignored
-
-        class Words(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
-
-            def forward(self, ids, mask):
-                return self.head(torch.tanh(self.embed(ids) * mask[..., None]))
-
-        def loss_of(model, batch):
-            scores = model(batch["ids"], batch["attention_mask"]).transpose(1, 2)
-            return F.cross_entropy(scores, batch["labels"], ignore_index=ignored)
-
-        return loop(Words(), {"ids": ids * mask, "attention_mask": mask, "labels": labels}, loss_of)
-
-    return make
-
-
-pair(
-    "end_of_text_is_the_padding_token",
-    "loss_contract",
-    "real_class_ignored",
-    level="advice",
-    culprits=("ignore_index=0",),
-    faulty=ending(0),
-    fixed=ending(-100),
 )

@@ -63,38 +63,12 @@ def classifier(last):
 
 
 pair(
-    "softmax_as_last_layer",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("softmax in last",),
-    where="return self.last(self.trunk(features))",
-    mentions=("probabilities given where logits are expected", "cannot fall below"),
-    faulty=classifier(lambda: nn.Softmax(dim=-1)),
-    fixed=classifier(nn.Identity),
-)
-pair(
-    "sigmoid_before_cross_entropy",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("sigmoid in last",),
-    faulty=classifier(nn.Sigmoid),
-    fixed=classifier(nn.Identity),
-)
-pair(
     "relu_as_last_layer",
     "loss_contract",
     "activation_on_logits",
     culprits=("relu in last",),
     mentions=("no class can be given a score below 0",),
     faulty=classifier(nn.ReLU),
-    fixed=classifier(nn.Identity),
-)
-pair(
-    "tanh_as_last_layer",
-    "loss_contract",
-    "activation_on_logits",
-    culprits=("tanh in last",),
-    faulty=classifier(nn.Tanh),
     fixed=classifier(nn.Identity),
 )
 pair(
@@ -176,22 +150,6 @@ def by_gathering(prepare, last):
     return make
 
 
-pair(
-    "log_softmax_of_a_softmax",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("softmax in last",),
-    faulty=by_gathering(lambda p: F.log_softmax(p, dim=1), lambda: nn.Softmax(dim=1)),
-    fixed=by_gathering(torch.log, lambda: nn.Softmax(dim=1)),
-)
-pair(
-    "log_of_a_softmax_of_a_softmax",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("softmax in last",),
-    faulty=by_gathering(lambda p: torch.log(F.softmax(p, dim=1) + 1e-9), lambda: nn.Softmax(dim=1)),
-    fixed=by_gathering(lambda p: torch.log(F.softmax(p, dim=1) + 1e-9), nn.Identity),
-)
 pair(
     "log_softmax_over_the_rows_gathered",
     "loss_contract",
@@ -276,16 +234,6 @@ def detector(last, criterion):
     return make
 
 
-pair(
-    "sigmoid_before_with_logits",
-    "loss_contract",
-    "probabilities_as_logits",
-    culprits=("sigmoid in last",),
-    faulty=detector(nn.Sigmoid, nn.BCEWithLogitsLoss()),
-    fixed=detector(nn.Identity, nn.BCEWithLogitsLoss()),
-)
-
-
 class WrittenOut(nn.Module):
     def forward(self, scores):
         return 1 / (1 + torch.exp(-scores))
@@ -299,39 +247,11 @@ pair(
     fixed=detector(WrittenOut, nn.BCELoss()),
 )
 pair(
-    "sigmoid_before_multilabel_soft_margin",
-    "loss_contract",
-    "probabilities_as_logits",
-    faulty=detector(nn.Sigmoid, nn.MultiLabelSoftMarginLoss()),
-    fixed=detector(nn.Identity, nn.MultiLabelSoftMarginLoss()),
-)
-pair(
     "relu_before_with_logits",
     "loss_contract",
     "activation_on_logits",
     faulty=detector(nn.ReLU, nn.BCEWithLogitsLoss()),
     fixed=detector(nn.Identity, nn.BCEWithLogitsLoss()),
-)
-pair(
-    "two_sigmoids_before_bce",
-    "loss_contract",
-    "probabilities_as_logits",
-    faulty=detector(nn.Sigmoid, lambda p, y: F.binary_cross_entropy(torch.sigmoid(p), y)),
-    fixed=detector(nn.Sigmoid, nn.BCELoss()),
-)
-
-
-class LogSigmoidLoss(nn.Module):
-    def forward(self, scores, targets):
-        return -(targets * F.logsigmoid(scores) + (1 - targets) * F.logsigmoid(-scores)).mean()
-
-
-pair(
-    "logsigmoid_of_a_sigmoid",
-    "loss_contract",
-    "probabilities_as_logits",
-    faulty=detector(nn.Sigmoid, LogSigmoidLoss()),
-    fixed=detector(nn.Identity, LogSigmoidLoss()),
 )
 
 

@@ -50,10 +50,6 @@ def absolute(output, target):
     return torch.abs(target - output).sum() / len(target)
 
 
-def log_cosh(output, target):
-    return torch.log(torch.cosh(output.view_as(target) - target)).mean()
-
-
 for title, criterion in (
     ("mse_loss", F.mse_loss),
     ("l1_loss", nn.L1Loss()),
@@ -152,14 +148,6 @@ pair(
     mentions=("log_input is True",),
     faulty=counts(torch.exp),
     fixed=counts(lambda s: s),
-)
-pair(
-    "scores_where_rates_are_taken",
-    "loss_contract",
-    "rate_scale",
-    mentions=("log_input=False",),
-    faulty=counts(lambda s: s, log_input=False, full=False, eps=10.0),
-    fixed=counts(F.softplus, log_input=False),
 )
 
 

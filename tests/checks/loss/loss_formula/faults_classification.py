@@ -98,18 +98,6 @@ def focal_over_classes(scores, labels, gamma=2.0, easy=False):
     return (weight * loss).mean()
 
 
-def focal_of_the_mean_over_classes(scores, labels, gamma=2.0):
-    loss = F.cross_entropy(scores, labels)
-    return (1 - torch.exp(-loss)) ** gamma * loss
-
-
-pair(
-    "focal_weight_of_the_mean_over_classes",
-    "loss_formula",
-    "mean_taken_early",
-    faulty=classifier(focal_of_the_mean_over_classes, classes=3),
-    fixed=classifier(focal_over_classes, classes=3),
-)
 pair(
     "easy_rows_weigh_most",
     "loss_formula",
@@ -156,35 +144,6 @@ pair(
     where="return F.relu(1 - sign * scores).mean()",
     faulty=classifier(hinge),
     fixed=classifier(lambda z, y: hinge(z, 2 * y - 1)),
-)
-
-
-def squared_hinge(scores, sign, turned=False):
-    margins = 1 + sign * scores if turned else 1 - sign * scores
-    return margins.clamp(min=0).square().mean()
-
-
-pair(
-    "margin_grows_with_right_scores",
-    "loss_formula",
-    "term_sign",
-    faulty=classifier(lambda z, y: squared_hinge(z, 2 * y - 1, turned=True)),
-    fixed=classifier(lambda z, y: squared_hinge(z, 2 * y - 1)),
-)
-
-
-def hinge_over_classes(scores, labels, turned=False):
-    right = scores.gather(1, labels[:, None])
-    margins = F.relu(1 + right - scores if turned else 1 + scores - right)
-    return margins.sum(1).mean()
-
-
-pair(
-    "true_class_pushed_down",
-    "loss_formula",
-    "term_sign",
-    faulty=classifier(lambda z, y: hinge_over_classes(z, y, turned=True), classes=3),
-    fixed=classifier(hinge_over_classes, classes=3),
 )
 
 

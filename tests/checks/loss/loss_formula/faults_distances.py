@@ -44,19 +44,6 @@ pair(
 )
 
 
-def charbonnier(p, t):
-    return torch.sqrt((p - t) ** 2 + 1e-3).mean()
-
-
-pair(
-    "distance_made_larger",
-    "loss_formula",
-    "sign_flipped",
-    faulty=regression(lambda p, t: 1 / (1 + charbonnier(p, t))),
-    fixed=regression(charbonnier),
-)
-
-
 def segmenter(loss_of):
     def make():
         images = torch.randn(4, 1, 6, 6)

@@ -69,25 +69,6 @@ pair(
 )
 
 
-def around(low, high):
-    def loss_of(model, b):
-        new = Categorical(logits=model(b["state"])).log_prob(b["action"])
-        ratio = torch.exp(new - b["log_prob"])
-        return -torch.min(ratio * b["advantage"], ratio.clamp(low, high) * b["advantage"]).mean()
-
-    return loss_of
-
-
-pair(
-    "ratio_clipped_around_zero",
-    "loss_formula",
-    "ingredient_differs",
-    where="ratio.clamp(low, high)",
-    faulty=policy(around(-0.2, 0.2)),
-    fixed=policy(around(0.8, 1.2)),
-)
-
-
 def transitions(rows=8):
     state = torch.randn(rows, 6)
     action = torch.randint(4, (rows,))
@@ -118,28 +99,6 @@ pair(
     where='target = b["reward"] + 0.9',
     faulty=policy(q_learning(False), transitions),
     fixed=policy(q_learning(True), transitions),
-)
-
-
-def plain_q_learning(detach):
-    def loss_of(model, b):
-        value = model(b["state"])[torch.arange(8), b["action"]]
-        best = torch.amax(model(b["next"]), dim=1)
-        if detach:
-            best = best.detach()
-        expected = best * 0.9 + b["reward"]
-        return ((value - expected) ** 2).mean()
-
-    return loss_of
-
-
-pair(
-    "best_following_value_with_gradient",
-    "loss_formula",
-    "target_with_gradient",
-    where='expected = best * 0.9 + b["reward"]',
-    faulty=policy(plain_q_learning(False), transitions),
-    fixed=policy(plain_q_learning(True), transitions),
 )
 
 
@@ -177,41 +136,6 @@ pair(
     where='actor_loss = -(choice.log_prob(b["action"]) * weight).mean()',
     faulty=actor_critic(False),
     fixed=actor_critic(True),
-)
-
-
-def patients(rows=8):
-    features = torch.randn(rows, 6)
-    return {"state": features, "time": torch.rand(rows) * 5 + 0.1, "event": (torch.arange(rows) % 3 != 0).float()}
-
-
-def cox(descending, *, turned=False):
-    def loss_of(model, b):
-        order = torch.argsort(b["time"], descending=descending)
-        risk, event = model(b["state"]).squeeze(1)[order], b["event"][order]
-        if turned:
-            event = 1 - event
-        return -((risk - torch.logcumsumexp(risk, 0)) * event).sum() / event.sum()
-
-    return loss_of
-
-
-pair(
-    "risk_set_of_those_before",
-    "loss_formula",
-    "turned_round",
-    where="torch.logcumsumexp(risk, 0)",
-    faulty=policy(cox(False), patients, outputs=1),
-    fixed=policy(cox(True), patients, outputs=1),
-)
-
-pair(
-    "censored_rows_counted_as_events",
-    "loss_formula",
-    "turned_round",
-    where="torch.logcumsumexp(risk, 0)",
-    faulty=policy(cox(True, turned=True), patients, outputs=1),
-    fixed=policy(cox(True), patients, outputs=1),
 )
 
 

@@ -144,38 +144,6 @@ pair(
 )
 
 
-# The side of torch.where that is not taken has a slope all the same.
-
-
-def gated(slope):
-    def make():
-        model = mlp(6, 16, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-        def loss_of(batch):
-            out = model(batch[0])
-            return (torch.where(out > 0, slope(out), out) - batch[1]).square().mean()
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table(),
-            fit=lambda batches: train(optimizer, batches, loss_of),
-        )
-
-    return make
-
-
-pair(
-    "side_of_where_not_taken",
-    "finite",
-    "made_in_backward",
-    culprits=("sqrt",),
-    faulty=gated(torch.sqrt),
-    fixed=gated(lambda out: torch.sqrt(out.clamp_min(1e-3))),
-)
-
-
 # A temperature made by torch.empty, and never set.
 
 

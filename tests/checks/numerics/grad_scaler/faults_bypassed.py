@@ -9,7 +9,6 @@ from torch import nn
 from pytest_trainloop.loop import TrainLoop
 from tests.checks.numerics.grad_scaler.faults_clips_and_updates import scaled, tabular_net
 from tests.loops import data
-from tests.loops.nets import ConvNet
 from tests.loops.pairs import pair
 
 # The plain step left in, or a loss that was left out when the loop was ported.
@@ -51,62 +50,6 @@ pair(
     where="optimizer.step()",
     faulty=ported(True, torch.optim.Adam, tabular_net, data.labelled),
     fixed=ported(False, torch.optim.Adam, tabular_net, data.labelled),
-)
-pair(
-    "adamw_cnn_stepped_past_the_scaler",
-    "grad_scaler",
-    "not_unscaled",
-    where="optimizer.step()",
-    faulty=ported(True, torch.optim.AdamW, ConvNet, data.images),
-    fixed=ported(False, torch.optim.AdamW, ConvNet, data.images),
-)
-
-
-class HalfPorted:
-    """Body and head have an optimizer each; one of the two went past the scaler when the loop was ported."""
-
-    def __init__(self, *, head_through_scaler):
-        self.model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
-        self.body = torch.optim.AdamW(self.model[0].parameters(), lr=5e-3)
-        self.head = torch.optim.Adam(self.model[2].parameters(), lr=5e-3)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-        self.head_through_scaler = head_through_scaler
-
-    def fit(self, batches):
-        for x, y in batches:
-            self.model.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = F.cross_entropy(self.model(x), y)
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.body)
-            if self.head_through_scaler:
-                self.scaler.step(self.head)
-            else:
-                self.head.step()
-            self.scaler.update()
-
-
-def half_ported(**how):
-    def make():
-        trainer = HalfPorted(**how)
-        return TrainLoop(
-            model=trainer.model,
-            optimizer=[trainer.body, trainer.head],
-            scaler=trainer.scaler,
-            batch=data.labelled(),
-            fit=trainer.fit,
-        )
-
-    return make
-
-
-pair(
-    "head_stepped_past_the_scaler",
-    "grad_scaler",
-    "not_unscaled",
-    where="self.head.step()",
-    faulty=half_ported(head_through_scaler=False),
-    fixed=half_ported(head_through_scaler=True),
 )
 
 

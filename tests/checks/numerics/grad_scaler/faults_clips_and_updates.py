@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, ConvNet, lm_loss, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 # Mixed precision with loss scaling.
@@ -16,25 +16,6 @@ from tests.loops.pairs import pair
 
 def clip(model):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def never_unscaled(model, optimizer, scaler):
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def unscaled_too_late(model, optimizer, scaler):
-    clip(model)
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def scaled_values_clipped(model, optimizer, scaler):
-    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def never_updated(model, optimizer, scaler):
@@ -80,88 +61,10 @@ def tabular_net():
 
 
 pair(
-    "mlp_clipped_never_unscaled",
-    "grad_scaler",
-    "clip_before_unscale",
-    where="nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    faulty=scaled(never_unscaled, tabular_net, data.labelled),
-    fixed=scaled(right, tabular_net, data.labelled),
-)
-pair(
-    "cnn_unscaled_after_clip",
-    "grad_scaler",
-    "clip_before_unscale",
-    faulty=scaled(unscaled_too_late, ConvNet, data.images),
-    fixed=scaled(right, ConvNet, data.images),
-)
-pair(
-    "mlp_scaled_values_clipped",
-    "grad_scaler",
-    "clip_before_unscale",
-    where="clip_grad_value_(model.parameters(), 0.1)",
-    faulty=scaled(scaled_values_clipped, tabular_net, data.labelled),
-    fixed=scaled(right, tabular_net, data.labelled),
-)
-pair(
     "mlp_scaler_never_updated",
     "grad_scaler",
     "update_missing",
     raises="unscale_() is being called after step()",
     faulty=scaled(never_updated, tabular_net, data.labelled),
     fixed=scaled(right, tabular_net, data.labelled),
-)
-
-
-# The same in a trainer that accumulates; no clipping, so that torch complains one call later.
-
-
-class ScaledTrainer:
-    def __init__(self, accumulate):
-        self.model = GPT()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        self.accumulate = accumulate
-
-    def optimizer_step(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-
-    def fit(self, batches):
-        for i, batch in enumerate(batches, start=1):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = lm_loss(self.model, batch)
-            self.scaler.scale(loss / self.accumulate).backward()
-            if i % self.accumulate == 0 or i == len(batches):
-                self.optimizer_step()
-
-
-class ScaledTrainerNeverUpdating(ScaledTrainer):
-    def optimizer_step(self):
-        self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad()
-
-
-def scaled_gpt(trainer_class):
-    def make(accumulate=1):
-        trainer = trainer_class(accumulate)
-        return TrainLoop(
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            scaler=trainer.scaler,
-            batch=data.tokens(rows=8),
-            fit=trainer.fit,
-        )
-
-    return make
-
-
-pair(
-    "trainer_scaler_never_updated",
-    "grad_scaler",
-    "update_missing",
-    where="self.scaler.step(self.optimizer)",
-    raises="step() has already been called since the last update()",
-    faulty=scaled_gpt(ScaledTrainerNeverUpdating),
-    fixed=scaled_gpt(ScaledTrainer),
 )

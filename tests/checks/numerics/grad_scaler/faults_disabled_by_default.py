@@ -60,10 +60,6 @@ def stepped_and_updated(trainer):
     trainer.scaler.update()
 
 
-def never_updated(trainer):
-    trainer.scaler.step(trainer.optimizer)
-
-
 def in_default(default, finish):
     def make(precision=default):
         return Trainer(precision, finish).as_loop()
@@ -89,60 +85,6 @@ pair(
     where="trainer.optimizer.step()",
     faulty=in_default("fp32", lambda t: stepped_directly(t)),
     fixed=in_default("fp32", lambda t: stepped_and_updated(t)),
-)
-pair(
-    "scaler_never_updated_in_fp16_only",
-    "grad_scaler",
-    "update_missing",
-    where="trainer.scaler.step(trainer.optimizer)",
-    faulty=in_default("fp32", never_updated),
-    fixed=in_default("fp32", stepped_and_updated),
-)
-
-
-# The script makes the scaler in float16 only.
-
-
-def train_plain_or_scaled(model, optimizer, scaler, batches, unscale):
-    for x, y in batches:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16, enabled=scaler is not None):
-            loss = F.cross_entropy(model(x), y)
-        if scaler is None:
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            continue
-        scaler.scale(loss).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def two_branches(unscale):
-    def make(precision="fp32"):
-        model = mlp(6, 32, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu") if precision == "fp16" else None
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=lambda batches: train_plain_or_scaled(model, optimizer, scaler, batches, unscale),
-        )
-
-    return make
-
-
-pair(
-    "scaled_branch_forgets_to_unscale",
-    "grad_scaler",
-    "clip_before_unscale",
-    mentions=("the loss scale of 65536",),
-    faulty=two_branches(unscale=False),
-    fixed=two_branches(unscale=True),
 )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from pytest_trainloop.loop import TrainLoop
 from tests.checks.numerics.grad_scaler.faults_clips_and_updates import clip, right, scaled, tabular_net
 from tests.loops import data
-from tests.loops.nets import GPT, ConvNet, lm_loss, mlp
+from tests.loops.nets import GPT, lm_loss, mlp
 from tests.loops.pairs import pair
 
 # Two networks, one scaler.
@@ -129,13 +129,6 @@ def unscaled_for_the_log(model, optimizer, scaler):
     scaler.update()
 
 
-def unscaled_after_step(model, optimizer, scaler):
-    scaler.step(optimizer)
-    scaler.unscale_(optimizer)
-    clip(model)
-    scaler.update()
-
-
 def stepped_by_hand(model, optimizer, scaler):
     scaler.unscale_(optimizer)
     clip(model)
@@ -159,15 +152,6 @@ pair(
     raises="unscale_() has already been called on this optimizer since the last update()",
     faulty=scaled(unscaled_for_the_log, tabular_net, data.labelled),
     fixed=scaled(right, tabular_net, data.labelled),
-)
-pair(
-    "cnn_unscaled_after_step",
-    "grad_scaler",
-    "unscaled_twice",
-    where="scaler.unscale_(optimizer)",
-    raises="unscale_() is being called after step()",
-    faulty=scaled(unscaled_after_step, ConvNet, data.images),
-    fixed=scaled(right, ConvNet, data.images),
 )
 pair(
     "mlp_unscaled_by_the_scaler_stepped_without",
@@ -277,139 +261,4 @@ pair(
     where="scaler.unscale_(optimizer)",
     faulty=two_losses(late=True),
     fixed=two_losses(late=False),
-)
-
-
-# Two optimizers under one scaler, and one clip for the gradients of both.
-
-
-class TwoOptimizers:
-    def __init__(self, unscaled):
-        self.model = nn.ModuleDict({"words": nn.Embedding(40, 12), "body": nn.Linear(12, 4)})
-        self.body = torch.optim.AdamW(self.model["body"].parameters(), lr=5e-3)
-        self.words = torch.optim.SGD(self.model["words"].parameters(), lr=0.5)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-        self.unscaled = unscaled(self)
-
-    def step(self, ids, labels):
-        self.model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            logits = self.model["body"](self.model["words"](ids).mean(1))
-        self.scaler.scale(F.cross_entropy(logits.float(), labels)).backward()
-        for optimizer in self.unscaled:
-            self.scaler.unscale_(optimizer)
-        clip(self.model)
-        for optimizer in (self.body, self.words):
-            self.scaler.step(optimizer)
-        self.scaler.update()
-
-
-def two_optimizers(unscaled):
-    def make():
-        trainer = TwoOptimizers(unscaled)
-        ids = torch.randint(40, (16, 7))
-
-        def fit(batches):
-            for batch in batches:
-                trainer.step(*batch)
-
-        return TrainLoop(
-            model=trainer.model,
-            optimizer=[trainer.body, trainer.words],
-            scaler=trainer.scaler,
-            batch=(ids, ids[:, 0] % 4),
-            fit=fit,
-        )
-
-    return make
-
-
-pair(
-    "one_clip_with_one_of_two_optimizers_unscaled",
-    "grad_scaler",
-    "clip_before_unscale",
-    culprits=("words.weight",),
-    mentions=("for every optimizer", "SGD"),
-    where="clip_grad_norm_",
-    faulty=two_optimizers(lambda trainer: [trainer.body]),
-    fixed=two_optimizers(lambda trainer: [trainer.body, trainer.words]),
-)
-
-
-# The loss is backpropagated as it is, and the scaler is asked to step.
-
-
-def plain_backward(scaled):
-    def make():
-        model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-        def fit(batches):
-            for x, y in batches:
-                with torch.autocast("cpu", dtype=torch.float16):
-                    loss = F.cross_entropy(model(x), y)
-                (scaler.scale(loss) if scaled else loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-
-        return TrainLoop(model=model, optimizer=optimizer, scaler=scaler, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "no_loss_is_ever_scaled",
-    "grad_scaler",
-    "not_scaled",
-    where=".backward()",
-    raises="_scale is None",
-    faulty=plain_backward(scaled=False),
-    fixed=plain_backward(scaled=True),
-)
-
-
-# The norm of every micro-batch is logged: unscaled, and the scaler updated so that it may be unscaled again.
-
-
-def train_logged(model, optimizer, scaler, batches, accumulate, every):
-    for i, (x, y) in enumerate(batches):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = F.cross_entropy(model(x), y) / accumulate
-        scaler.scale(loss).backward()
-        last = (i + 1) % accumulate == 0
-        if every or last:
-            scaler.unscale_(optimizer)
-            clip(model)
-        if last:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        if every or last:
-            scaler.update()
-
-
-def logged(every):
-    def make(accumulate=2):
-        model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            scaler=scaler,
-            batch=data.labelled(),
-            fit=lambda batches: train_logged(model, optimizer, scaler, batches, accumulate, every),
-        )
-
-    return make
-
-
-pair(
-    "unscaled_and_updated_in_every_micro_batch",
-    "grad_scaler",
-    "unscaled_inside_window",
-    where="scaler.unscale_(optimizer)",
-    faulty=logged(every=True),
-    fixed=logged(every=False),
 )

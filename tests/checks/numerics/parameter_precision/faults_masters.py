@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import AutoEncoder, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 # The copy from the model to its masters stands in the step, where it belongs before the loop.
@@ -62,41 +62,6 @@ pair(
     where="self.optimizer.step()",
     faulty=mixed(refresh=True),
     fixed=mixed(refresh=False),
-)
-
-
-# The masters are cloned from the bfloat16 weights, and have their dtype.
-
-
-def cloned(dtype):
-    def make():
-        model = AutoEncoder().bfloat16()
-        masters = [nn.Parameter(p.detach().clone().to(dtype)) for p in model.parameters()]
-        optimizer = torch.optim.SGD(masters, lr=2e-3)
-
-        def fit(batches):
-            for x, _ in batches:
-                model.zero_grad()
-                F.mse_loss(model(x.bfloat16()).float(), x).backward()
-                for master, p in zip(masters, model.parameters(), strict=True):
-                    master.grad = p.grad.to(dtype)
-                optimizer.step()
-                with torch.no_grad():
-                    torch._foreach_copy_(list(model.parameters()), masters)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-    return make
-
-
-pair(
-    "masters_of_the_weights_dtype",
-    "parameter_precision",
-    "updates_lost",
-    mentions=("bfloat16",),
-    where="optimizer.step()",
-    faulty=cloned(torch.bfloat16),
-    fixed=cloned(torch.float32),
 )
 
 

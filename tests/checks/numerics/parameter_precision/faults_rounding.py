@@ -47,52 +47,6 @@ pair(
 )
 
 
-# Float16 weights, stepped in a closure at a rate that warms up.
-
-
-class Trainer:
-    def __init__(self, half):
-        self.half = half
-        self.model = mlp(6, 64, 64, 1)
-        if half:
-            self.model.half()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.2e-3)
-        self.warmup = torch.optim.lr_scheduler.LinearLR(self.optimizer, start_factor=0.5, total_iters=8)
-
-    def loss(self, x, y):
-        return F.smooth_l1_loss(self.model(x.half() if self.half else x).float(), y)
-
-    def train(self, batches):
-        for x, y in batches:
-
-            def closure(x=x, y=y):
-                self.optimizer.zero_grad()
-                loss = self.loss(x, y)
-                loss.backward()
-                return loss
-
-            self.optimizer.step(closure)
-            self.warmup.step()
-
-
-def warmed_up(half):
-    def make():
-        trainer = Trainer(half)
-        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.table(), fit=trainer.train)
-
-    return make
-
-
-pair(
-    "closures_in_float16_under_warm_up",
-    "parameter_precision",
-    "updates_lost",
-    mentions=("float16",),
-    faulty=warmed_up(half=True),
-    fixed=warmed_up(half=False),
-)
-
-
 # An autoencoder in bfloat16 at a usual rate: a part of the updates is lost, and it learns all the same.
 
 
@@ -121,51 +75,6 @@ pair(
     mentions=("%",),
     faulty=reconstruction(torch.bfloat16),
     fixed=reconstruction(torch.float32),
-)
-
-
-# A mean teacher in bfloat16 beside a student in float32: with a decay of 0.999 it stays what it was.
-
-
-@torch.no_grad()
-def follow(teacher, student, decay=0.999):
-    for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
-        t.mul_(decay).add_(s.to(t.dtype), alpha=1 - decay)
-
-
-def distilled(dtype):
-    def make():
-        student = mlp(6, 24, 3)
-        teacher = copy.deepcopy(student).to(dtype).requires_grad_(False)
-        optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
-
-        def fit(batches):
-            for x, y in batches:
-                with torch.no_grad():
-                    soft = teacher(x.to(dtype)).float().softmax(-1)
-                logits = student(x)
-                loss = F.cross_entropy(logits, y) + 0.1 * F.cross_entropy(logits, soft)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                follow(teacher, student)
-
-        return TrainLoop(
-            model={"student": student, "teacher": teacher}, optimizer=optimizer, batch=data.labelled(), fit=fit
-        )
-
-    return make
-
-
-pair(
-    "mean_teacher_in_bfloat16",
-    "parameter_precision",
-    "average_lost",
-    culprits=("teacher.0.weight", "teacher.2.weight"),
-    where="t.mul_(decay)",
-    mentions=("0.001",),
-    faulty=distilled(torch.bfloat16),
-    fixed=distilled(torch.float32),
 )
 
 
@@ -204,65 +113,6 @@ pair(
     culprits=("average.0.weight", "average.2.weight"),
     faulty=averaged(torch.bfloat16),
     fixed=averaged(torch.float32),
-)
-
-
-# An AdamW of the project's own, which computes in float32 and stores the sum in bfloat16 again.
-
-
-class AdamW32(torch.optim.Optimizer):
-    def __init__(self, params, lr, masters):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8})
-        self.masters = masters
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            b1, b2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p, dtype=torch.float32))
-                    state["v"] = torch.zeros_like(state["m"])
-                    if self.masters:
-                        state["master"] = p.float()
-                state["step"] += 1
-                grad = p.grad.float()
-                state["m"].lerp_(grad, 1 - b1)
-                state["v"].lerp_(grad.square(), 1 - b2)
-                m, v = state["m"] / (1 - b1 ** state["step"]), state["v"] / (1 - b2 ** state["step"])
-                weights = state["master"] if self.masters else p.float()
-                p.copy_(weights.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"]))
-
-
-def own_adamw(masters):
-    def make():
-        model = mlp(6, 48, 48, 3).bfloat16()
-        optimizer = AdamW32(model.parameters(), lr=2e-5, masters=masters)
-
-        def fit(batches):
-            for x, y in batches:
-                loss = F.cross_entropy(model(x.bfloat16()).float(), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "own_adamw_without_masters",
-    "parameter_precision",
-    "updates_lost",
-    culprits=("0.weight", "2.weight"),
-    where="optimizer.step()",
-    mentions=("on the same gradient", "bfloat16"),
-    faulty=own_adamw(masters=False),
-    fixed=own_adamw(masters=True),
 )
 
 

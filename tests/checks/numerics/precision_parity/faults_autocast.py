@@ -184,54 +184,6 @@ pair(
 )
 
 
-# The variance as a difference of two large numbers.
-
-
-class VarianceByMoments(nn.Module):
-    def __init__(self, *, two_pass):
-        super().__init__()
-        self.two_pass = two_pass
-        self.inner = nn.Linear(8, 16)
-
-    def forward(self, x):
-        h = self.inner(x) + 40.0
-        mean = h.mean(-1, keepdim=True)
-        if self.two_pass:
-            spread = (h - mean).square().mean(-1, keepdim=True)
-        else:
-            spread = (h * h).mean(-1, keepdim=True).bfloat16() - (mean * mean).bfloat16()
-        return (h - mean) / torch.sqrt(spread.abs() + 1e-3)
-
-
-def by_moments(*, two_pass):
-    def make():
-        model = nn.Sequential(VarianceByMoments(two_pass=two_pass), nn.Linear(16, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        batch = (torch.randn(16, 8, generator=draws(5)), torch.randint(3, (16,), generator=draws(6)))
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
-
-    return make
-
-
-pair(
-    "variance_cancels_in_bfloat16",
-    "precision_parity",
-    "cancellation",
-    faulty=by_moments(two_pass=False),
-    fixed=by_moments(two_pass=True),
-    culprits=("0",),
-    where="spread = (h * h).mean",
-)
-
-
 # A running sum over many steps.
 
 
@@ -395,14 +347,6 @@ pair(
     fixed=backward_inside(inside=False),
     where="loss.backward()",
     mentions=("changes the gradient",),
-)
-pair(
-    "backward_inside_autocast_by_the_knob",
-    "precision_parity",
-    "backward_under_autocast",
-    faulty=backward_inside(inside=True, default="fp32"),
-    fixed=backward_inside(inside=False, default="fp32"),
-    where="loss.backward()",
 )
 pair(
     "backward_inside_autocast_that_changes_nothing_yet",

@@ -8,56 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.checks.numerics.precision_parity.faults_autocast import autocast
-from tests.loops import data
 from tests.loops.pairs import pair
-
-# A norm by hand behind dropout, over activations with a mean of 30: E[x^2] - E[x]^2 cancels.
-
-
-class NormByHand(nn.Module):
-    def __init__(self, centred):
-        super().__init__()
-        self.centred = centred
-
-    def forward(self, x):
-        x = (x.float() if self.centred else x) + 30.0
-        mean = x.mean(-1, keepdim=True)
-        var = (x - mean).square().mean(-1, keepdim=True) if self.centred else self.variance(x, mean)
-        return (x - mean) / (var.abs() + 1e-5).sqrt()
-
-    @staticmethod
-    def variance(x, mean):
-        return (x * x).mean(-1, keepdim=True) - mean * mean
-
-
-def behind_dropout(centred):
-    def make(precision="bf16"):
-        model = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.1), NormByHand(centred), nn.Linear(64, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                with autocast(precision):
-                    loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "norm_by_hand_behind_dropout",
-    "precision_parity",
-    "cancellation",
-    culprits=("2",),
-    where="(x * x).mean",
-    faulty=behind_dropout(centred=False),
-    fixed=behind_dropout(centred=True),
-)
-
 
 # Scores that overflow under dropout of the attention weights, with a scaler.
 

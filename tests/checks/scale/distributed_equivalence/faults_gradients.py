@@ -102,11 +102,6 @@ def broadcast_gradients(reduce):
     return make
 
 
-def from_rank_zero(gradients):
-    for gradient in gradients:
-        dist.broadcast(gradient, src=0)
-
-
 def averaged(gradients):
     for gradient in gradients:
         dist.all_reduce(gradient)
@@ -116,23 +111,6 @@ def averaged(gradients):
 def summed(gradients):
     for gradient in gradients:
         dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
-
-
-def reduced_to_rank_zero(gradients):
-    for gradient in gradients:
-        dist.reduce(gradient, dst=0)
-        gradient /= dist.get_world_size()
-        dist.broadcast(gradient, src=0)
-
-
-pair(
-    "gradients_of_rank_zero_for_all",
-    "distributed_equivalence",
-    "never_synchronised",
-    faulty=broadcast_gradients(from_rank_zero),
-    fixed=broadcast_gradients(reduced_to_rank_zero),
-    mentions=("rank 0 alone",),
-)
 
 
 def outlives_no_sync(stays):
@@ -240,31 +218,6 @@ pair(
 # parameters that the wrapper does not know
 
 
-def with_a_new_head(late):
-    """Fine-tuning with another head."""
-
-    def make(ranks=1):
-        torch.manual_seed(0)
-        model = Regressor()
-        if not late:
-            model.head = nn.Linear(12, 1)
-        model = wrapped(model, ranks)
-        if late:
-            inner = model.module if ranks > 1 else model
-            inner.head = nn.Linear(12, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-    return make
-
-
 def with_a_scale(inside):
     """A learned scale of the loss, beside the model."""
 
@@ -290,14 +243,6 @@ def with_a_scale(inside):
     return make
 
 
-pair(
-    "head_replaced_after_wrapping",
-    "distributed_equivalence",
-    "parameters_not_in_wrapper",
-    faulty=with_a_new_head(late=True),
-    fixed=with_a_new_head(late=False),
-    culprits=("head.weight", "head.bias"),
-)
 pair(
     "learned_scale_beside_the_wrapper",
     "distributed_equivalence",

@@ -58,17 +58,6 @@ def seeded_by_rank(broadcasts):
     return make
 
 
-def not_seeded(broadcasts):
-    def make(ranks=1):
-        model = network()
-        if ranks > 1 and broadcasts:
-            begin_alike(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=plain_fit(model, optimizer, ranks))
-
-    return make
-
-
 pair(
     "built_under_the_seed_of_each_rank",
     "distributed_equivalence",
@@ -77,14 +66,6 @@ pair(
     fixed=seeded_by_rank(broadcasts=True),
     culprits=("0.weight",),
     quick=True,
-)
-pair(
-    "nobody_brings_the_weights_together",
-    "distributed_equivalence",
-    "start_differs",
-    faulty=not_seeded(broadcasts=False),
-    fixed=not_seeded(broadcasts=True),
-    level="advice",
 )
 
 

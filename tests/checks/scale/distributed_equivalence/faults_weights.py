@@ -212,36 +212,6 @@ def clipped(when):
     return make
 
 
-def clipped_by_owner(whole):
-    """Each rank steps half of the parameters, and sends them to the other."""
-
-    def make(ranks=1):
-        model = Regressor()
-        rank = dist.get_rank() if ranks > 1 else 0
-        if ranks > 1:
-            for tensor in model.parameters():
-                dist.broadcast(tensor.data, src=0)
-        parameters = list(model.parameters())
-        mine = [p for i, p in enumerate(parameters) if i % ranks == rank]
-        optimizer = torch.optim.AdamW(mine, lr=1e-2)
-
-        def fit(batches):
-            for x, y in batches:
-                model.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                if ranks > 1:
-                    averaged([p.grad for p in parameters])
-                torch.nn.utils.clip_grad_norm_(parameters if whole else mine, 1.0)
-                optimizer.step()
-                if ranks > 1:
-                    for i, parameter in enumerate(parameters):
-                        dist.broadcast(parameter.data, src=i % ranks)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-    return make
-
-
 pair(
     "clipped_before_it_is_reduced",
     "distributed_equivalence",
@@ -249,13 +219,6 @@ pair(
     faulty=clipped("before"),
     fixed=clipped("after"),
     quick=True,
-)
-pair(
-    "clipped_by_the_norm_of_the_own_part",
-    "distributed_equivalence",
-    "norm_of_one_shard",
-    faulty=clipped_by_owner(whole=False),
-    fixed=clipped_by_owner(whole=True),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections import deque
@@ -51,37 +50,6 @@ pair(
 )
 
 
-# np.random.shuffle on the inputs alone, at the start of each epoch.
-
-
-class Shards:
-    """What an old project calls its data layer: arrays that are shuffled in place before each epoch."""
-
-    def __init__(self, *, together):
-        x, y = stored()
-        self.x, self.y = x.numpy().astype(np.float64), y.numpy().copy()
-        self.together = together
-
-    def __iter__(self):
-        state = np.random.get_state()
-        np.random.shuffle(self.x)
-        if self.together:
-            np.random.set_state(state)
-            np.random.shuffle(self.y)
-        for start in range(0, len(self.x), 8):
-            rows = slice(start, start + 8)
-            yield torch.from_numpy(self.x[rows]).float(), torch.from_numpy(self.y[rows])
-
-
-pair(
-    "inputs_shuffled_in_place_and_labels_not",
-    "data_order",
-    "labels_apart",
-    faulty=trains_on(lambda: Shards(together=False)),
-    fixed=trains_on(lambda: Shards(together=True)),
-)
-
-
 # A loader for the inputs and one for the labels.
 
 
@@ -94,20 +62,6 @@ class Zipped:
 
     def __iter__(self):
         return zip(*self.loaders, strict=True)
-
-
-def zipped(shuffle):
-    x, y = stored()
-    return Zipped(*(DataLoader(part, batch_size=8, shuffle=shuffle) for part in (x, y)))
-
-
-pair(
-    "two_shuffled_loaders_zipped",
-    "data_order",
-    "labels_apart",
-    faulty=trains_on(lambda: zipped(shuffle=True)),
-    fixed=trains_on(lambda: zipped(shuffle=False)),
-)
 
 
 # The same where the target is a number.
@@ -154,80 +108,6 @@ class Words(Dataset):
 
     def __getitem__(self, index):
         return self.words[index], int(self.words[index][0]) % 3
-
-
-def by_length_labels_left(rows):
-    words, labels = zip(*rows, strict=True)
-    words = sorted(words, key=len, reverse=True)
-    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor(labels)
-
-
-def by_length(rows):
-    words, labels = zip(*sorted(rows, key=lambda row: len(row[0]), reverse=True), strict=True)
-    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor(labels)
-
-
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(20, 12, padding_idx=0), nn.Linear(12, 3)
-
-    def forward(self, ids):
-        vectors = self.embedding(ids)
-        first = vectors[:, 0]
-        return self.head(first + vectors.sum(1) / (ids != 0).sum(1, keepdim=True))
-
-
-def collated(collate_fn):
-    def make():
-        model = Bag()
-        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
-
-        def step(batch):
-            ids, labels = batch
-            optimizer.zero_grad()
-            F.cross_entropy(model(ids), labels).backward()
-            optimizer.step()
-
-        loader = DataLoader(Words(), batch_size=8, shuffle=True, collate_fn=collate_fn)
-        return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
-
-    return make
-
-
-pair(
-    "sequences_sorted_and_labels_not",
-    "data_order",
-    "labels_apart",
-    culprits=("batch[0]", "batch[1]"),
-    change="def by_length_labels_left(rows):",
-    mentions=("of another item", "rows = sorted("),
-    faulty=collated(by_length_labels_left),
-    fixed=collated(by_length),
-)
-
-
-def labels_permuted(rows):
-    order = torch.randperm(len(rows)).tolist()
-    words, labels = zip(*rows, strict=True)
-    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor([labels[i] for i in order])
-
-
-def rows_permuted(rows):
-    order = torch.randperm(len(rows)).tolist()
-    return by_length([rows[i] for i in order])
-
-
-pair(
-    "labels_permuted_in_collate",
-    "data_order",
-    "labels_apart",
-    culprits=("batch[0]", "batch[1]"),
-    change="def labels_permuted(rows):",
-    mentions=("labels_permuted() of TrainLoop.batches", "items = [items[i] for i in order]"),
-    faulty=collated(labels_permuted),
-    fixed=collated(rows_permuted),
-)
 
 
 # Without a stored label for each input nothing says which pair is right: advice.
@@ -290,49 +170,6 @@ pair(
 )
 
 
-# The same by numpy.
-
-
-class Permuted(Sampler):
-    def __init__(self, rows, generator_of):
-        self.rows, self.generator_of = rows, generator_of
-
-    def __len__(self):
-        return self.rows
-
-    def __iter__(self):
-        return iter(self.generator_of().permutation(self.rows).tolist())
-
-
-def numpy_sampled(generator_of):
-    return sampled(lambda: Permuted(ROWS, generator_of()))
-
-
-def one_generator():
-    generator = np.random.default_rng(3)
-    return lambda: generator
-
-
-pair(
-    "numpy_generator_seeded_in_each_epoch",
-    "data_order",
-    "shuffled_alike",
-    mentions=("default_rng",),
-    faulty=numpy_sampled(lambda: lambda: np.random.default_rng(3)),
-    fixed=numpy_sampled(one_generator),
-)
-
-
-pair(
-    "random_state_made_in_each_epoch",
-    "data_order",
-    "shuffled_alike",
-    mentions=("RandomState",),
-    faulty=numpy_sampled(lambda: lambda: np.random.RandomState(3)),
-    fixed=numpy_sampled(one_generator),
-)
-
-
 # The loader begins again for each step.
 
 
@@ -369,26 +206,6 @@ def endless(loader):
         yield from loader
 
 
-def drawn_from(repeat):
-    def batches():
-        loader = DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True)
-        return lambda n: itertools.islice(repeat(loader), n)
-
-    return trains_on(batches)
-
-
-pair(
-    "cycle_of_a_shuffled_loader",
-    "data_order",
-    "shuffled_alike",
-    culprits=("cycle()",),
-    where="itertools.islice(repeat(loader), n)",
-    mentions=("yield from loader",),
-    faulty=drawn_from(itertools.cycle),
-    fixed=drawn_from(endless),
-)
-
-
 def iterates_its_own(repeat):
     def fit_of(model, optimizer, step):
         loader = DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True)
@@ -411,64 +228,6 @@ pair(
     where="own = iter(repeat(loader))",
     faulty=iterates_its_own(itertools.cycle),
     fixed=iterates_its_own(endless),
-)
-
-
-# A seed at the start of each epoch, "for reproducibility".
-
-
-def reseeding(every_epoch):
-    def fit_of(model, optimizer, step):
-        def fit(batches):
-            torch.manual_seed(7)
-            for _ in range(3):
-                if every_epoch:
-                    torch.manual_seed(7)
-                for batch in batches:
-                    step(batch)
-
-        return fit
-
-    return trains_on(lambda: DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True), fit_of)
-
-
-pair(
-    "seed_at_the_start_of_each_epoch",
-    "data_order",
-    "shuffled_alike",
-    culprits=("RandomSampler",),
-    where="for batch in batches:",
-    mentions=("optimizer steps",),
-    faulty=reseeding(every_epoch=True),
-    fixed=reseeding(every_epoch=False),
-)
-
-
-# A loader that fit builds anew for each epoch, with a generator seeded alike.
-
-
-def building(seed_of):
-    def fit_of(model, optimizer, step):
-        dataset = TensorDataset(*stored())
-
-        def fit(batches):
-            for epoch, _ in enumerate(batches):
-                generator = torch.Generator().manual_seed(seed_of(epoch))
-                for batch in DataLoader(dataset, batch_size=8, shuffle=True, generator=generator):
-                    step(batch)
-
-        return fit
-
-    return trains_on(None, fit_of)
-
-
-pair(
-    "loader_built_with_one_seed_in_each_epoch",
-    "data_order",
-    "shuffled_alike",
-    where="for batch in DataLoader(",
-    faulty=building(lambda epoch: 0),
-    fixed=building(lambda epoch: epoch),
 )
 
 
@@ -524,43 +283,6 @@ pair(
     fixed=distributed(sets_epoch=True, epochs=3),
     quick=True,
 )
-pair(
-    "set_epoch_where_fit_is_one_epoch",
-    "data_order",
-    "set_epoch_missing",
-    level="advice",
-    culprits=("sampler.set_epoch()",),
-    faulty=distributed(sets_epoch=False, epochs=1),
-    fixed=distributed(sets_epoch=True, epochs=1),
-)
-
-
-def own_distributed(sets_epoch):
-    def fit_of(model, optimizer, step):
-        sampler = Distributed(ROWS)
-        loader = DataLoader(TensorDataset(*stored()), batch_size=8, sampler=sampler)
-
-        def fit(batches):
-            for epoch, _ in enumerate(batches):
-                if sets_epoch:
-                    sampler.set_epoch(epoch)
-                for batch in loader:
-                    step(batch)
-
-        return fit
-
-    return trains_on(None, fit_of)
-
-
-pair(
-    "set_epoch_forgotten_in_a_loop_with_its_own_loader",
-    "data_order",
-    "set_epoch_missing",
-    culprits=("sampler.set_epoch()",),
-    where="for batch in loader:",
-    faulty=own_distributed(sets_epoch=False),
-    fixed=own_distributed(sets_epoch=True),
-)
 
 
 # Every worker reads the whole file.
@@ -608,16 +330,6 @@ class Shuffling(IterableDataset):
         self.epoch += self.follows_epoch
         for index in torch.randperm(ROWS, generator=generator).tolist():
             yield self.x[index], self.y[index]
-
-
-pair(
-    "stream_shuffled_by_one_seed",
-    "data_order",
-    "shuffled_alike",
-    mentions=("randperm",),
-    faulty=trains_on(lambda: DataLoader(Shuffling(follows_epoch=False), batch_size=8)),
-    fixed=trains_on(lambda: DataLoader(Shuffling(follows_epoch=True), batch_size=8)),
-)
 
 
 class Streamed(Shuffling):
@@ -677,10 +389,6 @@ def seeded_constant(worker):
     np.random.seed(0)
 
 
-def seeded_by_number(worker):
-    np.random.seed(worker)
-
-
 def seeded_by_torch(worker):
     np.random.seed(torch.initial_seed() % 2**32)
 
@@ -707,15 +415,6 @@ pair(
     culprits=("dataset.generator",),
     faulty=jittered(generator=np.random.default_rng(0)),
     fixed=jittered(),
-)
-pair(
-    "workers_seeded_by_their_number",
-    "data_order",
-    "workers_share_randomness",
-    level="advice",
-    culprits=("seeded_by_number",),
-    faulty=jittered(seeded_by_number),
-    fixed=jittered(seeded_by_torch),
 )
 
 
@@ -823,11 +522,6 @@ def tokens_masked(ids):
     ids[torch.rand(ids.shape) < 0.3] = 2
 
 
-def one_token_repeated(ids):
-    k = int(torch.randint(1, len(ids), ()))
-    ids[k] = ids[k - 1]
-
-
 def masked(mask, copy):
     def collate(items):
         rows = nn.utils.rnn.pad_sequence([ids for ids, _ in items], batch_first=True)
@@ -856,14 +550,6 @@ pair(
     mentions=("adds to what those before it wrote",),
     faulty=masked(tokens_masked, copy=False),
     fixed=masked(tokens_masked, copy=True),
-)
-
-pair(
-    "one_token_repeated_in_the_stored_text",
-    "data_order",
-    "changed_in_place",
-    faulty=masked(one_token_repeated, copy=False),
-    fixed=masked(one_token_repeated, copy=True),
 )
 
 
@@ -1007,23 +693,6 @@ pair(
     where="val_loader = DataLoader(",
     faulty=validates(6),
     fixed=validates(16),
-)
-
-
-def drops_last(rows):
-    def loader():
-        return DataLoader(TensorDataset(*stored(rows)), batch_size=8, drop_last=True)
-
-    return lambda: dataclasses.replace(validates(16, loader)(), batch=None)
-
-
-pair(
-    "last_batch_dropped_and_a_validation_loader",
-    "data_order",
-    "no_batch",
-    culprits=("TrainLoop.batches",),
-    faulty=drops_last(6),
-    fixed=drops_last(16),
 )
 
 
@@ -1229,16 +898,6 @@ def tagging(**how):
     return make
 
 
-pair(
-    "texts_sorted_and_tags_not",
-    "data_order",
-    "labels_apart",
-    culprits=("batch['input_ids']", "batch['labels']"),
-    change="def collate(items):",
-    mentions=("of another item", "rows = sorted("),
-    faulty=tagging(together=False),
-    fixed=tagging(together=True),
-)
 pair(
     "texts_sorted_and_tags_not_and_masked_as_padding",
     "data_order",

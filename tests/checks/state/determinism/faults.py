@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
-import time
 import zlib
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import AutoEncoder, CharLSTM, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 
@@ -55,75 +52,6 @@ pair(
     mentions=("seed",),
     faulty=augmented(np.random.default_rng),
     fixed=augmented(lambda: np.random.default_rng(1234)),
-)
-
-
-# Weights drawn from a torch generator that takes its seed from the clock.
-
-
-def initialised(seed_of):
-    def make():
-        generator = torch.Generator().manual_seed(seed_of())
-        model = AutoEncoder()
-        for p in model.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.3, generator=generator)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table()[0],
-            fit=plain(model, optimizer, lambda x: F.mse_loss(model(x), x)),
-        )
-
-    return make
-
-
-pair(
-    "weights_seeded_by_the_clock",
-    "determinism",
-    "unseeded_random",
-    mentions=("encoder.0.weight",),
-    faulty=initialised(time.time_ns),
-    fixed=initialised(lambda: 7),
-)
-
-
-# Word dropout by `random.SystemRandom`, which no seed reaches.
-
-
-class WordDropout(nn.Module):
-    def __init__(self, draw):
-        super().__init__()
-        self.net, self.draw = CharLSTM(), draw
-
-    def forward(self, ids):
-        if self.training:
-            dropped = torch.tensor([[self.draw() < 0.15 for _ in row] for row in ids])
-            ids = ids.masked_fill(dropped, 0)
-        return self.net(ids)
-
-
-def word_dropout(draw):
-    def make():
-        model = WordDropout(draw)
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-        def loss_of(batch):
-            ids, targets = batch
-            return F.cross_entropy(model(ids).transpose(1, 2), targets)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(), fit=plain(model, optimizer, loss_of))
-
-    return make
-
-
-pair(
-    "word_dropout_from_the_system",
-    "determinism",
-    "unseeded_random",
-    faulty=word_dropout(random.SystemRandom().random),
-    fixed=word_dropout(random.random),
 )
 
 

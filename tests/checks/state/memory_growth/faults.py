@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import CharLSTM, ConvNet, mlp
+from tests.loops.nets import CharLSTM, mlp
 from tests.loops.pairs import pair
 
 # A trainer that adds up its losses for the progress bar.
@@ -55,40 +53,6 @@ pair(
     faulty=trainer(detached=False),
     fixed=trainer(detached=True),
     quick=True,
-)
-
-
-# A smoothed loss, as it is shown while training.
-
-
-def smoothed(detached):
-    def make():
-        model = ConvNet()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            smooth = None
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                shown = loss.detach() if detached else loss
-                smooth = shown if smooth is None else 0.98 * smooth + 0.02 * shown
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
-
-    return make
-
-
-pair(
-    "smoothed_loss_with_graph",
-    "memory_growth",
-    "running_sum",
-    culprits=("smooth",),
-    where="0.98 * smooth + 0.02 * shown",
-    faulty=smoothed(detached=False),
-    fixed=smoothed(detached=True),
 )
 
 
@@ -173,129 +137,6 @@ pair(
 )
 
 
-# A history of records, one a step, in a dict of lists.
-
-
-class Logger:
-    def __init__(self):
-        self.history = collections.defaultdict(list)
-
-    def log(self, **values):
-        for name, value in values.items():
-            self.history[name].append(value)
-
-
-def logged(detached):
-    def make():
-        model = mlp(6, 24, 3)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        logger = Logger()
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                scores = model(x)
-                loss = F.cross_entropy(scores, y)
-                loss.backward()
-                optimizer.step()
-                accuracy = (scores.argmax(1) == y).double().mean()
-                logger.log(loss=loss.item() if detached else loss, accuracy=accuracy.item())
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "logger_with_graphs",
-    "memory_growth",
-    "kept_tensors",
-    culprits=("logger.history['loss']",),
-    where="self.history[name].append(value)",
-    faulty=logged(detached=False),
-    fixed=logged(detached=True),
-)
-
-
-# A forward hook that appends what it sees, and is never taken out.
-
-
-def hooked(detached):
-    def make():
-        model = mlp(6, 24, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        activations = []
-
-        def remember(_module, _inputs, output):
-            activations.append(output.detach() if detached else output)
-
-        model[1].register_forward_hook(remember)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "hook_that_appends_outputs",
-    "memory_growth",
-    "kept_tensors",
-    culprits=("activations",),
-    where="activations.append(",
-    faulty=hooked(detached=False),
-    fixed=hooked(detached=True),
-)
-
-
-# Outputs cached under the number of the step, in records that hold more than tensors.
-
-
-class Outputs(nn.Module):
-    def __init__(self, detached):
-        super().__init__()
-        self.net = mlp(6, 16, 1)
-        self.detached = detached
-        self.cache = {}
-
-    def forward(self, x, step):
-        out = self.net(x)
-        self.cache[step] = {"step": step, "mean": out.mean().detach() if self.detached else out.mean()}
-        return out
-
-
-def cached(detached):
-    def make():
-        model = Outputs(detached)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            for step, (x, y) in enumerate(batches):
-                optimizer.zero_grad()
-                F.mse_loss(model(x, step), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-    return make
-
-
-pair(
-    "cache_by_step_with_graphs",
-    "memory_growth",
-    "kept_tensors",
-    culprits=("Outputs.cache",),
-    where="self.cache[step] =",
-    faulty=cached(detached=False),
-    fixed=cached(detached=True),
-)
-
-
 # A hook on a weight that every step adds, and none takes out.
 
 
@@ -327,73 +168,6 @@ pair(
     mentions=("handle.remove()",),
     faulty=hooked_weight(removed=False),
     fixed=hooked_weight(removed=True),
-)
-
-
-# The best loss so far, kept as a tensor: the graph of a minimum saves the values before it.
-
-
-def best_so_far(detached):
-    def make():
-        model = mlp(6, 24, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            best = torch.tensor(float("inf"))
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                best = torch.minimum(best, loss.detach() if detached else loss)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "running_minimum_with_graph",
-    "memory_growth",
-    "running_sum",
-    culprits=("best",),
-    where="best = torch.minimum(best",
-    faulty=best_so_far(detached=False),
-    fixed=best_so_far(detached=True),
-)
-
-
-# A window of the last losses: it stops growing, and holds a hundred graphs by then.
-
-
-def windowed(detached):
-    def make():
-        model = mlp(6, 24, 3)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        recent = collections.deque(maxlen=100)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                recent.append(loss.detach() if detached else loss)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "window_of_losses_with_graphs",
-    "memory_growth",
-    "kept_tensors",
-    level="advice",
-    culprits=("recent",),
-    mentions=("maxlen=100",),
-    faulty=windowed(detached=False),
-    fixed=windowed(detached=True),
 )
 
 

@@ -199,37 +199,6 @@ pair(
 # A mean teacher whose weights lie in a dict beside the model.
 
 
-class MeanTeacher:
-    def __init__(self, keeps_teacher):
-        self.keeps_teacher = keeps_teacher
-        self.model = mlp(6, 16, 3)
-        self.teacher = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def fit(self, batches):
-        for x, y in batches:
-            logits = self.model(x)
-            with torch.no_grad():
-                target = torch.func.functional_call(self.model, self.teacher, (x,)).softmax(1)
-            loss = F.cross_entropy(logits, y) + F.mse_loss(logits.softmax(1), target)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            with torch.no_grad():
-                for n, p in self.model.named_parameters():
-                    self.teacher[n].lerp_(p, 0.3)
-
-    def save(self):
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return {**state, "teacher": self.teacher} if self.keeps_teacher else state
-
-    def load(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for n, value in state.get("teacher", {}).items():
-            self.teacher[n].copy_(value)
-
-
 def of(trainer, batch):
     return TrainLoop(
         model=trainer.model,
@@ -240,16 +209,6 @@ def of(trainer, batch):
         save=trainer.save,
         load=trainer.load,
     )
-
-
-pair(
-    "mean_teacher_not_saved",
-    "resume_equivalence",
-    "state_lost",
-    mentions=("teacher",),
-    faulty=lambda: of(MeanTeacher(keeps_teacher=False), data.labelled()),
-    fixed=lambda: of(MeanTeacher(keeps_teacher=True), data.labelled()),
-)
 
 
 # An average of the weights that is evaluated, and begins anew.
@@ -617,48 +576,4 @@ pair(
     mentions=("master weights",),
     faulty=lambda: of(Masters(keeps_masters=False), data.table()),
     fixed=lambda: of(Masters(keeps_masters=True), data.table()),
-)
-
-
-# Batch norms are left in evaluation mode by load, and fit never sets the mode.
-
-
-def moded(back):
-    def make():
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        given = checkpoint(model, optimizer)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        def load(state):
-            model.eval()
-            given["load"](state)
-            if back:
-                model.train()
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=fit,
-            save=given["save"],
-            load=load,
-            rows_interact=True,
-        )
-
-    return make
-
-
-pair(
-    "load_leaves_evaluation_mode",
-    "resume_equivalence",
-    "state_lost",
-    mentions=("model.train()",),
-    faulty=moded(back=False),
-    fixed=moded(back=True),
 )

@@ -11,7 +11,7 @@ from torch import nn
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
 from tests.loops.lora import inject
-from tests.loops.nets import GPT, lm_loss, mlp
+from tests.loops.nets import lm_loss, mlp
 from tests.loops.pairs import pair
 
 
@@ -79,57 +79,6 @@ pair(
 )
 
 
-# nanoGPT's prefix of a compiled model, stripped by the wrong name.
-
-
-def compiled(model):
-    held = nn.Module()
-    held._orig_mod = model
-    held.forward = model.forward
-    return held
-
-
-def nano(prefix):
-    def make():
-        raw = GPT()
-        model = compiled(raw)
-        optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-3, betas=(0.9, 0.95))
-        progress = {"iter_num": 0}
-
-        def fit(batches):
-            raw.train()
-            for batch in batches:
-                loss = lm_loss(raw, batch)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                progress["iter_num"] += 1
-
-        def save():
-            return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **progress}
-
-        def load(checkpoint):
-            state = {k[len(prefix) :] if k.startswith(prefix) else k: v for k, v in checkpoint["model"].items()}
-            raw.load_state_dict(state, strict=False)
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            progress["iter_num"] = checkpoint["iter_num"]
-
-        return TrainLoop(model=raw, optimizer=optimizer, batch=data.tokens(), fit=fit, save=save, load=load)
-
-    return make
-
-
-pair(
-    "prefix_of_the_compiler_misspelt",
-    "resume_equivalence",
-    "weights_not_loaded",
-    where="strict=False",
-    faulty=nano("_orig_mod_."),
-    fixed=nano("_orig_mod."),
-)
-
-
 # Only the adapters are saved: the base is frozen and loaded from elsewhere, but the fresh head trains as well.
 
 
@@ -176,49 +125,6 @@ pair(
     mentions=("head.weight",),
     faulty=adapted(is_adapter),
     fixed=adapted(lambda name: is_adapter(name) or name.startswith("head")),
-)
-
-
-# Layers of another shape are left out by a filter that compares the wrong way round for a transposed layer.
-
-
-def filtered(keep):
-    def make():
-        model = mlp(6, 16, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        def load(state):
-            own = model.state_dict()
-            kept = {k: v for k, v in state["model"].items() if keep(v, own[k])}
-            own.update(kept)
-            model.load_state_dict(own)
-            optimizer.load_state_dict(state["optimizer"])
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=fit,
-            save=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            load=load,
-        )
-
-    return make
-
-
-pair(
-    "filter_by_shape_too_strict",
-    "resume_equivalence",
-    "weights_not_loaded",
-    culprits=("0.weight", "2.weight"),
-    faulty=filtered(lambda saved, own: saved.shape == own.t().shape),
-    fixed=filtered(lambda saved, own: saved.shape == own.shape),
 )
 
 

@@ -124,38 +124,3 @@ pair(
     faulty=pictures(FlatMomentum),
     fixed=pictures(FlatMomentumWrittenBack),
 )
-
-
-# Masters beside the model, copied back into flat weights.
-
-
-def copied_back_into(copy):
-    def make():
-        model = with_turned_weight(mlp(6, 24, 3), "2")
-        masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-        optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.0)
-
-        def fit(batches):
-            for x, y in batches:
-                model.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                for master, p in zip(masters, model.parameters(), strict=True):
-                    master.grad = p.grad.clone()
-                optimizer.step()
-                with torch.no_grad():
-                    for master, p in zip(masters, model.parameters(), strict=True):
-                        copy(p, master)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "masters_copied_into_flat_weights",
-    "every_param_moves",
-    "written_to_a_copy",
-    culprits=("2.weight",),
-    faulty=copied_back_into(lambda p, master: p.reshape(-1).copy_(master.reshape(-1))),
-    fixed=copied_back_into(lambda p, master: p.copy_(master)),
-)

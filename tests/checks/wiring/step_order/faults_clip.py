@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, AutoEncoder, CharLSTM, lm_loss
+from tests.loops.nets import AutoEncoder, CharLSTM
 from tests.loops.pairs import pair
 
 # A character LSTM, clipped by norm.
@@ -102,44 +102,4 @@ pair(
     where="nn.utils.clip_grad_value_(",
     faulty=autoencoder(TrainerClippingLate),
     fixed=autoencoder(Trainer),
-)
-
-
-# Accumulation: clipped at the end of the window, one line too late.
-
-
-def train_gpt(model, optimizer, batches, accumulate, *, clip_late):
-    for i, batch in enumerate(batches, start=1):
-        (lm_loss(model, batch) / accumulate).backward()
-        if i % accumulate and i < len(batches):
-            continue
-        if not clip_late:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if clip_late:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.zero_grad(set_to_none=True)
-
-
-def gpt(**how):
-    def make(accumulate=1):
-        model = GPT()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.tokens(rows=8),
-            fit=lambda batches: train_gpt(model, optimizer, batches, accumulate, **how),
-        )
-
-    return make
-
-
-pair(
-    "gpt_window_clipped_after_step",
-    "step_order",
-    "clip_after_step",
-    where="nn.utils.clip_grad_norm_(",
-    faulty=gpt(clip_late=True),
-    fixed=gpt(clip_late=False),
 )

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, AutoEncoder, ConvNet, lm_loss, mlp
+from tests.loops.nets import GPT, ConvNet, lm_loss
 from tests.loops.pairs import pair
 
 # A helper steps, and so does the loop that calls it.
@@ -111,87 +111,6 @@ pair(
 )
 
 
-# With a scaler the optimizer is stepped through it, and once more by hand.
-
-
-def train_scaled(model, optimizer, scaler, batches, *, by_hand=False):
-    for x, _ in batches:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.mse_loss(model(x), x)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        if by_hand:
-            optimizer.step()
-        scaler.update()
-
-
-def scaled(**how):
-    def make():
-        model = AutoEncoder()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            scaler=scaler,
-            batch=data.table(),
-            fit=lambda batches: train_scaled(model, optimizer, scaler, batches, **how),
-        )
-
-    return make
-
-
-pair(
-    "scaler_and_hand_step",
-    "step_order",
-    "stepped_twice",
-    where="optimizer.step()",
-    faulty=scaled(by_hand=True),
-    fixed=scaled(),
-)
-
-
-# A closure does the work; then a plain step is added.
-
-
-def fit_closure(model, optimizer, batches, *, extra):
-    for x, y in batches:
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        if extra:
-            optimizer.step()
-
-
-def closure_loop(**how):
-    def make():
-        model = mlp(6, 24, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table(),
-            fit=lambda batches: fit_closure(model, optimizer, batches, **how),
-        )
-
-    return make
-
-
-pair(
-    "closure_and_plain_step",
-    "step_order",
-    "stepped_twice",
-    faulty=closure_loop(extra=True),
-    fixed=closure_loop(extra=False),
-)
-
-
 # An optimizer for the whole network and one for its head, both stepped.
 
 
@@ -284,46 +203,4 @@ pair(
     culprits=("trunk.0.weight", "trunk.0.bias"),
     faulty=policy_value(trunk_twice=True),
     fixed=policy_value(trunk_twice=False),
-)
-
-
-# Matrices to one optimizer, "everything else" to another, where everything else is everything.
-
-
-def matrix_optimizers_overlapping(model):
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(model.parameters(), lr=3e-3)]
-
-
-def matrix_optimizers(model):
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    taken = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=3e-3)]
-
-
-def split_gpt(build):
-    def make():
-        model = GPT()
-        optimizers = build(model)
-
-        def fit(batches):
-            for batch in batches:
-                model.zero_grad()
-                lm_loss(model, batch).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizers, batch=data.tokens(), fit=fit)
-
-    return make
-
-
-pair(
-    "matrices_in_both_optimizers",
-    "step_order",
-    "two_optimizers",
-    culprits=("blocks.0.qkv.weight",),
-    faulty=split_gpt(matrix_optimizers_overlapping),
-    fixed=split_gpt(matrix_optimizers),
 )

@@ -23,33 +23,6 @@ def train_one_epoch(model, optimizer, batches, accumulate, *, last_too):
             optimizer.zero_grad()
 
 
-def by_knob(**how):
-    def make(accumulate=1):
-        model = mlp(6, 16, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=lambda batches: train_one_epoch(model, optimizer, batches, accumulate, **how),
-        )
-
-    return make
-
-
-pair(
-    "window_left_for_next_epoch",
-    "step_order",
-    "leaks_into_next",
-    level="advice",
-    where="(F.cross_entropy(model(x), y) / size).backward()",
-    culprits=("optimizer.step()",),
-    mentions=("call of fit",),
-    faulty=by_knob(last_too=False),
-    fixed=by_knob(last_too=True),
-)
-
-
 # The project's own loader gives ten batches, and the loop steps with every fourth.
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, ConvNet, lm_loss, mlp
+from tests.loops.nets import GPT, lm_loss, mlp
 from tests.loops.pairs import pair
 
 # Sequence to sequence with an optimizer each for encoder and decoder (the classic tutorial).
@@ -136,59 +136,6 @@ pair(
 )
 
 
-# Fine-tuning: an optimizer for the head, later one for everything; the first goes on being zeroed.
-
-
-class FineTuner:
-    def __init__(self, model):
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-2)
-
-    def unfreeze(self):
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
-
-    def fit(self, batches):
-        self.unfreeze()
-        self.model.train()
-        for images, labels in batches:
-            loss = F.cross_entropy(self.model(images), labels)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-
-class FineTunerZeroingTheOldOptimizer(FineTuner):
-    def unfreeze(self):
-        self.full_optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
-
-    def fit(self, batches):
-        self.unfreeze()
-        self.model.train()
-        for images, labels in batches:
-            loss = F.cross_entropy(self.model(images), labels)
-            loss.backward()
-            self.full_optimizer.step()
-            self.optimizer.zero_grad()
-
-
-def fine_tuning(tuner_class):
-    def make():
-        tuner = tuner_class(ConvNet())
-        return TrainLoop(model=tuner.model, batch=data.images(), fit=tuner.fit)
-
-    return make
-
-
-pair(
-    "fine_tuning_old_optimizer_zeroed",
-    "step_order",
-    "wrong_object_zeroed",
-    culprits=("features.0.weight",),
-    faulty=fine_tuning(FineTunerZeroingTheOldOptimizer),
-    fixed=fine_tuning(FineTuner),
-)
-
-
 # A language model: only one of its parts is zeroed; the average that is kept for evaluation is zeroed instead.
 
 
@@ -198,16 +145,6 @@ def train_gpt_head_zeroed(model, optimizer, batches):
         loss = lm_loss(model, batch)
         loss.backward()
         optimizer.step()
-
-
-def train_gpt_average_zeroed(model, optimizer, batches):
-    average = copy.deepcopy(model).requires_grad_(False)
-    for batch in batches:
-        average.zero_grad(set_to_none=True)
-        loss = lm_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        update_average(average, model)
 
 
 def train_gpt(model, optimizer, batches):
@@ -247,13 +184,6 @@ pair(
     "wrong_object_zeroed",
     culprits=("token.weight",),
     faulty=gpt(train_gpt_head_zeroed),
-    fixed=gpt(train_gpt),
-)
-pair(
-    "gpt_average_zeroed",
-    "step_order",
-    "wrong_object_zeroed",
-    faulty=gpt(train_gpt_average_zeroed),
     fixed=gpt(train_gpt),
 )
 

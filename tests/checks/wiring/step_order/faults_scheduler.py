@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, ConvNet, TwoTower, contrast, lm_loss
+from tests.loops.nets import GPT, TwoTower, contrast, lm_loss
 from tests.loops.pairs import pair
 
 # Each batch, in a function.
@@ -119,50 +118,4 @@ pair(
     where="self.scheduler.step()",
     faulty=two_tower(ContrastiveTrainerSchedulingFirst),
     fixed=two_tower(ContrastiveTrainer),
-)
-
-
-# Each epoch, the way of torch before 1.1.
-
-
-def train_epochs_scheduler_first(model, optimizer, scheduler, loader, epochs=2):
-    for _ in range(epochs):
-        scheduler.step()
-        for images, labels in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-
-
-def train_epochs(model, optimizer, scheduler, loader, epochs=2):
-    for _ in range(epochs):
-        for images, labels in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-        scheduler.step()
-
-
-def cnn(train_epochs):
-    def make():
-        model = ConvNet()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        scheduler = StepLR(optimizer, step_size=30, gamma=0.1)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.images(),
-            fit=lambda batches: train_epochs(model, optimizer, scheduler, batches),
-        )
-
-    return make
-
-
-pair(
-    "cnn_scheduler_at_epoch_start",
-    "step_order",
-    "scheduler_before_optimizer",
-    where="scheduler.step()",
-    faulty=cnn(train_epochs_scheduler_first),
-    fixed=cnn(train_epochs),
 )

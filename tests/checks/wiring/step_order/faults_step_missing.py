@@ -8,57 +8,8 @@ from torch.distributions import Categorical
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, AutoEncoder, CharLSTM, ConvNet, TwoTower, contrast, lm_loss, mlp
+from tests.loops.nets import CharLSTM, ConvNet, mlp
 from tests.loops.pairs import pair
-
-# An autoencoder: backward, and that was it.
-
-
-def train_autoencoder_without_step(model, optimizer, batches):
-    model.train()
-    total = 0.0
-    for x, _ in batches:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-def train_autoencoder(model, optimizer, batches):
-    model.train()
-    total = 0.0
-    for x, _ in batches:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        optimizer.step()
-        total += loss.item()
-    return total
-
-
-def autoencoder(train):
-    def make():
-        model = AutoEncoder()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table(),
-            fit=lambda batches: train(model, optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "autoencoder_never_stepped",
-    "step_order",
-    "step_missing",
-    faulty=autoencoder(train_autoencoder_without_step),
-    fixed=autoencoder(train_autoencoder),
-)
-
 
 # Loss scaling: the scale is updated, the optimizer is not stepped.
 
@@ -129,42 +80,6 @@ pair(
 )
 
 
-def train_scaled_lm(model, optimizer, scaler, batches, *, step):
-    for batch in batches:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = lm_loss(model, batch)
-        scaler.scale(loss).backward()
-        if step:
-            scaler.step(optimizer)
-            scaler.update()
-
-
-def scaled_gpt(**how):
-    def make():
-        model = GPT()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            scaler=scaler,
-            batch=data.tokens(),
-            fit=lambda batches: train_scaled_lm(model, optimizer, scaler, batches, **how),
-        )
-
-    return make
-
-
-pair(
-    "scaled_backward_only",
-    "step_order",
-    "step_missing",
-    faulty=scaled_gpt(step=False),
-    fixed=scaled_gpt(step=True),
-)
-
-
 # Actor and critic, an optimizer each.
 
 
@@ -221,50 +136,6 @@ pair(
     where="critic_loss.backward()",
     faulty=actor_critic(ActorCriticWithIdleCritic),
     fixed=actor_critic(ActorCritic),
-)
-
-
-# A boundary that is never reached.
-
-
-def train_boundary_never_reached(model, optimizer, batches, accumulate):
-    for step, batch in enumerate(batches):
-        loss = contrast(model(*batch)) / accumulate
-        loss.backward()
-        if step % accumulate == accumulate:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def train_boundary(model, optimizer, batches, accumulate):
-    for step, batch in enumerate(batches):
-        loss = contrast(model(*batch)) / accumulate
-        loss.backward()
-        if step % accumulate == accumulate - 1 or step == len(batches) - 1:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def two_tower(train):
-    def make(accumulate=1):
-        model = TwoTower()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.views(),
-            fit=lambda batches: train(model, optimizer, batches, accumulate),
-        )
-
-    return make
-
-
-pair(
-    "boundary_never_reached",
-    "step_order",
-    "step_missing",
-    faulty=two_tower(train_boundary_never_reached),
-    fixed=two_tower(train_boundary),
 )
 
 

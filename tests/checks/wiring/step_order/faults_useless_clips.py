@@ -76,11 +76,6 @@ class Trainer:
             self.optimizer.step()
 
 
-class TrainerClippingGradients(Trainer):
-    def parameters_to_clip(self):
-        return [p.grad for p in self.params if p.grad is not None]
-
-
 class TrainerClippingStateDict(Trainer):
     def parameters_to_clip(self):
         return self.model.state_dict().values()
@@ -98,26 +93,6 @@ def autoencoder(trainer_class, params):
 def as_list(model):
     return list(model.parameters())
 
-
-pair(
-    "autoencoder_clip_handed_a_used_generator",
-    "step_order",
-    "clips_nothing",
-    where="clip_grad_norm_(self.parameters_to_clip(), 0.5)",
-    mentions=("used up", "list(model.parameters())"),
-    faulty=autoencoder(Trainer, lambda model: model.parameters()),
-    fixed=autoencoder(Trainer, as_list),
-)
-
-pair(
-    "autoencoder_clip_handed_the_gradients",
-    "step_order",
-    "clips_nothing",
-    where="clip_grad_norm_(self.parameters_to_clip(), 0.5)",
-    mentions=("handed gradients",),
-    faulty=autoencoder(TrainerClippingGradients, as_list),
-    fixed=autoencoder(Trainer, as_list),
-)
 
 pair(
     "autoencoder_clip_handed_the_state_dict",
@@ -159,62 +134,6 @@ def gpt(train=train_gpt, groups=lambda model: model.parameters(), **how):
         )
 
     return make
-
-
-pair(
-    "gpt_clipped_after_zeroing",
-    "step_order",
-    "clips_nothing",
-    where="clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)",
-    mentions=("after zero_grad()",),
-    faulty=gpt(clip_last=True),
-    fixed=gpt(),
-)
-
-
-# A step with a closure: it computes the gradient anew, and what was clipped before is gone.
-
-
-def train_with_closure(model, optimizer, batches, *, clip_inside):
-    for x, y in batches:
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            if clip_inside:
-                clip_grad_norm_(model.parameters(), 1.0)
-            return loss
-
-        closure()
-        if not clip_inside:
-            clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step(closure)
-
-
-def classifier_with_closure(**how):
-    def make():
-        model = mlp(6, 16, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=lambda batches: train_with_closure(model, optimizer, batches, **how),
-        )
-
-    return make
-
-
-pair(
-    "classifier_clipped_outside_of_its_closure",
-    "step_order",
-    "clips_nothing",
-    where="clip_grad_norm_(model.parameters(), 0.5)",
-    mentions=("zeroed before the step",),
-    faulty=classifier_with_closure(clip_inside=False),
-    fixed=classifier_with_closure(clip_inside=True),
-)
 
 
 # A GAN whose generator step was copied from the discriminator's, with its clip.
@@ -262,49 +181,6 @@ pair(
 )
 
 
-# An actor and a critic with an optimizer each: the critic's clip is that of the actor.
-
-
-def train_actor_critic(actor, critic, optimizers, batches, *, clip_critic):
-    for states, actions, returns in batches:
-        value = critic(states).squeeze(-1)
-        critic_loss = F.mse_loss(value, returns)
-        actor_loss = (F.cross_entropy(actor(states), actions, reduction="none") * (returns - value).detach()).mean()
-        optimizers[0].zero_grad()
-        actor_loss.backward()
-        clip_grad_norm_(actor.parameters(), 0.5)
-        optimizers[0].step()
-        optimizers[1].zero_grad()
-        critic_loss.backward()
-        clip_grad_norm_((critic if clip_critic else actor).parameters(), max_norm=0.5)
-        optimizers[1].step()
-
-
-def actor_critic(**how):
-    def make():
-        actor, critic = mlp(4, 16, 3), mlp(4, 16, 1)
-        optimizers = [torch.optim.Adam(net.parameters(), lr=3e-3) for net in (actor, critic)]
-        return TrainLoop(
-            model={"actor": actor, "critic": critic},
-            optimizer=optimizers,
-            batch=data.episode(),
-            fit=lambda batches: train_actor_critic(actor, critic, optimizers, batches, **how),
-        )
-
-    return make
-
-
-pair(
-    "critic_step_clips_actor",
-    "step_order",
-    "clips_another",
-    where="clip_grad_norm_((critic if clip_critic else actor).parameters(), max_norm=0.5)",
-    culprits=("clip_grad_norm_", "critic.0.weight"),
-    faulty=actor_critic(clip_critic=False),
-    fixed=actor_critic(clip_critic=True),
-)
-
-
 # A DQN that clips its target network, which has no gradients.
 
 
@@ -349,41 +225,6 @@ pair(
     quick=True,
     faulty=dqn(clip_target=True),
     fixed=dqn(clip_target=False),
-)
-
-
-# The average of the weights is clipped in place of the weights: it moves, and never has a gradient.
-
-
-def averaged(clip_average):
-    def make():
-        model = mlp(6, 16, 3)
-        average = copy.deepcopy(model).requires_grad_(False)
-        clipped = average if clip_average else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                clip_grad_norm_(clipped.parameters(), 1.0)
-                optimizer.step()
-                with torch.no_grad():
-                    for kept, new in zip(average.parameters(), model.parameters(), strict=True):
-                        kept.lerp_(new, 0.1)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "average_is_clipped",
-    "step_order",
-    "clips_another",
-    where="clip_grad_norm_(clipped.parameters(), 1.0)",
-    faulty=averaged(clip_average=True),
-    fixed=averaged(clip_average=False),
 )
 
 

@@ -11,33 +11,10 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, AutoEncoder, CharLSTM, lm_loss, mlp
+from tests.loops.nets import AutoEncoder, CharLSTM, lm_loss
 from tests.loops.pairs import pair
 
 # A language model with `accumulate` micro-batches a step.
-
-
-def train_zeroed_each_micro_batch(model, optimizer, batches, accumulate):
-    model.train()
-    for i, batch in enumerate(batches):
-        optimizer.zero_grad()
-        loss = lm_loss(model, batch) / accumulate
-        loss.backward()
-        if (i + 1) % accumulate == 0 or i + 1 == len(batches):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
-
-def train_tail_forgotten(model, optimizer, batches, accumulate):
-    model.train()
-    optimizer.zero_grad()
-    for i, batch in enumerate(batches):
-        loss = lm_loss(model, batch) / accumulate
-        loss.backward()
-        if (i + 1) % accumulate == 0:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def train(model, optimizer, batches, accumulate):
@@ -52,39 +29,6 @@ def train(model, optimizer, batches, accumulate):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-
-
-def gpt(train, default):
-    def make(accumulate=default):
-        model = GPT()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.tokens(rows=8),
-            loss=lm_loss,
-            fit=lambda batches: train(model, optimizer, batches, accumulate),
-        )
-
-    return make
-
-
-pair(
-    "gpt_zeroed_each_micro_batch",
-    "step_order",
-    "zeroed_inside_window",
-    where="optimizer.zero_grad()",
-    faulty=gpt(train_zeroed_each_micro_batch, 1),
-    fixed=gpt(train, 1),
-)
-pair(
-    "gpt_tail_forgotten",
-    "accumulation_equivalence",
-    "last_window_lost",
-    level="advice",
-    faulty=gpt(train_tail_forgotten, 4),
-    fixed=gpt(train, 4),
-)
 
 
 # A trainer class; `training_step` zeroes, the trainer decides when to step.
@@ -124,12 +68,6 @@ class Trainer:
             self.optimizer_step()
 
 
-class TrainerZeroingInTrainingStep(Trainer):
-    def training_step(self, ids, targets):
-        self.model.zero_grad(set_to_none=True)
-        return super().training_step(ids, targets)
-
-
 class TrainerWithoutTail(Trainer):
     def fit(self, batches):
         for ids, targets in batches:
@@ -147,58 +85,12 @@ def lstm(trainer_class, default):
 
 
 pair(
-    "trainer_zeroed_in_training_step",
-    "step_order",
-    "zeroed_inside_window",
-    where="self.model.zero_grad(set_to_none=True)",
-    faulty=lstm(TrainerZeroingInTrainingStep, 1),
-    fixed=lstm(Trainer, 1),
-)
-pair(
     "trainer_tail_forgotten",
     "accumulation_equivalence",
     "last_window_lost",
     level="advice",
     faulty=lstm(TrainerWithoutTail, 3),
     fixed=lstm(Trainer, 3),
-)
-
-
-# One large batch cut into micro-batches inside the step.
-
-
-def train_in_chunks(model, optimizer, batches, accumulate, *, zero_in_chunk):
-    for x, y in batches:
-        optimizer.zero_grad()
-        for part, target in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
-            if zero_in_chunk:
-                optimizer.zero_grad()
-            loss = F.mse_loss(model(part), target)
-            (loss * len(part) / len(x)).backward()
-        optimizer.step()
-
-
-def chunked(**how):
-    def make(accumulate=4):
-        model = mlp(6, 32, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table(),
-            fit=lambda batches: train_in_chunks(model, optimizer, batches, accumulate, **how),
-        )
-
-    return make
-
-
-pair(
-    "chunks_zeroed_each",
-    "step_order",
-    "zeroed_inside_window",
-    where="optimizer.zero_grad()",
-    faulty=chunked(zero_in_chunk=True),
-    fixed=chunked(zero_in_chunk=False),
 )
 
 

@@ -210,60 +210,6 @@ pair(
 )
 
 
-class Masked(nn.Module):
-    def __init__(self, keeps):
-        super().__init__()
-        self.embedding = nn.Embedding(16, 12, padding_idx=0)
-        self.score, self.head = nn.Linear(12, 1), nn.Linear(12, 3)
-        self.keeps = keeps
-        self.mask = None
-
-    def forward(self, ids):
-        if self.mask is None or not self.keeps:
-            self.mask = ids == 0
-        h = self.embedding(ids)
-        weights = self.score(h).squeeze(-1).masked_fill(self.mask, -1e9).softmax(1)
-        return self.head((weights.unsqueeze(-1) * h).sum(1))
-
-
-def texts(count=13):
-    drawn = torch.Generator().manual_seed(5)
-    found = []
-    for _ in range(count):
-        ids = torch.randint(1, 16, (6, 8), generator=drawn)
-        lengths = torch.randint(2, 9, (6,), generator=drawn)
-        found.append((ids.masked_fill(torch.arange(8) >= lengths[:, None], 0), torch.arange(6) % 3))
-    return found
-
-
-def text_loop(keeps):
-    def make():
-        model = Masked(keeps)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for ids, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(ids), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batches=texts(), fit=fit)
-
-    return make
-
-
-pair(
-    "mask_of_the_first_batch",
-    "weights_are_read",
-    "kept_from_first_batch",
-    culprits=("batch[0]",),
-    where=".masked_fill(self.mask, -1e9)",
-    change="self.mask = ids == 0",
-    faulty=text_loop(keeps=True),
-    fixed=text_loop(keeps=False),
-)
-
-
 class Encoded(nn.Module):
     def __init__(self, keeps):
         super().__init__()
