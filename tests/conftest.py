@@ -51,10 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-k``, leave the files unread in which no word of it occurs: one cause is tried in seconds."""
-    if collection_path.suffix != ".py" or collection_path.name == "conftest.py" or discovery.may_match(collection_path):
+    """Leave the files unread in which no word of ``-k`` occurs, so that one cause is tried in seconds; and those of the
+    frameworks where ``-m`` leaves them out: importing these takes as long."""
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
-    return True
+    frameworks = "not integration" in config.option.markexpr and discovery.all_need_frameworks(collection_path)
+    return True if frameworks or not discovery.may_match(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,6 +32,14 @@ def may_match(file: Path) -> bool:
     return not WORDS or name in _BY_REGISTRY or any(_mentioned(path) for path in (file, *_imported(file)))
 
 
+def all_need_frameworks(file: Path) -> bool:
+    """Whether all tests of a file are marked ``integration``."""
+    return (
+        re.search(r"^pytestmark = .*pytest\.mark\.integration", file.read_text(encoding="utf-8"), re.MULTILINE)
+        is not None
+    )
+
+
 @cache
 def _mentioned(file: Path) -> bool:
     text = f"{file.relative_to(ROOT).as_posix()}\n{file.read_text(encoding='utf-8')}".lower()
