@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.runs.outside_draws import told
@@ -79,7 +79,12 @@ class StepRuns:
 
     @classmethod
     def of_loss(cls, evidence: Evidence) -> StepRuns:
-        """Those of a plain loop over the declared loss, which has no knob."""
+        """Those of a plain loop over the declared loss, which has no knob.
+
+        Raises ``CannotDecide`` where the loop raises by itself: another check tells of that (nothing is trainable).
+        """
+        if (raised := evidence.run().raised) is not None:
+            raise CannotDecide(f"the loop raises by itself: {raised.summary}")
         plan = replace(evidence.plan(), fit=_plain_fit)
         made = cls(lambda _knobs: plan, evidence.rerun)
         made.calls = "TrainLoop.loss"
