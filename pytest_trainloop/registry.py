@@ -10,8 +10,10 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_trainloop.wording import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -74,6 +76,13 @@ class Cause:
     """What to declare where an observation may be meant: shown with advice."""
     explains: tuple[str, ...] = ()
     """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
+    summary: str = ""
+    """What its findings say, as templates over their facts (``wording.told``); so the next two."""
+    measured: str = ""
+    shown_by: str = ""
+    """The proof, where it is empty."""
+    variants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Other texts of findings of this cause, by the name that ``found`` is given."""
     source: str = ""
     """The address of a public issue, pull request, paper or documentation page where it happened."""
     status: Status = "stable"
@@ -126,6 +135,37 @@ class Check:
     def headline(self) -> str:
         """The first line of the rule page."""
         return self.page.strip().partition("\n")[0].rstrip(".")
+
+
+TOLD = frozenset({"summary", "measured", "shown_by", "repair"})
+"""The texts of a finding that a variant of its cause may word otherwise."""
+
+_GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by"})
+"""Fields of a finding that whoever finds it may know better than its cause."""
+
+
+def teller(causes: Mapping[str, Cause]) -> Callable[..., Finding]:
+    """What words findings of these causes.
+
+    ``found("stepped_twice", step, names, steps=12)`` takes the cause, where it was seen (an event, or a place), the
+    culprits, and the facts of its templates; ``variant`` names other texts of the cause. ``level=`` and the like are
+    fields of the finding.
+    """
+
+    def found(cause: str, at: Any, culprits: Iterable[str] = (), variant: str = "", **facts: Any) -> Finding:
+        from pytest_trainloop.finding import Finding
+
+        known = causes[cause]
+        given = {name: facts.pop(name) for name in _GIVEN & facts.keys()}
+        facts["names"] = names = tuple(culprits)
+        texts = {name: getattr(known, name) for name in ("summary", "measured", "shown_by")}
+        texts |= known.variants[variant] if variant else {}
+        words = {name: told(text, facts) for name, text in texts.items()}
+        words["shown_by"] = words["shown_by"] or known.proof
+        where = str(getattr(at, "place", at) or "")
+        return Finding(**{"cause": cause, "culprits": names, "where": where, **words, **given})
+
+    return found
 
 
 _registered: dict[str, Check] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import string
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def some(names: Sequence[str], most: int = 2) -> str:
@@ -60,3 +61,21 @@ def be(names: Sequence[str]) -> str:
 def verb(names: Sequence[str], plural: str) -> str:
     """A regular verb in the right number: ``verb(["a"], "get")`` is "gets"."""
     return plural if len(names) > 1 else f"{plural}s"
+
+
+class _Template(string.Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        if spec.startswith("?"):
+            yes, _, no = spec[1:].partition("|")
+            return yes if value else no
+        if isinstance(value, tuple):
+            return {"": some, "are": be, "they": they}[spec](value)
+        if isinstance(value, int) and spec:
+            return count(value, spec)
+        return share(value) if spec == "share" else format(value, spec)
+
+
+def told(template: str, facts: Mapping[str, Any]) -> str:
+    """The template with these facts: ``{names}`` names a few, ``{names:are}`` and ``{names:they}`` agree with them,
+    ``{steps:step}`` is "1 step" or "2 steps", ``{part:share}`` a percentage, ``{late:?yes|no}`` one of two texts."""
+    return _Template().vformat(template, (), facts)

@@ -9,8 +9,8 @@ from pytest_trainloop.cards.facts import none_seen
 from pytest_trainloop.cards.page import Line
 from pytest_trainloop.cards.words import marked, names, percent, span, two
 from pytest_trainloop.recording.events import GradWrite
-from pytest_trainloop.records.clip_coverage import ClipFact, clip_facts
-from pytest_trainloop.records.clips import LOGGED_NORM
+from pytest_trainloop.records.clips import ClipFact, clip_facts
+from pytest_trainloop.records.gradient_ledger import LOGGED_NORM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.words import numbered, two
+from pytest_trainloop.checks.numerics.grad_scaler.calls import joined as joined_traces
+from pytest_trainloop.checks.numerics.grad_scaler.calls import traces
 from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
-from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import joined as joined_traces
-from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import of_one_step_each, traces
 from pytest_trainloop.pictures.picture import Axis, Mark, Picture, curve, gaps, scale_of
 from pytest_trainloop.pictures.sizes import joined
 from pytest_trainloop.recording.events import Step
-from pytest_trainloop.records.clip_coverage import clip_facts, clip_windows
-from pytest_trainloop.records.clips import LOGGED_NORM
+from pytest_trainloop.records.clips import clip_facts
+from pytest_trainloop.records.gradient_ledger import LOGGED_NORM, Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,7 @@ def _before_the_clip(record: Record, optimizer: int) -> dict[int, float]:
     backwards = [backward.at for backward in record.backwards()]
     numbers = {id(step): n for n, step in enumerate((s for s in record.of(Step) if s.optimizer == optimizer), 1)}
     found = {}
-    for window in clip_windows(record):
+    for window in Ledger(record).windows:
         own = window.step.optimizer == optimizer and window.clips and window.stepped
         if own and not any(window.clips[-1].at < at < window.step.reads[-1].at for at in backwards):
             found[numbers[id(window.step)]] = joined(window.norms.get(i, math.nan) for i in window.stepped)
@@ -99,9 +99,8 @@ def loss_scale(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         if other is None or made is None:
             return
         record, of = made, f"grad_scaler's run, {other.how}"
-    found = traces(record)
-    if of_one_step_each(found):
-        found = [joined_traces(found)]
+    one = joined_traces(record)
+    found = traces(record) if one is None else [one]
     drawn = []
     for number, trace in enumerate(found):
         several = f" of scaler {number}" if len(found) > 1 else ""

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_trainloop.batches.own_data import makes_own_data
-from pytest_trainloop.checks.wiring.step_order.leaks import leak
+from pytest_trainloop.checks.wiring.step_order.further import leak
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 from pytest_trainloop.tracing.made_at import MadeAt

@@ -1,15 +1,20 @@
-"""Which step consumed which gradient, on hand-written records."""
+"""Which step used which gradient, on hand-written records."""
 
 from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.records.gradient_ledger import consuming_steps, gradient_ledger
+from pytest_trainloop.recording.events import Step
+from pytest_trainloop.records.gradient_ledger import Ledger
 from tests.helpers.record_builder import RecordBuilder, sample
 
 
-def ledger_of(build: RecordBuilder):
-    return gradient_ledger(build.record())
+def ledger_of(build: RecordBuilder) -> Ledger:
+    return Ledger(build.record())
+
+
+def empty(ledger: Ledger) -> list[Step]:
+    return [window.step for window in ledger.windows if window.empty]
 
 
 def plain(build: RecordBuilder, times: int = 3, *, to_none: bool = True) -> RecordBuilder:
@@ -23,20 +28,20 @@ def plain(build: RecordBuilder, times: int = 3, *, to_none: bool = True) -> Reco
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
 def test_a_plain_loop_consumes_every_gradient_once(to_none):
     ledger = ledger_of(plain(RecordBuilder([0, 1]), to_none=to_none))
-    assert [b.consumed for b in ledger.backwards] == [{0, 1}] * 3
-    assert [b.cleared | b.pending for b in ledger.backwards] == [set()] * 3
-    assert all(c.fresh and c.stale is None and not c.repeated for c in ledger.consumptions)
-    assert len(ledger.consumptions) == 6
-    assert ledger.empty == []
+    assert [b.used for b in ledger.passes] == [{0, 1}] * 3
+    assert [b.cleared | b.pending for b in ledger.passes] == [set()] * 3
+    assert all(c.again is None and not c.repeated for c in ledger.uses)
+    assert len(ledger.uses) == 6
+    assert empty(ledger) == []
     assert ledger.assigned == set()
 
 
 def test_what_nobody_zeroed_is_stale_in_every_later_step():
     build = RecordBuilder([0])
     steps = [(build.backward(), build.step())[1] for _ in range(3)]
-    found = ledger_of(build).consumptions
-    assert [c.stale for c in found] == [None, steps[0], steps[1]]
-    assert all(c.fresh and not c.repeated for c in found)
+    found = ledger_of(build).uses
+    assert [c.again for c in found] == [None, steps[0], steps[1]]
+    assert not any(c.repeated for c in found)
 
 
 def test_only_the_parameter_that_was_not_zeroed_is_stale():
@@ -45,7 +50,7 @@ def test_only_the_parameter_that_was_not_zeroed_is_stale():
         build.zero(0)
         build.backward()
         build.step()
-    assert {c.parameter for c in ledger_of(build).consumptions if c.stale} == {1}
+    assert {c.tensor for c in ledger_of(build).uses if c.again} == {1}
 
 
 def test_momentum_kept_in_the_gradient_is_not_stale():
@@ -54,7 +59,7 @@ def test_momentum_kept_in_the_gradient_is_not_stale():
         build.backward()
         build.step()
         build.scale(0)
-    assert [c.stale for c in ledger_of(build).consumptions] == [None] * 3
+    assert [c.again for c in ledger_of(build).uses] == [None] * 3
 
 
 def test_gradients_zeroed_between_backward_and_step_are_cleared_and_the_step_is_empty():
@@ -64,9 +69,9 @@ def test_gradients_zeroed_between_backward_and_step_are_cleared_and_the_step_is_
         build.zero()
         build.step()
     ledger = ledger_of(build)
-    assert [b.cleared for b in ledger.backwards] == [{0}, {0}]
-    assert ledger.empty == ledger.steps
-    assert ledger.consumptions == []
+    assert [b.cleared for b in ledger.passes] == [{0}, {0}]
+    assert empty(ledger) == [window.step for window in ledger.windows]
+    assert ledger.uses == []
 
 
 def test_a_step_with_zeros_only_is_empty_too():
@@ -74,7 +79,7 @@ def test_a_step_with_zeros_only_is_empty_too():
     build.backward()
     build.zero(to_none=False)
     build.step()
-    assert len(ledger_of(build).empty) == 1
+    assert len(empty(ledger_of(build))) == 1
 
 
 def test_micro_batches_are_consumed_together():
@@ -83,8 +88,8 @@ def test_micro_batches_are_consumed_together():
         build.backward()
     build.step()
     ledger = ledger_of(build)
-    assert [b.consumed for b in ledger.backwards] == [{0}] * 3
-    assert [c.stale for c in ledger.consumptions] == [None]
+    assert [b.used for b in ledger.passes] == [{0}] * 3
+    assert [c.again for c in ledger.uses] == [None]
 
 
 def test_a_pass_that_the_next_one_finds_cleared_is_lost():
@@ -94,31 +99,31 @@ def test_a_pass_that_the_next_one_finds_cleared_is_lost():
     build.backward()
     build.step()
     ledger = ledger_of(build)
-    assert [(b.cleared, b.consumed) for b in ledger.backwards] == [({0}, set()), (set(), {0})]
+    assert [(b.cleared, b.used) for b in ledger.passes] == [({0}, set()), (set(), {0})]
 
 
 def test_what_stands_in_the_gradient_at_the_end_is_pending():
     build = plain(RecordBuilder([0, 1]), 1)
     build.backward(1)
-    assert [b.pending for b in ledger_of(build).backwards] == [set(), {1}]
+    assert [b.pending for b in ledger_of(build).passes] == [set(), {1}]
 
 
 def test_a_gradient_of_zeros_is_neither_consumed_nor_pending():
     build = RecordBuilder([0])
     build.backward(zero=True)
     ledger = ledger_of(build)
-    assert ledger.backwards[0].pending == set()
+    assert ledger.passes[0].pending == set()
     build.step()
-    assert ledger_of(build).backwards[0].consumed == set()
+    assert ledger_of(build).passes[0].used == set()
 
 
 def test_the_same_gradient_stepped_twice_is_repeated():
     build = RecordBuilder([0])
     build.backward()
     first, second = build.step(), build.step()
-    found = ledger_of(build).consumptions
-    assert [(c.step, c.repeated, c.fresh) for c in found] == [(first, False, True), (second, True, False)]
-    assert found[1].stale is first
+    found = ledger_of(build).uses
+    assert [(c.step, c.repeated) for c in found] == [(first, False), (second, True)]
+    assert found[1].again is first
 
 
 def test_two_optimizers_on_one_parameter_repeat_the_consumption():
@@ -126,15 +131,15 @@ def test_two_optimizers_on_one_parameter_repeat_the_consumption():
     build.backward()
     first = build.step(0)
     build.step(1)
-    assert [(c.repeated, c.stale) for c in ledger_of(build).consumptions] == [(False, None), (True, first)]
+    assert [(c.repeated, c.again) for c in ledger_of(build).uses] == [(False, None), (True, first)]
 
 
 def test_each_optimizer_consumes_what_it_holds():
     build = RecordBuilder([0], [1])
     build.backward()
     build.step(1)
-    assert ledger_of(build).backwards[0].consumed == {1}
-    assert ledger_of(build).backwards[0].pending == {0}
+    assert ledger_of(build).passes[0].used == {1}
+    assert ledger_of(build).passes[0].pending == {0}
 
 
 def test_a_clip_between_two_batches_hides_no_staleness_before_it():
@@ -143,7 +148,7 @@ def test_a_clip_between_two_batches_hides_no_staleness_before_it():
         build.backward()
         build.clip(0)
         build.step()
-    assert [c.stale is not None for c in ledger_of(build).consumptions] == [False, True, True]
+    assert [c.again is not None for c in ledger_of(build).uses] == [False, True, True]
 
 
 def test_of_nested_steps_only_the_innermost_consumes():
@@ -153,10 +158,10 @@ def test_of_nested_steps_only_the_innermost_consumes():
         build.backward()
         outer = build.step(0, nested=True)
         inner = build.step(1)
-    record = build.record()
-    assert inner in consuming_steps(record)
-    assert outer not in consuming_steps(record)
-    assert [c.repeated for c in gradient_ledger(record).consumptions] == [False, False]
+    ledger = ledger_of(build)
+    assert [window.step for window in ledger.windows[-1:]] == [inner]
+    assert outer not in [window.step for window in ledger.windows]
+    assert [c.repeated for c in ledger.uses] == [False, False]
 
 
 @pytest.mark.parametrize("how", [{"computed": False}, {"full": False}], ids=["proximal", "light"])
@@ -165,7 +170,7 @@ def test_a_step_that_was_not_seen_to_use_gradients_is_left_out(how):
     build.backward()
     build.step(**how)
     ledger = ledger_of(build)
-    assert (ledger.steps, ledger.consumptions, ledger.empty) == ([], [], [])
+    assert (ledger.windows, ledger.uses) == ([], [])
 
 
 def test_every_call_of_a_closure_is_consumed():
@@ -178,22 +183,22 @@ def test_every_call_of_a_closure_is_consumed():
     for _ in range(2):
         build.step(closure=[closure] * 3)
     ledger = ledger_of(build)
-    assert [b.consumed for b in ledger.backwards] == [{0}] * 6
-    assert not any(c.stale or c.repeated for c in ledger.consumptions)
+    assert [b.used for b in ledger.passes] == [{0}] * 6
+    assert not any(c.again or c.repeated for c in ledger.uses)
 
 
 def test_a_closure_is_empty_only_where_its_last_call_leaves_nothing():
     build = RecordBuilder([0])
     build.step(closure=[build.zero, build.backward])
-    assert ledger_of(build).empty == []
+    assert empty(ledger_of(build)) == []
     build.step(closure=[build.backward, build.zero], computed=True)
-    assert len(ledger_of(build).empty) == 1
+    assert len(empty(ledger_of(build))) == 1
 
 
 def test_gradients_of_autograd_grad_accumulate_nowhere():
     build = RecordBuilder([0])
     build.backward(kind="grad")
-    assert ledger_of(build).backwards == []
+    assert ledger_of(build).passes == []
 
 
 def test_gradients_put_there_by_hand_are_ledger_of():
@@ -203,7 +208,7 @@ def test_gradients_put_there_by_hand_are_ledger_of():
     build.step()
     ledger = ledger_of(build)
     assert ledger.assigned == {1}
-    assert [c.parameter for c in ledger.consumptions] == [1]
+    assert [c.tensor for c in ledger.uses] == [1]
 
 
 def test_a_parameter_without_gradients_takes_no_part():
@@ -213,8 +218,8 @@ def test_a_parameter_without_gradients_takes_no_part():
         build.backward(0)
         build.step()
     ledger = ledger_of(build)
-    assert {c.parameter for c in ledger.consumptions} == {0}
-    assert ledger.empty == []
+    assert {c.tensor for c in ledger.uses} == {0}
+    assert empty(ledger) == []
 
 
 def test_samples_are_the_same_only_bit_for_bit():

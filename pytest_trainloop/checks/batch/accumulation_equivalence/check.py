@@ -414,14 +414,13 @@ def _terms_apart(evidence: Evidence) -> Finding | None:
 
 def _last_window(evidence: Evidence) -> Iterator[Finding]:
     """A window that is open when the data end."""
-    from pytest_trainloop.records.gradient_ledger import gradient_ledger
-    from pytest_trainloop.records.windows import left_open
+    from pytest_trainloop.records.gradient_ledger import Ledger
 
     try:
         record = evidence.run(accumulate=WINDOW)
     except Refused:
         return  # so many micro-batches are none that the loop takes
-    left = left_open(record, gradient_ledger(record))
+    left = Ledger(record).left_open()
     if left:
         yield Finding(
             cause="last_window_lost",

@@ -23,7 +23,7 @@ from pytest_trainloop.recording.hooks import after_modules, before_modules, on_g
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
-from pytest_trainloop.records.gradient_ledger import gradient_ledger
+from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of, watched
@@ -248,8 +248,8 @@ def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game | Mixed]:
     """Each output of a critic that is given what another optimizer's weights made, in steps of both."""
     holder = {i: min(held, key=lambda o: len(set(record.optimizers[o].parameters))) for i, held in record.held.items()}
     stepped: dict[int, set[int]] = {}
-    for outcome in gradient_ledger(record).backwards:
-        stepped[outcome.backward.at] = {holder[i] for i in outcome.consumed if i in holder}
+    for outcome in Ledger(record).passes:
+        stepped[outcome.at] = {holder[i] for i in outcome.used if i in holder}
     pushed: dict[tuple[Any, ...], list[tuple[ScoreCall, float]]] = defaultdict(list)
     for call in calls:
         for at, signs in call.pushes.items():

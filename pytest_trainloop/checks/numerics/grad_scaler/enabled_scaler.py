@@ -4,19 +4,15 @@ with a scaler for the device that the parameters are on (torch disables one for 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.runs.scalers import scalers_built_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
-
-T = TypeVar("T")
 
 HALF = "fp16"
 
@@ -26,7 +22,6 @@ class EnabledScaler:
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
-        self._shared: dict[Any, Any] = {}
         knob, plan = evidence.knobs.get("precision"), evidence.plan()
         device = next((p.device for p in evidence.run().parameters), "cpu").partition(":")[0]
         knobs = plan.knobs if knob is None else {**plan.knobs, knob: HALF}
@@ -56,9 +51,3 @@ class EnabledScaler:
 
     def rerun(self, plan: RunPlan | None = None, /, **changes: Any) -> Record:
         return self._evidence.rerun(self._plan if plan is None else plan, **changes)
-
-    def shared(self, kind: Callable[[Any], T]) -> T:
-        if kind not in self._shared:
-            self._shared[kind] = kind(self)
-        made: T = self._shared[kind]
-        return made

@@ -20,7 +20,7 @@ from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.train_mode import trains
-from pytest_trainloop.records.gradient_ledger import gradient_ledger
+from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 
 if TYPE_CHECKING:
@@ -134,10 +134,10 @@ def _training_passes(record: Record) -> Iterator[Forward]:
 
     A search for adversarial examples, a fixed net and a validation are none.
     """
-    ledger = gradient_ledger(record)
-    consumed = {b.backward.at: b.consumed for b in ledger.backwards}
+    ledger = Ledger(record)
+    used = {p.at: p.used for p in ledger.passes}
     for forward in record.root_forwards():
-        mine = {i for at in forward.answered for i in consumed.get(at, ())} | ledger.assigned
+        mine = {i for at in forward.answered for i in used.get(at, ())} | ledger.assigned
         if forward.answered and (forward.below & mine if forward.below else mine):
             yield forward
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from pytest_trainloop.checks.numerics.grad_scaler import check as module
-from pytest_trainloop.checks.numerics.grad_scaler.call_windows import (
-    altered_before,
-    backwards_for,
-    through_scaler,
-    unscaled_at,
-    unscaled_early,
-    updates_between,
-)
+from pytest_trainloop.checks.numerics.grad_scaler import rescaled
+from pytest_trainloop.checks.numerics.grad_scaler.calls import call_order, joined, traces
 from pytest_trainloop.checks.numerics.grad_scaler.check import grad_scaler
 from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
-from pytest_trainloop.checks.numerics.grad_scaler.findings import call_order_findings
-from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import AtLowest, RescaledRuns
-from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import of_one_step_each, power, traces
+from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.further_runs import longer_run
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
@@ -42,7 +35,7 @@ class ScalerRecordBuilder(RecordBuilder):
         call.stepped, call.until = not skipped, self._tick()
 
     def scale(self, factor: float | None = None, *, scaler: int = 0) -> None:
-        self.factor = factor or self.factor
+        self.factor = self.factor if factor is None else factor
         call = self.scaler("scale")
         call.factor, call.scaler = self.factor, scaler
 
@@ -78,7 +71,7 @@ def run(*calls: str, times: int = 3, build: ScalerRecordBuilder | None = None, *
 
 
 def found(build: RecordBuilder, **how):
-    return list(call_order_findings(build.record(**how)))
+    return list(call_order(Ledger(build.record(**how))))
 
 
 def causes(build: RecordBuilder, **how):
@@ -141,7 +134,6 @@ def test_two_optimizers_of_one_scaler_step_once_each_before_an_update():
         build.through(1)
         build.scaler("update")
     assert found(build) == []
-    assert list(updates_between(build.record())) == []
 
 
 def test_torch_refuses_a_second_update():
@@ -195,81 +187,6 @@ def test_what_raised_for_another_reason_is_no_fault_of_order():
     assert found(run(*RIGHT), raised="out of memory") == []
 
 
-def test_an_update_between_backward_and_the_second_step():
-    build = ScalerRecordBuilder([0], [1])
-    for _ in range(2):
-        build.zero()
-        build.scale()
-        build.backward()
-        build.through(0)
-        build.scaler("update", line=33)
-        build.through(1)
-        build.scaler("update", line=34)
-    first, second = updates_between(build.record())
-    assert (first.optimizer, first.nth, first.update.place.line, first.unscaled) == (1, 0, 33, None)
-    assert second.nth == 1
-
-
-def test_gradients_unscaled_before_the_update_are_unscaled_again_after_it():
-    build = ScalerRecordBuilder([0], [1])
-    build.scale()
-    build.backward()
-    build.scaler("unscale", optimizer=1, line=25)
-    build.through(0)
-    build.scaler("update")
-    build.through(1)
-    (between,) = updates_between(build.record())
-    assert between.unscaled is not None
-    assert between.unscaled.place.line == 25
-
-
-def test_networks_in_turn_are_updated_in_turn():
-    build = ScalerRecordBuilder([0], [1])
-    for _ in range(2):
-        for optimizer in (0, 1):
-            build.zero(optimizer)
-            build.scale()
-            build.backward()
-            build.through(optimizer)
-            build.scaler("update")
-    assert list(updates_between(build.record())) == []
-
-
-def test_unscaled_before_the_last_backward_of_a_window():
-    record = run("zero", "scale", "backward", "unscale", "scale", "backward", "through", "update").record()
-    call, backward = unscaled_early(record, 0)
-    assert call.what == "unscale"
-    assert backward.at > call.at
-
-
-def test_unscaled_at_the_end_of_a_window():
-    record = run("zero", "scale", "backward", "scale", "backward", "unscale", "through", "update").record()
-    assert unscaled_early(record, 0) is None
-    assert len(backwards_for(record, 0)) == 2
-
-
-def test_unscaled_gradients_that_are_wiped_do_not_count():
-    record = run("scale", "backward", "unscale", "zero", "scale", "backward", "through", "update").record()
-    assert unscaled_early(record, 0) is None
-
-
-def test_a_step_past_the_scaler_is_told_from_one_through_it():
-    assert through_scaler(run(*RIGHT).record(), 0) is not None
-    record = run("zero", "scale", "backward", "step").record()
-    assert through_scaler(record, 0) is None
-    assert unscaled_at(record, 0) == 0
-
-
-def test_what_is_written_to_gradients_before_they_are_unscaled():
-    build = run("zero", "scale", "backward", times=1)
-    RecordBuilder.scale(build, 0, 1)
-    record = run("unscale", "through", "update", build=build, times=1).record()
-    write = altered_before(record, 0, unscaled_at(record, 0))
-    assert write is not None
-    assert write.by == "mul_"
-    assert altered_before(record, 0, write.at) is None
-
-
 def test_a_trace_shows_the_scale_and_what_was_skipped():
     (trace,) = traces(ScalerRecordBuilder([0]).tries(2.0**20, 2.0**19, 2.0**18, 2.0**18, skipped="xx..").record())
     assert str(trace) == "scale 2^20 -> 2^19 -> 2^18, 2 of 4 steps skipped"
@@ -289,7 +206,8 @@ def test_a_scale_that_falls_after_it_had_been_found():
     ("factor", "words"), [(65536.0, "65536"), (2.0**17, "2^17"), (0.5, "2^-1"), (3000.0, "3000"), (0.0, "0")]
 )
 def test_a_scale_in_words(factor, words):
-    assert power(factor) == words
+    (trace,) = traces(ScalerRecordBuilder([0]).tries(factor).record())
+    assert str(trace).startswith(f"scale {words}, ")
 
 
 def test_scalers_that_take_one_anothers_place():
@@ -300,8 +218,8 @@ def test_scalers_that_take_one_anothers_place():
         build.through()
         for call in build.record().scaler_calls()[-1:]:
             call.scaler = scaler
-    assert of_one_step_each(traces(build.record()))
-    assert not of_one_step_each(traces(ScalerRecordBuilder([0]).tries(1.0, 1.0, 1.0).record()))
+    assert joined(build.record()) is not None
+    assert joined(ScalerRecordBuilder([0]).tries(1.0, 1.0, 1.0).record()) is None
 
 
 def test_without_a_scaler_no_further_run_is_made():
@@ -356,30 +274,29 @@ def test_the_run_in_which_the_scaler_is_enabled_is_judged():
     assert finding.shown_by.endswith("with precision='fp16'")
 
 
-class Answered:
-    """Runs under other scales whose outcomes are given."""
+class AtLowest(FakeEvidence):
+    """Every further run is the one that begins at the lowest scale, and skips so many of its steps."""
 
-    def __init__(self, lowest):
-        self._lowest = lowest
+    def __init__(self, seen, tries, skipped):
+        super().__init__(seen, shared={longer_run: seen})
+        marks = skipped * "x" + (tries - skipped) * "."
+        self._lowest = ScalerRecordBuilder([0]).tries(*tries * [rescaled.LOWEST], skipped=marks).record()
 
-    def dependences(self):
-        return iter(())
+    def plan(self):
+        return SimpleNamespace(count=len(self._lowest.scaler_calls()))
 
-    def crossed(self):
-        return None
-
-    def at_lowest(self, tries):
+    def rerun(self, **_how):
         return self._lowest
 
 
-def given(seen, longer=None, lowest=None):
-    return FakeEvidence(seen, shared={RescaledRuns: Answered(lowest), longer_run: longer})
+def given(seen):
+    return AtLowest(seen, 12, 0)
 
 
 def collapsed(skipped_at_lowest, *, skipped="." + 11 * "x"):
     factors = [2.0 ** (16 - i) for i in range(len(skipped))]
     seen = ScalerRecordBuilder([0]).tries(*factors, skipped=skipped).record()
-    return list(grad_scaler(given(seen, seen, AtLowest(len(skipped), skipped_at_lowest, None))))
+    return list(grad_scaler(AtLowest(seen, len(skipped), min(skipped_at_lowest, len(skipped)))))
 
 
 def test_a_scale_that_falls_whatever_it_is():
@@ -423,6 +340,6 @@ def test_a_new_scaler_for_every_step():
         (finding,) = grad_scaler(given(build.record()))
         return finding.cause, finding.level
 
-    assert anew("....") == ("scaler_recreated", "advice")
-    assert anew("xx..") == ("scaler_recreated", "advice")
-    assert anew("x.xx") == ("scaler_recreated", "fault")
+    assert anew("......") == ("scaler_recreated", "advice")
+    assert anew("xx....") == ("scaler_recreated", "advice")
+    assert anew("x.xxx.") == ("scaler_recreated", "fault")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.checks.wiring.step_order.check import step_order
-from pytest_trainloop.checks.wiring.step_order.untrained import untrained
-from pytest_trainloop.records.clips import LOGGED_NORM
+from pytest_trainloop.checks.wiring.step_order.further import untrained
+from pytest_trainloop.records.gradient_ledger import LOGGED_NORM
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
 
@@ -57,7 +57,7 @@ def test_a_clip_after_the_step_clips_nothing():
     (finding,) = found(run("zero", "backward", "step", "clip"))
     assert (finding.cause, finding.level) == ("clip_after_step", "fault")
     assert finding.where == "train.py:28   clip_grad_norm_()"
-    assert finding.measured == "limit 1, 3 clips after the step"
+    assert finding.measured == "3 clips after the step, the first with limit 1"
     assert "(step at line 30)" in finding.repair
 
 

@@ -122,7 +122,7 @@ def left_open() -> RecordBuilder:
 def test_a_window_left_open_at_the_end_is_advice():
     (finding,) = found(left_open())
     assert (finding.cause, finding.level) == ("window_left_over", "advice")
-    assert "the last 1 backward pass was never stepped" in finding.summary
+    assert "no step uses the last 1 backward pass" in finding.summary
     assert finding.where == "train.py:20   loss.backward()"
 
 

@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import RescaledRuns
-from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
-from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.runs.scalers import scalers_built_with
 
 
@@ -21,8 +18,8 @@ def batch():
     return x, (x[:, 0] > 0).long()
 
 
-def rescaled(step, *, dtype=torch.bfloat16, init_scale=4096.0, loaded=None, declared=True):
-    """The further runs of a loop in which ``step`` is given model, optimizer, scaler and loss."""
+def found(step, *, dtype=torch.bfloat16, init_scale=4096.0, loaded=None, declared=True):
+    """What is found in a loop in which ``step`` is given model, optimizer, scaler and loss."""
 
     def make():
         model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 2))
@@ -40,7 +37,8 @@ def rescaled(step, *, dtype=torch.bfloat16, init_scale=4096.0, loaded=None, decl
 
         return TrainLoop(model=model, optimizer=optimizer if declared else None, batch=batch(), fit=fit)
 
-    return Evidence(make).shared(RescaledRuns)
+    (result,) = check_loop(make, only=["grad_scaler"], raises=False).results
+    return result.findings
 
 
 def through(model, optimizer, scaler, loss):
@@ -76,54 +74,40 @@ def squared(model, optimizer, scaler, loss):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_is_unscaled_does_not_depend_on_the_scale(dtype):
-    assert list(rescaled(through, dtype=dtype).dependences()) == []
+    assert found(through, dtype=dtype) == ()
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_step_past_the_scaler_consumes_half_at_half_the_scale(declared):
-    (found,) = rescaled(past, declared=declared).dependences()
-    assert (found.kind, found.whole, found.factor, found.scale) == ("grows", True, 0.5, 1024.0)
-    assert set(found.names) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+def test_a_step_past_the_scaler_reads_half_at_half_the_scale(declared):
+    (finding,) = found(past, declared=declared)
+    assert finding.cause == "not_unscaled"
+    assert finding.measured == "with the scale halved from 1024, the first step reads 0.5 times the gradient"
+    assert set(finding.culprits) == {"optimizer.step()", "0.weight", "0.bias", "3.weight", "3.bias"}
 
 
 def test_a_loss_that_was_never_scaled_gives_twice_at_half_the_scale():
-    (found,) = rescaled(never_scaled).dependences()
-    assert (found.kind, found.whole, found.factor) == ("falls", True, 2.0)
+    (finding,) = found(never_scaled)
+    assert finding.cause == "not_scaled"
+    assert "reads 2 times the gradient" in finding.measured
+    assert "the whole gradient is divided" in finding.summary
 
 
 def test_a_part_that_was_never_scaled_is_told_from_the_rest():
-    (found,) = rescaled(with_penalty_outside).dependences()
-    assert (found.kind, found.whole) == ("falls", False)
-    assert found.factor == pytest.approx(1.0, abs=0.01)
+    (finding,) = found(with_penalty_outside)
+    assert finding.cause == "not_scaled"
+    assert "a part of the gradient is divided" in finding.summary
 
 
-def test_what_goes_with_another_power_of_the_scale_is_nobodys_business():
-    (found,) = rescaled(squared).dependences()
-    assert (found.kind, found.names) == ("otherwise", ())
+def test_a_gradient_multiplied_by_the_scale_by_hand_depends_on_it():
+    assert [finding.cause for finding in found(squared)] == ["scale_in_loss"]
 
 
 def test_a_scaler_that_is_loaded_cannot_be_judged():
-    assert list(rescaled(past, loaded=64.0).dependences()) == []
+    assert found(past, loaded=64.0) == ()
 
 
 def test_a_scale_that_starts_too_high_is_lowered_first():
-    assert list(rescaled(through, dtype=torch.float16, init_scale=2.0**40).dependences()) == []
-
-
-def test_the_lowest_scale_skips_nothing_that_is_finite():
-    lowest = rescaled(through).at_lowest(20)
-    assert (lowest.skipped, lowest.origin) == (0, None)
-    assert lowest.tried >= 12
-
-
-def test_the_lowest_scale_skips_what_is_not():
-    def poisoned(model, optimizer, scaler, loss):
-        through(model, optimizer, scaler, loss + (model[0].weight * 0.0).sum().sqrt())
-
-    lowest = rescaled(poisoned).at_lowest(20)
-    assert lowest.skipped == lowest.tried >= 20
-    assert lowest.origin is not None
-    assert lowest.origin.op == "sqrt"
+    assert found(through, dtype=torch.float16, init_scale=2.0**40) == ()
 
 
 def test_scalers_are_built_as_ever_afterwards():
@@ -142,8 +126,3 @@ def test_scalers_of_a_subclass_are_built_so_too():
     with scalers_built_with(init_scale=8.0, growth_interval=7):
         scaler = Own(2.0**10)
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 7)
-
-
-def test_no_trace_without_a_step_through_the_scaler():
-    found = rescaled(past)
-    assert traces(found._seen) == []

@@ -6,7 +6,7 @@ import linecache
 
 import pytest
 
-from pytest_trainloop.checks.wiring.step_order.uncalled_steps import may_step_later
+from pytest_trainloop.checks.wiring.step_order.further import may_step_later
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step
 from pytest_trainloop.recording.record import Optimizer, Record
 from tests.helpers.records import ONE, parameter

@@ -1,0 +1,318 @@
+"""The causes of ``step_order``, and what is said of each. Plain data, no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pytest_trainloop.checks.wiring.consequences import LEARNING, TRAINING
+from pytest_trainloop.registry import Cause, teller
+
+_seen = partial(Cause, change=("seen",))
+_trains = partial(_seen, explains=TRAINING)
+_clip = partial(_seen, explains=("finite", "update_ratio"))
+
+CAUSES = {
+    "not_zeroed": _trains(
+        proof=(
+            "a step uses gradients that an earlier step has used already, bit for bit; or gradients that are not "
+            "finite stay in .grad, and all others are added to them"
+        ),
+        summary="{names} {names:are} stepped with the gradients of all earlier batches added in: nothing zeroes them",
+        measured="{again} of {steps} steps used gradients that the step before had used already",
+        repair="optimizer.zero_grad() before this line, or right after optimizer.step()",
+        change=("backward", "seen"),
+        variants={
+            "not finite": {
+                "summary": (
+                    "a gradient that is not finite is never zeroed: all later ones are added to it, and no step is made"
+                ),
+                "measured": (
+                    "{onto} of {passes} backward passes add finite gradients to one that is not finite; 0 steps"
+                ),
+                "repair": (
+                    "zero the gradients of a batch that is left out too: zero_grad() before backward(), not after "
+                    "step()"
+                ),
+            }
+        },
+    ),
+    "wrong_object_zeroed": _trains(
+        proof="a zero_grad runs before each backward, but not on the parameters whose used gradients are still there",
+        summary=(
+            "{names} {names:are} stepped with the gradients of all earlier batches added in: the zero_grad() that runs "
+            "zeroes something else than {names:they}"
+        ),
+        measured="{again} of {steps} steps used gradients that the step before had used already",
+        repair="optimizer.zero_grad() of the optimizer that holds these parameters, in place of this line",
+    ),
+    "zeroed_before_step": _trains(
+        proof="gradients are zeroed between backward and step, so steps find nothing",
+        summary="gradients are zeroed between backward() and step(): {empty} of {steps} steps found no gradient",
+        measured="the gradients of {lost:backward pass} were zeroed unused, and {empty} of {steps} steps found none",
+        shown_by="order seen: backward, {by}, step",
+        repair="move this line before backward() or after step(): never between the two",
+        variants={
+            "zeros": {
+                "summary": (
+                    "{by} leaves gradients of exactly 0 between backward() and step(): there is nothing left to use"
+                ),
+                "shown_by": "order seen: backward with gradients that are not zero, {by}, step with zeros",
+                "repair": (
+                    "look at what the gradients are multiplied by, and in which dtype: a norm that overflows gives a "
+                    "factor of 0, and float16 holds nothing below 6e-8"
+                ),
+            }
+        },
+    ),
+    "zeroed_inside_window": _trains(
+        proof="in every window the gradients of all micro-batches but the last are zeroed before the step",
+        summary="gradients are zeroed inside the accumulation window: {lost} of {size} micro-batches are lost",
+        measured="the gradients of {all_lost} of {passes} backward passes were zeroed before a step",
+        repair="move this line behind optimizer.step(): once for each step, and not for each micro-batch",
+        explains=("accumulation_equivalence", *TRAINING),
+    ),
+    "step_missing": _trains(
+        proof="backward passes bring gradients, and the optimizer that holds the parameters never steps",
+        summary="{passes} backward passes made gradients, and the {kind} that holds the parameters made no step",
+        measured="{passes} backward passes, 0 steps, no parameter changed",
+        repair="call optimizer.step() after backward()",
+        variants={
+            "no optimizer": {
+                "summary": "{passes} backward passes made gradients, and no optimizer is given, and none was seen",
+            },
+            "scaled": {"repair": "call scaler.step(optimizer) and scaler.update() after backward()"},
+            "refused": {
+                "summary": (
+                    "the loss is scaled and the scaler updated, and scaler.step(optimizer) is never called: nothing "
+                    "trains"
+                ),
+                "measured": "{scaled:loss} scaled, 0 steps",
+                "shown_by": "torch raised: {raised}",
+                "repair": "scaler.step(optimizer) before this line",
+            },
+        },
+    ),
+    "backward_missing": _trains(
+        proof="the optimizer steps again and again, and no backward pass brings a gradient",
+        summary="{steps} optimizer steps found no gradient: no backward pass ever ran",
+        measured="0 backward passes, {steps} steps, no parameter changed",
+        repair="loss.backward() before this line, with the parentheses",
+    ),
+    "nothing_trains": Cause(
+        proof=(
+            "in 400 batches there is no backward pass and no optimizer step, and no weight or buffer of the model "
+            "changes in any other way"
+        ),
+        summary="fit trains nothing: no backward pass and no optimizer step in {batches:batch}",
+        measured="0 backward passes, 0 steps, {batches:batch}; no weight and no buffer of the model changed",
+        repair="call loss.backward() and optimizer.step() for each batch that fit is given",
+        explains=TRAINING,
+        variants={
+            "swallowed": {
+                "summary": (
+                    "fit trains nothing: no backward pass and no optimizer step in {batches:batch}; it swallows {error}"
+                ),
+                "shown_by": "the exception was raised {times} times inside fit, and never left it",
+                "repair": "let the exception out, and mend what raises it",
+            },
+            "not reached": {
+                "shown_by": "this call of backward() stands in the code that ran, and was never reached",
+            },
+        },
+    ),
+    "step_before_backward": _trains(
+        proof="the step runs between the forward pass and its backward",
+        summary=(
+            "step() runs between the forward pass and its backward(): each step uses the gradient of an earlier "
+            "batch, computed at older weights"
+        ),
+        measured="{late} of {passes} backward passes belong to a forward pass before the last step",
+        repair="order: zero_grad(), forward, backward(), step()",
+        variants={
+            "empty": {
+                "summary": "step() runs before backward(): {empty} of {steps} steps found no gradient",
+                "measured": "{empty} of {steps} steps found none; those of {lost:backward pass} were zeroed unused",
+            },
+            "refused": {
+                "summary": (
+                    "step() runs between the forward pass and its backward(): it changes the weights that backward "
+                    "needs, and torch refuses"
+                ),
+                "measured": "{steps:optimizer step} between the forward pass and its backward; torch raised: {raised}",
+            },
+            "scaler": {
+                "summary": "scaler.step() runs before anything was scaled and backpropagated",
+                "measured": "1 scaler step before the first backward pass",
+                "shown_by": "torch raised: {raised}",
+                "repair": (
+                    "order: zero_grad(), forward, scaler.scale(loss).backward(), scaler.step(optimizer), "
+                    "scaler.update()"
+                ),
+            },
+        },
+    ),
+    "stepped_twice": _trains(
+        proof="the same optimizer uses the same gradient more than once, with no backward between",
+        summary="{names} {names:are} stepped twice on the same gradient",
+        measured="{steps:step} used, bit for bit, the gradient that the step before had used",
+        repair="remove this step(): one for each backward pass (or window) was made before",
+    ),
+    "gradient_kept": _trains(
+        proof="steps use one gradient that user code assigned, while backward passes bring others",
+        summary="{names} {names:are} stepped with the gradient of an earlier batch over and over",
+        measured="{steps:step} used, bit for bit, what the step before had used, and nothing wrote it between",
+        repair="make this line run before every step: master.grad = p.grad.float()",
+    ),
+    "two_optimizers": _trains(
+        proof="two optimizers use the same gradient of the same parameter",
+        summary="{names} {names:are} stepped twice on the same gradient, by {by}",
+        measured="{steps:step} used, bit for bit, the gradient that the step before had used",
+        repair="leave these parameters out of one of the two optimizers",
+        change=("group", "seen"),
+    ),
+    "clip_after_step": _seen(
+        proof="gradients are clipped after the step has used them and before they are zeroed",
+        summary=(
+            "gradients are clipped after step() has used them: {late} of {clips} clips change nothing that trains"
+        ),
+        measured="{late:clip} after the step, the first with limit {limit}",
+        repair="clip between backward() and step()",
+        explains=("finite", *LEARNING),
+    ),
+    "scheduler_before_optimizer": _seen(
+        proof="in the first iteration the scheduler steps before any optimizer does, and goes on from the same line",
+        summary=(
+            "scheduler.step() runs before optimizer.step(): the first learning rate of the schedule is never used and "
+            "every other comes one step early"
+        ),
+        measured="{steps:scheduler step}, the first before any optimizer step{lr:?, which then ran at learning rate "
+        "{lr}|}",
+        repair="move this line behind optimizer.step()",
+    ),
+    "window_left_over": _seen(
+        proof="the run of a loop without the knob accumulate ends with gradients that no step used",
+        summary="the window at the end of the data stays open: no step uses the last {left:backward pass}",
+        measured="the last {left} of {passes:backward pass}; {items:batch}",
+        repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
+    ),
+    "leaks_into_next": _trains(
+        proof=(
+            "at the first backward pass of a second call of fit .grad is not empty, and the first step uses "
+            "more backward passes than any other"
+        ),
+        summary=(
+            "{left:micro-batch} left over at the end of one {next_one} are added to the first step of the next: it "
+            "uses {used} backward passes, all others {size}"
+        ),
+        measured="{items:batch} in windows of {size} leave {left}{loader:?; the loader has {loader} batches|}",
+        repair="step at the last batch too: if (i + 1) % accumulate == 0 or i + 1 == len(batches)",
+        settle="give batches= as in the real run: where their number divides, nothing is left",
+    ),
+    "clips_nothing": _clip(
+        proof="no call of the clip finds a gradient that a step uses, and what is stepped is covered by no other clip",
+        summary="{by} clips nothing: no gradient is there yet",
+        measured=(
+            "{calls} calls with limit {limit} clipped no gradient that a step uses; {steps:step} used gradients of "
+            "{tensors:tensor} unclipped"
+        ),
+        shown_by="order seen: {by}, backward, step",
+        repair="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) between backward() and step()",
+        variants={
+            "after zeroing": {
+                "summary": "{by} clips nothing: after zero_grad() there is no gradient left",
+                "shown_by": "order seen: backward, step, zeroing, {by}",
+            },
+            "wiped": {
+                "summary": (
+                    "{by} clips nothing: what it clips is zeroed before the step, which uses the gradient of another "
+                    "backward pass"
+                ),
+                "shown_by": "order seen: backward, {by}, zeroing, backward, step",
+                "repair": "clip after the last backward pass before step()",
+            },
+            "stand-ins": {
+                "summary": (
+                    "{by} clips nothing: it is handed gradients, or views of weights, which have no .grad of their own"
+                ),
+                "shown_by": (
+                    "the tensors handed over are the .grad of parameters, or share the memory of one, and have no "
+                    "gradient"
+                ),
+                "repair": "{by}(model.parameters(), {limit}): hand over the parameters themselves",
+            },
+            "used up": {
+                "summary": "{by} clips nothing: the iterator that it is handed is used up",
+                "shown_by": "each call is handed the same iterator, which yields no tensor any more",
+                "repair": "params = list(model.parameters()), or call model.parameters() anew for each clip",
+            },
+        },
+    ),
+    "clips_another": _clip(
+        proof=(
+            "what the clip is handed is used by no step before it is zeroed, and the step that follows each call uses "
+            "gradients that no clip of the run covers"
+        ),
+        summary="{by} before the step of {whose} clips {clipped}, and {unclipped} {unclipped:are} stepped unclipped",
+        measured="{calls} calls with limit {limit}; no clip of the run covers what {whose} uses in {steps:step}",
+        repair="hand the clip the parameters of the optimizer that steps next",
+        settle="clip each network on a line of its own, before its own step",
+    ),
+    "clips_one_group": _clip(
+        proof=(
+            "the clip covers just the groups with (or without) weight decay of one optimizer; the groups left out "
+            "differ in nothing else and hold other tensors of the same modules"
+        ),
+        summary="{by} covers some groups of {kind} only; stepped unclipped: {parts}",
+        measured="in {steps:step} with limit {limit}{known:?; {share} of |g|^2 is left out|}",
+        repair="clip all groups at once: clip_grad_norm_(model.parameters(), max_norm)",
+    ),
+    "clip_leaves_out": _seen(
+        proof="steps use gradients that no clip covers beside those of the same optimizer that one does",
+        summary="{by} leaves out {tensors:tensor} that {kind} steps: {parts}",
+        measured="in {steps:step} with limit {limit}{known:?; {share} of |g|^2 is left out|}",
+        repair="clip_grad_norm_(model.parameters(), max_norm), or every group of the optimizer",
+    ),
+    "clip_inside_window": _seen(
+        proof="gradients are clipped, a backward pass of another batch adds to them, and they are clipped again",
+        summary=(
+            "{by} runs with every micro-batch, on what has been accumulated so far: what earlier ones brought is "
+            "scaled down, and what the last brings is not"
+        ),
+        measured=(
+            "{inner} of {calls} calls with limit {limit} are followed by another batch's backward pass before the "
+            "step; {bites} of them changed the gradients"
+        ),
+        repair="clip once, after the last micro-batch of a window and before the step",
+        settle="give your function the argument accumulate=1: accumulation_equivalence shows what the clip changes",
+    ),
+    "first_gradient_kept": _seen(
+        proof="between two backward passes before one step the weights moved along what already stood in .grad",
+        summary=(
+            "each step uses the sum of two gradients, g(w) + g(w + e), e being the move between them: the first is not "
+            "zeroed before the second, and sharpness-aware steps use g(w + e) alone"
+        ),
+        measured="in {steps} of {of:step} the weights moved along what stood in .grad ({cosine}), and it was added to",
+        repair="zero_grad() between the two: sharpness-aware steps use g(w + e) alone",
+    ),
+    "step_taken_back": _trains(
+        proof="after each step the weights are pulled by one constant share towards one point that never moves",
+        summary=(
+            "after {often} {names} go {rate:share} of the way back towards {towards}{stuck:?: the weights never get "
+            "further than a few steps from it|}"
+        ),
+        measured=(
+            "{pulls} pulls, each by {rate:share} of the distance: with what is left of earlier steps that is "
+            "{back:share} of the length of the last one (median)"
+        ),
+        shown_by=(
+            "changes outside of steps are that share of the distance to one and the same point, up to rounding"
+            "{to_start:?: where the weights began|}"
+        ),
+        repair=(
+            "swap the two sides where an average is to follow the weights: "
+            "average.lerp_(weight, 1 - decay), not weight.lerp_(average, ...)"
+        ),
+    ),
+}
+
+found = teller(CAUSES)

@@ -1,0 +1,70 @@
+"""The texts of findings are templates on their causes. Each field of one is a fact that the code gives: mypy cannot see
+this, and a field without a fact would end the check with an error of ours."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pytest_trainloop
+from pytest_trainloop.registry import TOLD, Cause
+
+ROOT = Path(pytest_trainloop.__file__).parent
+TELLING = sorted(file for file in ROOT.glob("checks/**/causes.py") if "teller(" in file.read_text(encoding="utf-8"))
+
+
+def fields_of(template: str) -> set[str]:
+    """The facts that a template names, also inside of its conditions."""
+    found = set()
+    for _, name, spec, _ in string.Formatter().parse(template):
+        found |= ({name} if name else set()) | fields_of(spec or "")
+    return found
+
+
+def templates(cause: Cause) -> list[str]:
+    texts = (cause.summary, cause.measured, cause.shown_by)
+    return [text for text in (*texts, *(t for v in cause.variants.values() for t in v.values())) if text]
+
+
+def facts_in(file: Path) -> set[str]:
+    """The names of all facts that a module gives: keywords, keys of dicts, and keys that are assigned."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+        keys: list[Any] = node.keys if isinstance(node, ast.Dict) else []
+        keys += [node.slice] if isinstance(node, ast.Subscript) else []
+        found |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    return found
+
+
+@pytest.mark.parametrize("file", TELLING, ids=lambda file: file.parent.name)
+def test_every_field_of_a_template_is_a_fact_that_a_module_gives_for_its_cause(file):
+    causes = importlib.import_module(
+        f"pytest_trainloop.{'.'.join(file.relative_to(ROOT).with_suffix('').parts)}"
+    ).CAUSES
+    modules = [m for m in file.parent.glob("*.py") if m != file]
+    for name, cause in causes.items():
+        naming = [m for m in modules if f'"{name}"' in m.read_text(encoding="utf-8")]
+        assert naming, f"no module of {file.parent.name} finds {name}"
+        given = set().union(*map(facts_in, naming)) | {"names"}
+        missing = {field for text in templates(cause) for field in fields_of(text)} - given
+        assert not missing, f"{name}: nobody gives {', '.join(sorted(missing))}"
+
+
+@pytest.mark.parametrize("file", TELLING, ids=lambda file: file.parent.name)
+def test_every_variant_has_texts_of_a_finding_and_is_asked_for(file):
+    causes = importlib.import_module(
+        f"pytest_trainloop.{'.'.join(file.relative_to(ROOT).with_suffix('').parts)}"
+    ).CAUSES
+    asked = "\n".join(m.read_text(encoding="utf-8") for m in file.parent.glob("*.py") if m != file)
+    for name, cause in causes.items():
+        for variant, texts in cause.variants.items():
+            assert set(texts) <= TOLD, f"{name}, {variant}"
+            assert f'"{variant}"' in asked, f"{name}: no call asks for the variant {variant!r}"
