@@ -32,7 +32,7 @@ from pytest_trainloop.checks.state.data_order import draws, fed
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog
 from pytest_trainloop.checks.state.evaluation_is_pure import interposed
 from pytest_trainloop.checks.state.memory_growth.lines import Lines
-from pytest_trainloop.checks.wiring.step_order import weight_writes
+from pytest_trainloop.checks.wiring.step_order.further import Writes
 from pytest_trainloop.checks.wiring.weights_are_read import kept, tied, unread
 from pytest_trainloop.checks.wiring.weights_are_read.reads import Reads
 from pytest_trainloop.recording.construction import Construction
@@ -87,7 +87,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield recomputed._Logging(watch, [])
     yield draws.Draws()
     yield interposed._Casts(interposed.Seen())
-    yield weight_writes._Writes(watch, frozenset({"0.weight"}))
+    yield Writes(watch, {"0.weight"})
     yield tied._Assignments()
     yield unread._Noting(lambda tensor: None)
     yield from (Magnitudes(), replay.RecordChoices(replay.Choices()), Operations(), OwnOperators(), TensorMemory())

@@ -28,7 +28,7 @@ from pytest_trainloop.runs.guard import StopFit
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS, fit_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator
     from types import FrameType
 
     from pytest_trainloop.finding import Finding
@@ -92,32 +92,40 @@ def may_step_later(record: Record) -> bool:
     return not places
 
 
-def line_of_write(evidence: Evidence, names: Sequence[str]) -> str:
+class Writes(FunctionMode):
+    """Notes the first line that writes to one of these parameters after the first step."""
+
+    def __init__(self, watch: Watch, names: Collection[str]) -> None:
+        super().__init__()
+        self._watch, self._names = watch, names
+        self.place: Place | None = None
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        in_place = name.endswith("_") and not name.endswith("__")
+        in_place |= name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
+        watch = self._watch
+        if in_place and args and self.place is None and watch.record.steps and not watch.stepping:
+            targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
+            written = {address(t) for t in targets if isinstance(t, torch.Tensor)} - {0}
+            with watch.suspended():
+                known = zip(watch.table.entries, watch.table.tensors, strict=False)
+                if any(e.name in self._names and address(t) in written for e, t in known):
+                    self.place, _ = here()
+        return super().call(name, func, args, kwargs)
+
+
+def line_of_write(evidence: Evidence, names: Collection[str]) -> str:
     """The first line that writes to one of these parameters after the first step; empty where none is seen."""
     if not evidence.repeatable:
         return ""
-    places: list[Place] = []
+    modes: list[Writes] = []
 
-    class Writes(FunctionMode):
-        def __init__(self, watch: Watch) -> None:
-            super().__init__()
-            self._watch = watch
+    def contexts(watch: Watch) -> list[Writes]:
+        modes.append(Writes(watch, names))
+        return modes[-1:]
 
-        def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            in_place = name.endswith("_") and not name.endswith("__")
-            in_place |= name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
-            watch = self._watch
-            if in_place and args and not places and watch.record.steps and not watch.stepping:
-                targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
-                written = {address(t) for t in targets if isinstance(t, torch.Tensor)} - {0}
-                with watch.suspended():
-                    known = zip(watch.table.entries, watch.table.tensors, strict=False)
-                    if any(e.name in names and address(t) in written for e, t in known):
-                        places.append(here()[0])
-            return super().call(name, func, args, kwargs)
-
-    evidence.rerun(contexts=lambda watch: [Writes(watch)], enough=lambda record: record.rounds >= 2, may_raise=True)
-    return str(places[0]) if places else ""
+    evidence.rerun(contexts=contexts, enough=lambda record: record.rounds >= 2, may_raise=True)
+    return str(next((m.place for m in modes if m.place), ""))
 
 
 def untrained(evidence: Evidence) -> Finding | None:
