@@ -43,6 +43,9 @@ SHAPE_ONLY = _names(
 )
 """They take shape, dtype and device of a tensor, and none of its values."""
 
+UNSET = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_")
+"""What they give holds whatever stood in memory, until it is written to: ``Normal.rsample`` draws into it."""
+
 # Layers
 
 SOFTMAXES = _names("softmax log_softmax")

@@ -19,7 +19,7 @@ from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
 from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
-from pytest_trainloop.recording.torch_names import ATTRIBUTES, AUTOGRAD_CALLS, FINITENESS_TESTS, SIZES
+from pytest_trainloop.recording.torch_names import ATTRIBUTES, AUTOGRAD_CALLS, FINITENESS_TESTS, SIZES, UNSET
 from pytest_trainloop.tracing.arguments import floats, in_place
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -38,6 +38,7 @@ _NO_WORK = (
     | AUTOGRAD_CALLS
     | FINITENESS_TESTS
     | SIZES
+    | UNSET
     | {"__deepcopy__", "detach", "detach_", "requires_grad_", "item", "tolist", "numpy", "is_floating_point"}
 )
 """Functions that compute nothing that may be rounded."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 import torch
+from torch import nn
+from torch.distributions import Normal
 
 from pytest_trainloop.checks.numerics.precision_parity import locate, runs
 from pytest_trainloop.checks.numerics.precision_parity.check import precision_parity
 from pytest_trainloop.checks.numerics.precision_parity.locate import Located
-from pytest_trainloop.checks.numerics.precision_parity.op_log import Operation, Sample
+from pytest_trainloop.checks.numerics.precision_parity.op_log import Operation, OpLog, Sample
 from pytest_trainloop.checks.numerics.precision_parity.runs import Parity
 from pytest_trainloop.checks.numerics.precision_parity.tensor_errors import TensorErrors
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.events import Place
+from pytest_trainloop.recording.watch import Watch
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 RECORD = record([parameter(0, "w")], held=[0], gradients={0: ONE})
@@ -117,3 +121,16 @@ def test_no_precision_that_can_be_judged_is_a_skip(verdicts):
     with pytest.raises(CannotDecide, match="no gradient arrives"):
         verdicts(absent, undecided)
     assert verdicts(absent, undecided, Given(1.0)) == []
+
+
+def test_memory_that_is_not_written_yet_is_no_value():
+    model = nn.Linear(4, 2)
+    log = OpLog()
+    watch = Watch({"": model}, [])
+    with watch, contextlib.ExitStack() as around:
+        for context in log.contexts(watch):
+            around.enter_context(context)
+        mean = model(torch.randn(3, 4))
+        Normal(mean, torch.ones(3, 2)).rsample().sum()
+    assert "normal_" in {operation.name for operation in log.operations}
+    assert "empty" not in {operation.name for operation in log.operations}
