@@ -13,7 +13,7 @@ from pytest_trainloop.recording.samples import readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
-from pytest_trainloop.recording.torch_names import ATTRIBUTES, RECORD_FUNCTION
+from pytest_trainloop.recording.torch_names import ATTRIBUTES, RECORD_FUNCTION, UNSET
 from pytest_trainloop.tracing.arguments import is_dense
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -65,9 +65,17 @@ class CallLog(WatchingMode):
         return out
 
     def first_difference(self, other: CallLog) -> FirstCall | None:
+        """The first call whose result differs, and is not written over before it is read: ``Normal.rsample`` draws into
+        ``torch.empty``."""
+        unset: dict[object, _LoggedCall] = {}
         for mine, theirs in zip(self.calls, other.calls, strict=False):
-            if mine.op != theirs.op or mine.given != theirs.given or mine.result != theirs.result:
-                return FirstCall(mine.op, mine.place, mine.module, mine.op == theirs.op and mine.given == theirs.given)
+            same = mine.op == theirs.op and mine.given == theirs.given
+            if same and mine.op in UNSET:
+                unset |= dict.fromkeys(mine.result, mine)
+            elif mine.op != theirs.op or mine.result != theirs.result or not (same or mine.result):
+                read = next((unset[part] for part in mine.given if part in unset and part not in theirs.given), None)
+                first = read or mine
+                return FirstCall(first.op, first.place, first.module, read is not None or same)
         return None
 
 

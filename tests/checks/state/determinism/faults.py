@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import zlib
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.distributions import Normal
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
@@ -89,6 +91,36 @@ pair(
     "unseeded_random",
     faulty=subsampled(lambda: int.from_bytes(os.urandom(4), "little")),
     fixed=subsampled(lambda: np.random.randint(2**31)),
+)
+
+
+# Inputs dropped by the system's generator, behind a draw that torch's seed reaches: Normal.rsample draws into memory
+# that was not written yet, and what stood there is no difference.
+
+
+def autoencoder_of_samples(draws):
+    def make():
+        model = mlp(6, 24, 6)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def loss_of(batch):
+            x, _ = batch
+            sampled = Normal(model(x), 0.1).rsample()
+            kept = torch.tensor([draws() > 0.2 for _ in x])
+            return ((sampled - x).square().mean(1) * kept).mean()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=plain(model, optimizer, loss_of))
+
+    return make
+
+
+pair(
+    "rows_dropped_by_the_system_behind_a_sample",
+    "determinism",
+    "unseeded_random",
+    where="kept = torch.tensor([draws()",
+    faulty=autoencoder_of_samples(random.SystemRandom().random),
+    fixed=autoencoder_of_samples(random.random),
 )
 
 
