@@ -38,8 +38,9 @@ def each_its_neighbours(given: torch.Tensor, axis: int) -> torch.Tensor:
 class OtherRows:
     """To be used by ``contexts`` of a run over batches with so many rows.
 
-    ``came`` tells that some input had rows, ``changed`` that some became another, ``passed_on`` that some went in as it
-    was, since its rows could not be told.
+    ``came`` tells that some input had rows, ``changed`` that some became another, ``alike`` that all rows of one of
+    numbers with fractions were equal (NeRF's places on all rays: places_drawn_from_a_learned_histogram), ``passed_on``
+    that some went in as it was, since its rows could not be told.
     """
 
     def __init__(self, rows: int, change: Change) -> None:
@@ -48,11 +49,12 @@ class OtherRows:
         self.changed = False
         self.passed_on = False
         self.came = False
+        self.alike = False
 
     @property
     def made(self) -> bool:
         """Whether rows became others wherever data came in."""
-        return self.changed and not self.passed_on
+        return self.changed and not self.passed_on and not self.alike
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self._watching(watch),)
@@ -80,5 +82,7 @@ class OtherRows:
             return given
         self.came = True
         other = self._change(given, axis)
-        self.changed = self.changed or not torch.equal(other, given)
+        same = torch.equal(other, given)
+        self.changed = self.changed or not same
+        self.alike = self.alike or (same and given.is_floating_point())
         return other
