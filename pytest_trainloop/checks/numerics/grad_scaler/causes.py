@@ -39,6 +39,7 @@ CAUSES = {
                 "shown_by": "torch raised: {raised}",
             },
         },
+        source="https://github.com/Azure/MS-AMP/pull/45",
     ),
     "update_twice": _seen(
         proof="the scaler is updated again with no step since the last update, and torch refuses",
@@ -48,6 +49,7 @@ CAUSES = {
         measured="at {first}, then at {then}, no scaler.step() between",
         shown_by="torch raised: {raised}",
         repair="call scaler.update() once, right after the steps of an iteration that makes them",
+        source="https://github.com/neosr-project/neosr/pull/9",
     ),
     "update_between": _seen(
         proof="a scale that grows in the update between backward and step changes the gradient that the step reads",
@@ -61,6 +63,7 @@ CAUSES = {
             "{then}"
         ),
         repair="call scaler.update() once, after the steps of all optimizers whose gradients were made at this scale",
+        source="https://github.com/huggingface/accelerate/issues/439",
     ),
     "unscaled_twice": _seen(
         proof="unscale_ is called on gradients that are unscaled already, and torch refuses",
@@ -73,6 +76,7 @@ CAUSES = {
                 "summary": "{names} is called after scaler.step(optimizer), which has unscaled these gradients already",
             },
         },
+        source="https://github.com/huggingface/transformers/issues/24449",
     ),
     "unscaled_inside_window": _seen(
         proof="the gradient that the step reads depends on the scale, and a backward pass came after unscale_",
@@ -81,6 +85,7 @@ CAUSES = {
         ),
         measured="{halved}; unscale_ at {first}, then backward at {then}",
         repair="unscale once, after the last backward pass and before clipping",
+        source="https://github.com/pytorch/pytorch/pull/36601",
     ),
     "clip_before_unscale": _seen(
         proof="gradients are clipped while they still carry the loss scale",
@@ -117,6 +122,7 @@ CAUSES = {
                 "shown_by": _FALLS,
             },
         },
+        source="https://github.com/milesial/Pytorch-UNet/issues/468",
     ),
     "not_unscaled": _seen(
         proof="the gradient that a direct optimizer.step() reads grows with the loss scale",
@@ -127,6 +133,7 @@ CAUSES = {
         measured="{halved}",
         shown_by=f"{_READS} grows with the scale",
         repair="scaler.step(optimizer) in place of optimizer.step(), or scaler.unscale_(optimizer) before it",
+        source="https://github.com/nerfstudio-project/nerfacc/issues/307",
     ),
     "not_scaled": _seen(
         proof="the gradient that the step reads has a part that falls as the loss scale grows: it was never scaled",
@@ -145,6 +152,7 @@ CAUSES = {
                 "repair": "scaler.scale(loss).backward() in place of loss.backward()",
             },
         },
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/4148",
     ),
     "scale_in_loss": _seen(
         proof="the gradient that the step reads changes when only the scale is halved, in float32 without autocast",
@@ -162,6 +170,7 @@ CAUSES = {
             "scaler.unscale_(optimizer) before"
         ),
         explains=(*EXPLAINS, "loss_at_init"),
+        source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty",
     ),
     "another_scaler": _seen(
         proof="with the scale of one scaler alone halved, the gradient that the step reads is half, or twice, as large",
@@ -175,6 +184,7 @@ CAUSES = {
         ),
         shown_by="two runs that differ in the scale of one scaler",
         repair="scale the loss and step its optimizer with the same scaler; one scaler for all optimizers will do",
+        source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html#working-with-multiple-models-losses-and-optimizers",
     ),
     "scaler_recreated": _seen(
         proof="every step has its own scaler, so no scale ever adapts",
@@ -191,6 +201,7 @@ CAUSES = {
                 ),
             },
         },
+        source="https://github.com/conservationtechlab/animl-py/issues/298",
     ),
     "scale_collapsed": _seen(
         proof="the scale falls without end, and steps are skipped as often at the lowest scale of all",
@@ -203,6 +214,7 @@ CAUSES = {
         repair="fix the operation that is not finite",
         do_not="skip such batches: the operation stays wrong, and these rows teach nothing",
         explains=("overfit_one_batch", "update_ratio", "every_param_moves:not_updated"),
+        source="https://github.com/deepinsight/insightface/issues/2262",
     ),
 }
 

@@ -35,6 +35,7 @@ CAUSES = {
                 ),
             }
         },
+        source="https://github.com/IDEA-Research/DN-DETR/issues/19",
     ),
     "wrong_object_zeroed": _trains(
         proof="a zero_grad runs before each backward, but not on the parameters whose used gradients are still there",
@@ -44,6 +45,7 @@ CAUSES = {
         ),
         measured="{again} of {steps} steps used gradients that the step before had used already",
         repair="optimizer.zero_grad() of the optimizer that holds these parameters, in place of this line",
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/591",
     ),
     "zeroed_before_step": _trains(
         proof="gradients are zeroed between backward and step, so steps find nothing",
@@ -63,6 +65,7 @@ CAUSES = {
                 ),
             }
         },
+        source="https://github.com/lucidrains/byol-pytorch/issues/93",
     ),
     "zeroed_inside_window": _trains(
         proof="in every window the gradients of all micro-batches but the last are zeroed before the step",
@@ -70,6 +73,7 @@ CAUSES = {
         measured="the gradients of {all_lost} of {passes} backward passes were zeroed before a step",
         repair="move this line behind optimizer.step(): once for each step, and not for each micro-batch",
         explains=("accumulation_equivalence", *TRAINING),
+        source="https://github.com/gaozhihan/PreDiff/issues/32",
     ),
     "step_missing": _trains(
         proof="backward passes bring gradients, and the optimizer that holds the parameters never steps",
@@ -91,12 +95,14 @@ CAUSES = {
                 "repair": "scaler.step(optimizer) before this line",
             },
         },
+        source="https://github.com/zhaoyuzhi/deepfillv2/issues/6",
     ),
     "backward_missing": _trains(
         proof="the optimizer steps again and again, and no backward pass brings a gradient",
         summary="{steps} optimizer steps found no gradient: no backward pass ever ran",
         measured="0 backward passes, {steps} steps, no parameter changed",
         repair="loss.backward() before this line, with the parentheses",
+        source="https://github.com/Goingqs/PyramidBox/issues/7",
     ),
     "nothing_trains": Cause(
         proof=(
@@ -119,6 +125,7 @@ CAUSES = {
                 "shown_by": "this call of backward() stands in the code that ran, and was never reached",
             },
         },
+        source="https://github.com/automl/Auto-PyTorch/issues/281",
     ),
     "step_before_backward": _trains(
         proof="the step runs between the forward pass and its backward",
@@ -150,12 +157,14 @@ CAUSES = {
                 ),
             },
         },
+        source="https://github.com/pytorch/pytorch/issues/39141",
     ),
     "stepped_twice": _trains(
         proof="the same optimizer uses the same gradient more than once, with no backward between",
         summary="{names} {names:are} stepped twice on the same gradient",
         measured="{steps:step} used, bit for bit, the gradient that the step before had used",
         repair="remove this step(): one for each backward pass (or window) was made before",
+        source="https://github.com/mzolfaghari/ECO-pytorch/pull/1",
     ),
     "gradient_kept": _trains(
         proof="steps use one gradient that user code assigned, while backward passes bring others",
@@ -169,6 +178,7 @@ CAUSES = {
         measured="{steps:step} used, bit for bit, the gradient that the step before had used",
         repair="leave these parameters out of one of the two optimizers",
         change=("group", "seen"),
+        source="https://github.com/MishaLaskin/curl/issues/28",
     ),
     "clip_after_step": _seen(
         proof="gradients are clipped after the step has used them and before they are zeroed",
@@ -178,6 +188,7 @@ CAUSES = {
         measured="{late:clip} after the step, the first with limit {limit}",
         repair="clip between backward() and step()",
         explains=("finite", *LEARNING),
+        source="https://github.com/jongwook/onsets-and-frames/issues/24",
     ),
     "scheduler_before_optimizer": _seen(
         proof="in the first iteration the scheduler steps before any optimizer does, and goes on from the same line",
@@ -188,12 +199,14 @@ CAUSES = {
         measured="{steps:scheduler step}, the first before any optimizer step{lr:?, which then ran at learning rate "
         "{lr}|}",
         repair="move this line behind optimizer.step()",
+        source="https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",
     ),
     "window_left_over": _seen(
         proof="the run of a loop without the knob accumulate ends with gradients that no step used",
         summary="the window at the end of the data stays open: no step uses the last {left:backward pass}",
         measured="the last {left} of {passes:backward pass}; {items:batch}",
         repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
+        source="https://github.com/timoschick/pet/issues/36",
     ),
     "leaks_into_next": _trains(
         proof=(
@@ -207,6 +220,7 @@ CAUSES = {
         measured="{items:batch} in windows of {size} leave {left}{loader:?; the loader has {loader} batches|}",
         repair="step at the last batch too: if (i + 1) % accumulate == 0 or i + 1 == len(batches)",
         settle="give batches= as in the real run: where their number divides, nothing is left",
+        source="https://github.com/meta-pytorch/torchtune/pull/2745",
     ),
     "clips_nothing": _clip(
         proof="no call of the clip finds a gradient that a step uses, and what is stepped is covered by no other clip",
@@ -246,6 +260,7 @@ CAUSES = {
                 "repair": "params = list(model.parameters()), or call model.parameters() anew for each clip",
             },
         },
+        source="https://github.com/yandex-research/tabm/issues/20",
     ),
     "clips_another": _clip(
         proof=(
@@ -256,6 +271,7 @@ CAUSES = {
         measured="{calls} calls with limit {limit}; no clip of the run covers what {whose} uses in {steps:step}",
         repair="hand the clip the parameters of the optimizer that steps next",
         settle="clip each network on a line of its own, before its own step",
+        source="https://github.com/lucidrains/magvit2-pytorch/pull/10",
     ),
     "clips_one_group": _clip(
         proof=(
@@ -284,6 +300,7 @@ CAUSES = {
         ),
         repair="clip once, after the last micro-batch of a window and before the step",
         settle="give your function the argument accumulate=1: accumulation_equivalence shows what the clip changes",
+        source="https://github.com/huggingface/transformers/issues/1563",
     ),
     "first_gradient_kept": _seen(
         proof="between two backward passes before one step the weights moved along what already stood in .grad",
@@ -293,6 +310,7 @@ CAUSES = {
         ),
         measured="in {steps} of {of:step} the weights moved along what stood in .grad ({cosine}), and it was added to",
         repair="zero_grad() between the two: sharpness-aware steps use g(w + e) alone",
+        source="https://github.com/rollovd/LookSAM/issues/3",
     ),
     "step_taken_back": _trains(
         proof="after each step the weights are pulled by one constant share towards one point that never moves",
