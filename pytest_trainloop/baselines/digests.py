@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.baselines.trajectory import Digest
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import as_real, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,8 +73,7 @@ def _entries(tensor: torch.Tensor) -> torch.Tensor | None:
         values = values.to_dense()
     if values.numel() == 0:
         return None
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
+    values = as_real(values)
     if values.device.type == "mps":  # it has no float64
         values = values.cpu()
     return values.to(torch.float64).reshape(values.shape[0] if values.dim() > 1 else values.numel(), -1)

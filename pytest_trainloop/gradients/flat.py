@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop.recording.samples import as_real
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,9 +29,7 @@ def _folded(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach()
     if values.layout is not torch.strided:
         values = values.to_dense()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    values = values.reshape(-1).to(device="cpu", dtype=torch.float64)
+    values = as_real(values).reshape(-1).to(device="cpu", dtype=torch.float64)
     if len(values) <= MOST:
         return values.clone()
     random = torch.Generator().manual_seed(len(values))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.recording.events import GradWrite, Step
+from pytest_trainloop.recording.samples import as_real
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +70,7 @@ def _written(record: Record, index: int, clip: GradWrite, step: Step) -> bool:
 def values(sample: TensorSample, dtype: str) -> torch.Tensor:
     """The sampled entries of a tensor of this dtype, in float64; complex ones as pairs."""
     raw = torch.frombuffer(bytearray(sample.raw), dtype=getattr(torch, dtype))
-    return (torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw).to(torch.float64)
+    return as_real(raw).reshape(-1).to(torch.float64)
 
 
 def ends(record: Record) -> tuple[Gradient, Gradient]:

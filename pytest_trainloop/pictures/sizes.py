@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop.recording.samples import as_real
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -44,7 +46,7 @@ class Sizes:
 def sizes(tensor: torch.Tensor) -> Sizes:
     """The sizes of a strided or sparse tensor's entries; of many entries a sample, counted as all of them."""
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
-    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    real = as_real(dense)
     flat = real.detach().reshape(-1)
     taken = flat[:: max(1, -(-flat.numel() // SAMPLED))].double().abs()
     each = flat.numel() / max(taken.numel(), 1)

@@ -138,6 +138,12 @@ def readable(tensor: torch.Tensor) -> bool:
     return has_values(tensor) and not _given_back(tensor)
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of numbers, any other as it is. Torch gives no view of one that is only marked as
+    conjugated (``torch.conj``, as between two Fourier transforms): it is computed."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The entries of a dense tensor as bytes in the order of their indices. A single entry counts as contiguous
     whatever its stride is, and torch views no such stride as bytes."""

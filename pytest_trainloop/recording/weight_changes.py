@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.recording.events import Move, Step
-from pytest_trainloop.recording.samples import _dense, readable, spaced
+from pytest_trainloop.recording.samples import _dense, as_real, readable, spaced
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.torch_internals import past_dispatch_modes
 
@@ -159,7 +159,7 @@ def _split(look: _Look) -> dict[int, _Chunk]:
 
 def _values(dtype: torch.dtype, raw: bytes) -> torch.Tensor:
     values = torch.frombuffer(bytearray(raw), dtype=dtype)
-    return (torch.view_as_real(values) if values.is_complex() else values).to(torch.float64)
+    return as_real(values).to(torch.float64)
 
 
 def _rows(dtype: torch.dtype, chunks: list[bytes]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 from pytest_trainloop.recording.function_mode import is_aside, tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import as_real, readable
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import is_transformed
@@ -391,7 +391,7 @@ def _digest(tensor: torch.Tensor) -> str:
     if tensor.numel() > _MOST_ENTRIES or not readable(tensor) or tensor.layout is not torch.strided:
         return f"{tuple(tensor.shape)}"
     entries = tensor.detach().cpu().contiguous().flatten()
-    plain = torch.view_as_real(entries).flatten() if entries.is_complex() else entries
+    plain = as_real(entries).flatten()
     return hashlib.sha256(plain.double().numpy().tobytes()).hexdigest()[:16] + str(tuple(tensor.shape))
 
 

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.samples import as_real
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import has_values, past_dispatch_modes
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
@@ -295,7 +296,7 @@ def _factors(first: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _bits(by_rows: torch.Tensor) -> torch.Tensor:
-    plain = torch.view_as_real(by_rows).flatten(-2) if by_rows.is_complex() else by_rows
+    plain = as_real(by_rows).flatten(-2) if by_rows.is_complex() else by_rows
     if not plain.is_floating_point():
         return plain.long()
     return (plain.double() + 0.0).contiguous().view(torch.int64)  # -0.0 is 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.hooks import after_steps, before_steps
+from pytest_trainloop.recording.samples import as_real
 from pytest_trainloop.runs.hooks import hooked, on_arrival, stepped_by
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Ratios:
             before, gradient = self._before.get(id(p)), self._gradients.pop(id(p), None)
             if before is None or before.shape != p.shape:
                 continue
-            moved = (p - before).double() if not p.is_complex() else torch.view_as_real(p - before).double()
+            moved = as_real(p - before).double()
             if p.dim() > 1:
                 sizes[number] += float(before.abs().double().square().sum())
                 moves[number] += float(moved.square().sum())

@@ -290,6 +290,39 @@ def complex_parameters() -> TrainLoop:
     )
 
 
+class AutoCorrelation(nn.Module):
+    """Delays at which a series resembles itself, as Autoformer finds them: a spectrum times a conjugated one."""
+
+    def __init__(self, channels=4, kept=3):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Conv1d(1, channels, 1) for _ in range(3))
+        self.out, self.kept = nn.Linear(channels, 1), kept
+
+    def forward(self, x):
+        query, key, value = (layer(x[:, None]) for layer in (self.query, self.key, self.value))
+        spectrum = torch.fft.rfft(query) * torch.conj(torch.fft.rfft(key))
+        alike = torch.fft.irfft(spectrum, n=x.size(1)).mean(1)
+        weights, delays = alike.topk(self.kept)
+        weights = weights.softmax(-1)
+        places = (torch.arange(x.size(1)) + delays[..., None]) % x.size(1)
+        moved = (
+            value[:, :, None].expand(-1, -1, self.kept, -1).gather(3, places[:, None].expand(-1, value.size(1), -1, -1))
+        )
+        return self.out((moved * weights[:, None, :, None]).sum(2).mean(-1))
+
+
+@odd(notes="a tensor that is only marked as conjugated goes into an inverse Fourier transform (Autoformer)")
+def conjugated_spectrum() -> TrainLoop:
+    model = AutoCorrelation()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=curves(),
+        fit=lambda batches: train(model, optimizer, batches, F.mse_loss),
+    )
+
+
 class NamedLayers(nn.Module):
     def __init__(self, plan):
         super().__init__()

@@ -12,6 +12,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement, agreement, by_tensor
 from pytest_trainloop.gradients.vectors import Gradient, values, vectors
 from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.recording.samples import as_real
 
 if TYPE_CHECKING:
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Run
@@ -116,7 +117,7 @@ def gradients(run: Run, backward: Backward, judged: set[str]) -> Gradient:
 
 
 def _wide(entries: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries).to("cpu", torch.float64)
+    return as_real(entries).reshape(-1).to("cpu", torch.float64)
 
 
 def _alike(a: Gradient, b: Gradient, name: str, bound: float) -> bool:

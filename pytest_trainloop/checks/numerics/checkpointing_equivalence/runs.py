@@ -25,6 +25,7 @@ from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import (
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import RestoreGenerators
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
 from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
+from pytest_trainloop.recording.samples import as_real
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.checkpoint_bypass import not_reentrant, switched, without, without_cut_off
 from pytest_trainloop.runs.no_randomness import NoRandomness
@@ -357,8 +358,6 @@ def _equal(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
         return False
     if torch.equal(a, b) or not a.numel():
         return True
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    wide = a.to(torch.float64), b.to(torch.float64)
+    wide = as_real(a).to(torch.float64), as_real(b).to(torch.float64)
     scale = float(torch.maximum(wide[0].abs(), wide[1].abs()).max())
     return not float((wide[0] - wide[1]).abs().max()) > bound * scale

@@ -17,7 +17,7 @@ from pytest_trainloop.gradients.compare import Agreement, agreement
 from pytest_trainloop.gradients.tolerances import CANCELLATION
 from pytest_trainloop.memory_layout import write
 from pytest_trainloop.recording.plain_names import plain
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import as_real, readable
 from pytest_trainloop.recording.source import here
 
 if TYPE_CHECKING:
@@ -307,8 +307,7 @@ def _pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return flat.detach().to(torch.float64).reshape(-1)
+    return as_real(tensor).detach().to(torch.float64).reshape(-1)
 
 
 def _flat(tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.plain_names import plain
-from pytest_trainloop.recording.samples import places, readable, spaced
+from pytest_trainloop.recording.samples import as_real, places, readable, spaced
 from pytest_trainloop.recording.shards import is_distributed, local
 from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.recording.torch_names import DRAWS, SAMPLES
@@ -257,9 +257,7 @@ def _is_noise(drawn: torch.Tensor) -> bool:
 
 
 def _values(tensor: torch.Tensor) -> tuple[float, ...]:
-    entries = spaced(tensor.detach())
-    if entries.is_complex():
-        entries = torch.view_as_real(entries).flatten()
+    entries = as_real(spaced(tensor.detach())).flatten()
     return tuple(entries.to(torch.float64).tolist())
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.samples import readable, shape_of
+from pytest_trainloop.recording.samples import as_real, readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
@@ -89,9 +89,7 @@ def _fingerprint(value: Any) -> tuple[object, ...]:
 def _sums(tensor: torch.Tensor) -> tuple[object, ...]:
     if not (is_dense(tensor) and tensor.numel() and not tensor.is_quantized and readable(tensor)):
         return (shape_of(tensor),)
-    values = tensor.detach()
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    wide = values.to(torch.float64).flatten()
+    wide = as_real(tensor.detach()).to(torch.float64).flatten()
     ramp = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
     return (shape_of(tensor), repr(float(wide.sum())), repr(float(wide @ ramp)))
 
