@@ -134,9 +134,10 @@ def imported(folder: Path, name: str, bare: str = "") -> Any:
                 stubs.append(error.name)
     finally:
         sys.path.remove(str(folder))
-        for key in set(sys.modules) - before:
-            places = getattr(sys.modules[key], "__file__", None), *getattr(sys.modules[key], "__path__", ())
-            if key in stubs or any(str(folder) in str(place) for place in places):
+        made = {key: sys.modules[key] for key in set(sys.modules) - before}
+        places = {key: (getattr(m, "__file__", None), *getattr(m, "__path__", ())) for key, m in made.items()}
+        for key in made:  # a part of a package looks for its path in the whole: none may be gone before
+            if key in stubs or any(str(folder) in str(place) for place in places[key]):
                 del sys.modules[key]
 
 
