@@ -18,6 +18,7 @@ from pytest_trainloop.recording.autocast import leave_open, open_blocks
 from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 from pytest_trainloop.runs.framework_logs import frameworks_quiet
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -143,7 +144,8 @@ def _or_none(read: Callable[[], Any]) -> Any:
     """None where flags that were set one by one have no common value, and where the directory is gone."""
     try:
         return read()
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError) as error:
+        reraise_ours(error)
         return None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.optimizers.replay import REFUSED, Group, Snapshot, rebuilt, step
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +60,8 @@ def growing_steps(snap: Snapshot) -> Iterator[GrowingSteps]:
         if first > math.sqrt(second):
             try:
                 by, after = _largest_step(Snapshot(snap.kind, (group,)))
-            except REFUSED:
+            except REFUSED as error:
+                reraise_ours(error)
                 continue
             yield GrowingSteps(snap.kind.__name__, first, second, by, after, tuple(m.index for m in group.members))
 

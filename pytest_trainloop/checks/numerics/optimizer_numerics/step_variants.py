@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.optimizers.replay import REFUSED, WIDE, Group, Member, Snapshot, entrywise, stepped
+from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +66,8 @@ def wrong_variants(snap: Snapshot) -> Iterator[WrongVariant]:
     peaks: dict[str, int] = {}
     try:
         references = _references(snap)
-    except REFUSED:
+    except REFUSED as error:
+        reraise_ours(error)
         return
     low = any(m.entries.dtype not in (torch.float64, torch.complex128) for m in snap.members)
     known = [name for name in VARIANTS if name == "for-loop" or all(name in g.options for g in snap.groups)]
@@ -147,7 +149,8 @@ def _made(snap: Snapshot, name: str, wide: bool, peaks: dict[str, int]) -> dict[
         before = torch.cuda.memory_allocated(device)
         got = stepped(snap, wide=wide, steps=STEPS, **VARIANTS[name])
         peaks[name] = torch.cuda.max_memory_allocated(device) - before
-    except REFUSED:
+    except REFUSED as error:
+        reraise_ours(error)
         return None
     return got
 
