@@ -13,7 +13,7 @@ import pkgutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop.wording import told
+from pytest_trainloop.wording import filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -77,7 +77,7 @@ class Cause:
     explains: tuple[str, ...] = ()
     """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
     summary: str = ""
-    """What its findings say, as templates over their facts (``wording.told``); so the next two."""
+    """The first sentence of its findings: a template over their facts (``wording.filled``), as the next two are."""
     measured: str = ""
     shown_by: str = ""
     """The proof, where it is empty."""
@@ -137,15 +137,15 @@ class Check:
         return self.page.strip().partition("\n")[0].rstrip(".")
 
 
-TOLD = frozenset({"summary", "measured", "shown_by", "repair"})
+WORDED = frozenset({"summary", "measured", "shown_by", "repair"})
 """The texts of a finding that a variant of its cause may word otherwise."""
 
 _GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by"})
 """Fields of a finding that whoever finds it may know better than its cause."""
 
 
-def teller(causes: Mapping[str, Cause]) -> Callable[..., Finding]:
-    """What words findings of these causes.
+def finding_maker(causes: Mapping[str, Cause]) -> Callable[..., Finding]:
+    """A function that makes the findings of these causes.
 
     ``found("stepped_twice", step, names, steps=12)`` takes the cause, where it was seen (an event, or a place), the
     culprits, and the facts of its templates; ``variant`` names other texts of the cause. ``level=`` and the like are
@@ -160,7 +160,7 @@ def teller(causes: Mapping[str, Cause]) -> Callable[..., Finding]:
         facts["names"] = names = tuple(culprits)
         texts = {name: getattr(known, name) for name in ("summary", "measured", "shown_by")}
         texts |= known.variants[variant] if variant else {}
-        words = {name: told(text, facts) for name, text in texts.items()}
+        words = {name: filled(text, facts) for name, text in texts.items()}
         words["shown_by"] = words["shown_by"] or known.proof
         where = str(getattr(at, "place", at) or "")
         return Finding(**{"cause": cause, "culprits": names, "where": where, **words, **given})

@@ -75,7 +75,7 @@ class _Template(string.Formatter):
         return share(value) if spec == "share" else format(value, spec)
 
 
-def told(template: str, facts: Mapping[str, Any]) -> str:
+def filled(template: str, facts: Mapping[str, Any]) -> str:
     """The template with these facts: ``{names}`` names a few, ``{names:are}`` and ``{names:they}`` agree with them,
     ``{steps:step}`` is "1 step" or "2 steps", ``{part:share}`` a percentage, ``{late:?yes|no}`` one of two texts."""
     return _Template().vformat(template, (), facts)

@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 
 import pytest_trainloop
-from pytest_trainloop.registry import TOLD, Cause
+from pytest_trainloop.registry import WORDED, Cause
 
 ROOT = Path(pytest_trainloop.__file__).parent
-TELLING = sorted(file for file in ROOT.glob("checks/**/causes.py") if "teller(" in file.read_text(encoding="utf-8"))
+FILES = sorted(
+    file for file in ROOT.glob("checks/**/causes.py") if "finding_maker(" in file.read_text(encoding="utf-8")
+)
+
+
+def causes_of(file: Path) -> dict[str, Cause]:
+    name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
+    causes: dict[str, Cause] = importlib.import_module(name).CAUSES
+    return causes
 
 
 def fields_of(template: str) -> set[str]:
@@ -44,13 +52,10 @@ def facts_in(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("file", TELLING, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
 def test_every_field_of_a_template_is_a_fact_that_a_module_gives_for_its_cause(file):
-    causes = importlib.import_module(
-        f"pytest_trainloop.{'.'.join(file.relative_to(ROOT).with_suffix('').parts)}"
-    ).CAUSES
     modules = [m for m in file.parent.glob("*.py") if m != file]
-    for name, cause in causes.items():
+    for name, cause in causes_of(file).items():
         naming = [m for m in modules if f'"{name}"' in m.read_text(encoding="utf-8")]
         assert naming, f"no module of {file.parent.name} finds {name}"
         given = set().union(*map(facts_in, naming)) | {"names"}
@@ -58,13 +63,10 @@ def test_every_field_of_a_template_is_a_fact_that_a_module_gives_for_its_cause(f
         assert not missing, f"{name}: nobody gives {', '.join(sorted(missing))}"
 
 
-@pytest.mark.parametrize("file", TELLING, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
 def test_every_variant_has_texts_of_a_finding_and_is_asked_for(file):
-    causes = importlib.import_module(
-        f"pytest_trainloop.{'.'.join(file.relative_to(ROOT).with_suffix('').parts)}"
-    ).CAUSES
     asked = "\n".join(m.read_text(encoding="utf-8") for m in file.parent.glob("*.py") if m != file)
-    for name, cause in causes.items():
+    for name, cause in causes_of(file).items():
         for variant, texts in cause.variants.items():
-            assert set(texts) <= TOLD, f"{name}, {variant}"
+            assert set(texts) <= WORDED, f"{name}, {variant}"
             assert f'"{variant}"' in asked, f"{name}: no call asks for the variant {variant!r}"

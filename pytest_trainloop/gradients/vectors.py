@@ -58,10 +58,6 @@ def consumed(record: Record, optimizer: int, nth: int) -> Gradient | None:
 def _written(record: Record, index: int, clip: GradWrite, step: Step) -> bool:
     """Whether the gradient was written to, unscaled or added to between a clip and the step's look at it."""
     until = step.reads[0].at
-    if any(
-        c.what == "unscale" and c.optimizer == step.optimizer and clip.at < c.at < until for c in record.scaler_calls()
-    ):
-        return True
     unscaled = [c.at for c in record.scaler_calls() if c.what == "unscale" and c.optimizer == step.optimizer]
     others = any(clip.at < w.at < until and index in w.parameters for w in record.of(GradWrite))
     return others or any(clip.at < at < until for at in (*unscaled, *(a.at for a in record.arrivals(index))))

@@ -18,7 +18,7 @@ from pytest_trainloop.recording.autocast import leave_open, open_blocks
 from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 from pytest_trainloop.runs.framework_logs import frameworks_quiet
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,7 +145,7 @@ def _or_none(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (RuntimeError, OSError) as error:
-        reraise_ours(error)
+        reraise_raised(error)
         return None
 
 

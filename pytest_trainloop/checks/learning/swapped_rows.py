@@ -38,9 +38,9 @@ def each_its_neighbours(given: torch.Tensor, axis: int) -> torch.Tensor:
 class OtherRows:
     """To be used by ``contexts`` of a run over batches with so many rows.
 
-    ``came`` tells that some input had rows, ``changed`` that some became another, ``alike`` that all rows of one of
-    numbers with fractions were equal (NeRF's places on all rays: places_drawn_from_a_learned_histogram), ``passed_on``
-    that some went in as it was, since its rows could not be told.
+    ``came`` tells that some input had rows, ``changed`` that some became another, ``equal_rows`` that all rows of a
+    floating-point input were equal (NeRF's sample points on all rays: places_drawn_from_a_learned_histogram),
+    ``passed_on`` that some went in as it was, since its rows could not be found.
     """
 
     def __init__(self, rows: int, change: Change) -> None:
@@ -49,12 +49,12 @@ class OtherRows:
         self.changed = False
         self.passed_on = False
         self.came = False
-        self.alike = False
+        self.equal_rows = False
 
     @property
     def made(self) -> bool:
         """Whether rows became others wherever data came in."""
-        return self.changed and not self.passed_on and not self.alike
+        return self.changed and not self.passed_on and not self.equal_rows
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self._watching(watch),)
@@ -84,5 +84,5 @@ class OtherRows:
         other = self._change(given, axis)
         same = torch.equal(other, given)
         self.changed = self.changed or not same
-        self.alike = self.alike or (same and given.is_floating_point())
+        self.equal_rows = self.equal_rows or (same and given.is_floating_point())
         return other

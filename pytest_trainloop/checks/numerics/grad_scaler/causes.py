@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, teller
+from pytest_trainloop.registry import Cause, finding_maker
 
 EXPLAINS = (
     "step_order:clip_after_step",
@@ -218,4 +218,4 @@ CAUSES = {
     ),
 }
 
-found = teller(CAUSES)
+found = finding_maker(CAUSES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.optimizers.replay import REFUSED, Group, Snapshot, rebuilt, step
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ def growing_steps(snap: Snapshot) -> Iterator[GrowingSteps]:
             try:
                 by, after = _largest_step(Snapshot(snap.kind, (group,)))
             except REFUSED as error:
-                reraise_ours(error)
+                reraise_raised(error)
                 continue
             yield GrowingSteps(snap.kind.__name__, first, second, by, after, tuple(m.index for m in group.members))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.optimizers.replay import REFUSED, WIDE, Group, Member, Snapshot, entrywise, stepped
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ def wrong_variants(snap: Snapshot) -> Iterator[WrongVariant]:
     try:
         references = _references(snap)
     except REFUSED as error:
-        reraise_ours(error)
+        reraise_raised(error)
         return
     low = any(m.entries.dtype not in (torch.float64, torch.complex128) for m in snap.members)
     known = [name for name in VARIANTS if name == "for-loop" or all(name in g.options for g in snap.groups)]
@@ -150,7 +150,7 @@ def _made(snap: Snapshot, name: str, wide: bool, peaks: dict[str, int]) -> dict[
         got = stepped(snap, wide=wide, steps=STEPS, **VARIANTS[name])
         peaks[name] = torch.cuda.max_memory_allocated(device) - before
     except REFUSED as error:
-        reraise_ours(error)
+        reraise_raised(error)
         return None
     return got
 
