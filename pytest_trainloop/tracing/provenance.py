@@ -153,7 +153,7 @@ class Lineage:
             node.replay = _replay(func, args, kwargs, number)
             node.picks = name in INDEXING and not _plain_index(name, args)
             node.place = here()[0] if node.picks else None
-        elif name in LOSSES:
+        elif name in LOSSES or name == "detach":
             node.place = here()[0]
         elif name in _PLACED:
             node.place, node.module, node.dim = here()[0], watch.module_path(), _dim(args, kwargs, result)

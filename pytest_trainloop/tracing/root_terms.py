@@ -41,7 +41,9 @@ from pytest_trainloop.tracing.node_sums import (
     origin,
     parameters_below,
     sides,
+    stopped_below,
     summands,
+    trained_below,
     trains,
 )
 from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
@@ -359,7 +361,17 @@ class RootTerms(WatchingMode):
         place, site = next((lineage.places[id(n)] for n in (made, node) if id(n) in lineage.places), _NOWHERE)
         value = lineage.sums.get(id(node), math.nan) if math.isnan(node.value) else node.value
         if id(node) in {id(n) for n in live}:
-            return Term(made.op, place, site, live=True, value=value)
+            ends = trained_below(node)
+            return Term(
+                made.op,
+                place,
+                site,
+                live=True,
+                value=value,
+                parameters=frozenset(int(n.numbers[0]) for n in ends if n.op == PARAMETER),
+                elsewhere=any(n.op != PARAMETER for n in ends),
+                stopped=tuple(stopped_below(node)),
+            )
         derivative = derivative_below(node)
         cut: Cut = "derivative" if derivative is not None else "end" if trains(made) else "before"
         if not node.parents and derivative is None:

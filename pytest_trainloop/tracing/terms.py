@@ -60,6 +60,11 @@ class Term:
     derivative: str = ""
     """The line that took a derivative that it holds."""
     parameters: frozenset[int] = frozenset()
+    """Those that it was computed of; of a term with a history, those that get a gradient from it."""
+    elsewhere: bool = False
+    """Whether a term with a history gives a gradient to what is no known parameter as well."""
+    stopped: tuple[tuple[str, frozenset[int]], ...] = ()
+    """What it was computed of that has no history: the line that detached it, and the parameters below."""
     sides: tuple[frozenset[int], ...] = ()
     """Of a comparison without a history: the parameters that each side was computed of."""
     shared: bool = False

@@ -16,6 +16,9 @@ How it decides
     GAN's value), a value that is added in place of another's (x + (y - x).detach()), one that is trained by another
     backward pass, and one of which a factor of the trained terms is made (responsibilities of a mixture, the choice of
     examples in self-paced learning): such terms are at their optimum by another rule.
+    A term whose gradient goes only to weights that no step changes by it is a fault too, where it was cut off from the
+    weights that its backward pass does train: a detached picture in the discriminator, in the generator's step. Silent
+    are the real half of a critic's value, an optimizer that may step later, and weights that the loop moves by hand.
     A term that compares two results of weights that nothing trains is a constant for ever: a fault where both sides
     come from the same weights (a teacher with itself), else advice.
     A number that was computed with a gradient and is in no loss of the run is a fault where a parameter that an
@@ -148,12 +151,13 @@ CAUSES = {
 def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.every_term_trains.chosen_fills import chosen_fills
     from pytest_trainloop.checks.loss.every_term_trains.constant_terms import constant_terms, derivatives_beside
+    from pytest_trainloop.checks.loss.every_term_trains.cut_terms import cut_terms
     from pytest_trainloop.checks.loss.every_term_trains.lost_terms import lost_terms
     from pytest_trainloop.checks.loss.every_term_trains.same_sides import same_sides
     from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 
     survey = evidence.shared(Survey.of)
-    found = [*constant_terms(evidence, survey), *derivatives_beside(survey)]
+    found = [*constant_terms(evidence, survey), *derivatives_beside(survey), *cut_terms(evidence, survey)]
     yield from found
     for lost in lost_terms(evidence, survey):
         # a term that is added by its value alone is lost by that

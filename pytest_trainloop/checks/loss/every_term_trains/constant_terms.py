@@ -101,7 +101,7 @@ def _off_graph(term: Term, moves: float) -> Finding:
 
 def _detached(term: Term, moves: float) -> Finding:
     why, repair = _HOW[term.cut]
-    name = _called(term)
+    name = called(term)
     depends = "its value changes with" if moves else "it is computed from"
     return Finding(
         cause="term_detached",
@@ -118,8 +118,8 @@ def _detached(term: Term, moves: float) -> Finding:
 
 def _between_frozen(record: Record, term: Term) -> Finding:
     same = term.sides[0] == term.sides[1]
-    owners = [_owner(record, side) for side in term.sides]
-    name = _called(term)
+    owners = [owner(record, side) for side in term.sides]
+    name = called(term)
     both = f"both sides of {name} are computed from {owners[0]}" if same else f"{name} compares {' with '.join(owners)}"
     return Finding(
         cause="term_between_frozen",
@@ -132,7 +132,7 @@ def _between_frozen(record: Record, term: Term) -> Finding:
     )
 
 
-def _owner(record: Record, parameters: frozenset[int]) -> str:
+def owner(record: Record, parameters: frozenset[int]) -> str:
     """The module that holds all of these parameters, or their names."""
     names = [record.parameters[i].name for i in sorted(parameters) if i < len(record.parameters)]
     first = {name.partition(".")[0] for name in names}
@@ -145,7 +145,7 @@ def _moved(moves: float) -> str:
     return f"its value changes by {share(moves)} when the weights that the loss trains are moved"
 
 
-def _called(term: Term) -> str:
+def called(term: Term) -> str:
     """What the project calls a term, as far as its line shows."""
     if term.cut == "number":
         found = re.search(r"([\w.]+)\.(?:item|tolist|numpy|cpu)\(\)|float\(([^()]+)\)", code_of(term.place))
