@@ -13,6 +13,9 @@ How it decides
     loss is half of what it was under each of the four; as soon as it went half of the way to where plain Adam comes to
     (the better of two learning rates, 150 steps, from the same start); and, after 100 steps, if it still lowers its
     loss by steps that change its weights: it is merely slow, as fine-tuning is. It fails by one of these observations.
+    The loss fell, and then it is NaN: the run is made again with every operation watched, and the first whose result is
+    not finite is named (a mean over no triplets, the logarithm of a probability that has come to 0). That is a fault,
+    as it is in ``finite``; a loop that leaves such a batch out backpropagates nothing there.
     A clip leaves a hundredth of the gradient or less, the loss stands still, and higher learning rates learn the batch.
     The learning rates of all steps add up to less than five at their peak, and held there they learn it. It stands
     still, and without weight decay it learns. Every step finds the weights, bit for bit, where the first did: each
@@ -57,6 +60,7 @@ References
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -80,6 +84,12 @@ FEW = 5.0
 happened."""
 
 CAUSES = {
+    "nan_once_learned": Cause(
+        proof="on one fixed batch the loss falls and is NaN from some step on, by an operation whose inputs are finite",
+        explains=("update_ratio",),
+        change=("seen",),
+        source="https://github.com/KevinMusgrave/pytorch-metric-learning/issues/107",
+    ),
     "input_unused": Cause(
         proof="plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
         repair=(
@@ -144,6 +154,9 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
     batch = evidence.shared(OneBatchRuns).of(OWN_STEPS if steps is None else steps)
     if batch.curve.halved:
         return
+    if evidence.repeatable and (nan := _once_learned(batch)) is not None:
+        yield nan
+        return
     require_a_curve(batch.curve)
     if behind := evidence.root_causes("overfit_one_batch"):
         if batch.curve.stands_still:
@@ -176,6 +189,38 @@ def _reached(found: Learning) -> str:
     return (
         f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps; plain Adam (lr "
         f"{found.rate:g}) comes to {found.reference:.4g}"
+    )
+
+
+def _once_learned(batch: OneBatch) -> Finding | None:
+    """A loss that fell and then is not finite, and the operation that made it so; what grew before is no such loss."""
+    from pytest_trainloop.records.finiteness import became_nonfinite
+    from pytest_trainloop.records.nonfinite_repairs import repair_of
+    from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
+
+    curve = batch.curve
+    finite = list(itertools.takewhile(math.isfinite, curve.losses))
+    if len(finite) == len(curve.losses) or len(finite) < 2 or finite[-1] >= finite[0]:
+        return None
+    origins = NonFiniteOrigins()
+    batch.changed("not finite", origins.contexts)
+    origin = origins.first
+    if origin is None or origin.nonfinite_input:
+        return None
+    lost = became_nonfinite(curve.record)
+    repair = repair_of(origin.op, origin.source, origin.low, origin.place.code)
+    return Finding(
+        cause="nan_once_learned",
+        summary=f"on one fixed batch the loss falls and is not finite from step {len(finite) + 1} on: {origin} makes "
+        f"{origin.value} of finite values",
+        measured=f"loss {finite[0]:.4g} at the start, {finite[-1]:.4g} in step {len(finite)}; "
+        + (f"{len(lost)} parameters hold NaN or inf in the end" if lost else "it was backpropagated, and no weight is lost"),
+        shown_by="in a further run on this batch it is the first operation whose result is not finite while all its "
+        "inputs are",
+        culprits=tuple(name for name in (origin.op, origin.module) if name),
+        where=str(origin.place),
+        repair=repair.text,
+        do_not=repair.do_not,
     )
 
 

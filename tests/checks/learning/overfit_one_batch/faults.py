@@ -343,3 +343,69 @@ pair(
     faulty=averaged(0),
     fixed=averaged(1),
 )
+
+
+# A loss over the examples that still violate a margin, of which none is left once the batch is learned.
+
+
+class Embedder(nn.Module):
+    def __init__(self, average):
+        super().__init__()
+        self.trunk, self.average = mlp(20, 48, 16), average
+
+    def forward(self, x, who):
+        z = F.normalize(self.trunk(x), dim=-1)
+        near, same = z @ z.T, who[:, None] == who[None, :]
+        violation = F.relu(near[:, None, :] - near[:, :, None] + 0.2)
+        valid = (same & ~torch.eye(len(who), dtype=torch.bool))[:, :, None] & ~same[:, None, :]
+        return self.average(violation, valid & (violation > 0))
+
+
+def faces(average, skip=False):
+    def make():
+        model = Embedder(average)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for x, who in batches:
+                loss = model(x, who)
+                if skip and not loss.isfinite():
+                    continue
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        def draw():
+            who = torch.arange(5).repeat_interleave(4)
+            return torch.randn(5, 20)[who] + 0.7 * torch.randn(20, 20), who
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=draw(),
+            batches=lambda n: (draw() for _ in range(n)),
+            fit=fit,
+            rows_interact=True,
+        )
+
+    return make
+
+
+pair(
+    "mean_over_the_triplets_that_are_left",
+    "overfit_one_batch",
+    "nan_once_learned",
+    culprits=("mean",),
+    where="faulty=faces(lambda violation, active: violation[active].mean())",
+    faulty=faces(lambda violation, active: violation[active].mean()),
+    fixed=faces(lambda violation, active: violation[active].sum() / max(1, int(active.sum()))),
+)
+pair(
+    "sum_over_the_count_of_what_is_left",
+    "overfit_one_batch",
+    "nan_once_learned",
+    culprits=("div",),
+    where="(violation * active).sum() / active.sum()",
+    faulty=faces(lambda violation, active: (violation * active).sum() / active.sum()),
+    fixed=faces(lambda violation, active: (violation * active).sum() / active.sum().clamp_min(1)),
+)

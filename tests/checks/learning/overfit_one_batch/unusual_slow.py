@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
+from tests.checks.learning.overfit_one_batch.faults import faces
 from tests.loops import data
 from tests.loops.nets import mlp, relu_mlp
 from tests.loops.odd import odd
@@ -99,3 +100,23 @@ class Gated(nn.Module):
 def gate_that_opens_slowly() -> TrainLoop:
     model = Gated()
     return loop(model, data.table(), regressed, torch.optim.Adam(model.parameters(), lr=1e-3))
+
+
+@odd(notes="the mean over no triplet is NaN once all are learned: such a batch is left out openly")
+def batches_without_a_triplet_are_left_out() -> TrainLoop:
+    return faces(lambda violation, active: violation[active].mean(), skip=True)()
+
+
+@odd(notes="with no triplet left the loss is 0 with a history")
+def loss_of_no_triplet_is_zero() -> TrainLoop:
+    return faces(lambda violation, active: violation[active].mean() if active.any() else 0.0 * violation.sum())()
+
+
+@odd(notes="hard triplets of each row: the mean of hinges, all of which are 0 in the end")
+def hinges_that_all_are_met() -> TrainLoop:
+    return faces(lambda violation, active: (violation * active).amax((1, 2)).mean())()
+
+
+@odd(notes="the mean over no entry is replaced by 0, in a way that keeps its gradient at 0 too")
+def mean_of_nothing_is_replaced() -> TrainLoop:
+    return faces(lambda violation, active: torch.nan_to_num(violation[active].sum() / active.sum().clamp_min(1)))()
