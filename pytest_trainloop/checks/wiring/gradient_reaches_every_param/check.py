@@ -239,7 +239,8 @@ def _replaced_by_copy(record: Record, p: Parameter) -> bool:
     """Whether another copy of the model trains in place of the declared one, which ``optimizer_holds_every_param``
     reports."""
     called = p.calls_with_grad + p.calls_without_grad + p.calls_in_checkpoint
-    return p.declared and not called and any(q.calls_with_grad and not q.declared for q in record.parameters)
+    others = (q for q in record.parameters if q.calls_with_grad and not q.declared)
+    return p.declared and not called and any(q.index in record.held for q in others)
 
 
 def _refused_backward(record: Record) -> bool:
@@ -349,6 +350,7 @@ def _given_out(evidence: Evidence, record: Record, names: tuple[str, ...]) -> It
 def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Parameter]) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.left_out_values import leaves_out
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.local_slopes import LocalSlopes
     from pytest_trainloop.gradients.dependence import Dependences
     from pytest_trainloop.runs.weight_origins import pretrained
@@ -369,6 +371,8 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
                 yield findings.of_zero_gradient(
                     tuple(sloping) or depending, max(sloping.values(), default=0.0, key=abs)
                 )
+            elif evidence.repeatable and (call := leaves_out(evidence, names)) is not None:
+                yield findings.of_left_out(record, tuple(names), call)
             return
         chosen = tuple(n for n in names if n in cut.reached)
         op = cut.candidate.op

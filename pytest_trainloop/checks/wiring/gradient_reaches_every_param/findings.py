@@ -12,6 +12,7 @@ from pytest_trainloop.recording.torch_names import ATEN_COMPARISONS
 from pytest_trainloop.wording import be, count, some, them, they, verb
 
 if TYPE_CHECKING:
+    from pytest_trainloop.tracing.row_tape import TapedCall
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
@@ -289,6 +290,23 @@ def of_result_given_out(names: tuple[str, ...], target: str, frozen: Sequence[st
         if why
         else "add the loss of that result, or take the module out of the optimizer; "
         'frozen=("...",) says that it is meant, frozen=() that all must train',
+    )
+
+
+def of_left_out(record: Record, names: tuple[str, ...], call: TapedCall) -> Finding:
+    """A value that is computed of a parameter and left out before the loss, in every batch that was watched."""
+    passes = count(len(record.autograd_passes()), "backward pass")
+    return Finding(
+        cause="parameter_unused",
+        level="advice",
+        summary=f"{some(names)} {be(names)} computed with, and {call.named} leaves the result out of the loss",
+        measured=f"gradients of exactly 0 in {passes}; moving {them(names)} does not change the loss",
+        shown_by=f"what {call.named} is given changes with {them(names)}, and what it gives does not",
+        culprits=(*names[:8], call.name),
+        where=str(call.place),
+        change=str(call.place),
+        repair="look at the mask, the index or the weight on this line: is it the wrong way round, or 0 for all of this "
+        'data? frozen=("...",) says that it is meant',
     )
 
 

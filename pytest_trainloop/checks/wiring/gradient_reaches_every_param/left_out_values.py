@@ -1,0 +1,47 @@
+"""Which call leaves out all that is computed from a parameter: what it is given changes with it, its result does not.
+
+The first step is written down twice, call by call, with all else the same: a product with a mask of zeros, or a choice
+of other positions. The calls before it change, and nothing after it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.gradients.dependence import mover
+from pytest_trainloop.tracing.row_tape import RowTape, changed, leads_to
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.row_tape import Tape, TapedCall
+
+_NO_ROWS = 1 << 62
+"""The tape's checksums by row are not needed."""
+
+
+def leaves_out(evidence: Evidence, names: Sequence[str]) -> TapedCall | None:
+    """The last call on the way to the loss that leaves these parameters out; None where both steps do not make the same
+    calls, or where no single call shows."""
+    base, other = _tape(evidence, ()), _tape(evidence, names)
+    shapes = [[(call.name, call.shapes) for call in tape.calls] for tape in (base, other)]
+    carrying = [at for at, call in enumerate(base.calls) if call.carries_gradient]
+    if shapes[0] != shapes[1] or not carrying:
+        return None
+    roots = base.roots or carrying[-1:]  # the tape notes roots of data that entered the model as numbers only
+    moved = [changed(one, two) for one, two in zip(base.calls, other.calls, strict=True)]
+    found = [
+        base.calls[at]
+        for at in sorted(leads_to(base, roots))
+        if base.calls[at].carries_gradient and not moved[at] and any(i >= 0 and moved[i] for i in base.calls[at].inputs)
+    ]
+    return found[-1] if found else None
+
+
+def _tape(evidence: Evidence, moved: Sequence[str]) -> Tape:
+    mode = RowTape(rows=_NO_ROWS, open_inputs=False)
+    plan = replace(mode.plan(evidence.plan()), prepare=mover(moved, jitter=True))
+    evidence.rerun(replace(plan, before_item=lambda _number, item: mode.take(item)))
+    return mode.tape
