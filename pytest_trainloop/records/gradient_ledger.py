@@ -7,6 +7,7 @@ an earlier step left there after it had read it. Plain data, no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 LOGGED_NORM = 1e5
 """Limit from which a clip only computes the norm for a log: no training clips gradients there."""
+
+MOST_SHOWN = 12
+"""Calls that are shown of the order of a run."""
+
+_CALLED = {"arrived": "backward", "read": "step", "scaled": "scale", "unscaled": "unscale_"}
 
 What = Literal["arrived", "cleared", "assigned", "altered", "clipped", "clip called", "read", "scaled", "unscaled"]
 
@@ -132,6 +138,18 @@ class Ledger:
     def before(self, at: int, tensors: Collection[int], *what: What) -> Entry | None:
         earlier = (e for e in reversed(self.entries) if e.at < at and e.what in what)
         return next((e for e in earlier if not e.tensors.isdisjoint(tensors)), None)
+
+    def order_seen(self) -> str:
+        """The calls up to the second step that used gradients, in order, as a user would name them."""
+        names: list[str] = []
+        for entry in self.entries:
+            if entry.what != "clipped":  # the clip that was called says so itself
+                names.append(_CALLED.get(entry.what) or getattr(entry.event, "by", "") or entry.what)
+            if len([n for n in names if n == "step"]) == 2:
+                break
+        runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+        shown = [name if count == 1 else f"{count} times {name}" for name, count in runs]
+        return ", ".join(shown[:MOST_SHOWN]) + (", ..." if len(shown) > MOST_SHOWN else "")
 
     def live(self, optimizer: int, until: int) -> list[Backward]:
         """The backward passes that an optimizer's gradients hold at a moment: neither cleared nor stepped on."""

@@ -214,7 +214,11 @@ def _once_learned(batch: OneBatch) -> Finding | None:
         summary=f"on one fixed batch the loss falls and is not finite from step {len(finite) + 1} on: {origin} makes "
         f"{origin.value} of finite values",
         measured=f"loss {finite[0]:.4g} at the start, {finite[-1]:.4g} in step {len(finite)}; "
-        + (f"{len(lost)} parameters hold NaN or inf in the end" if lost else "it was backpropagated, and no weight is lost"),
+        + (
+            f"{len(lost)} parameters hold NaN or inf in the end"
+            if lost
+            else "it was backpropagated, and no weight is lost"
+        ),
         shown_by="in a further run on this batch it is the first operation whose result is not finite while all its "
         "inputs are",
         culprits=tuple(name for name in (origin.op, origin.module) if name),

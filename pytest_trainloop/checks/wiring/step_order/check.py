@@ -50,6 +50,7 @@ References
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.step_order.causes import CAUSES, found
@@ -63,8 +64,21 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 
+NOT_OF_ORDER = ("scheduler_before_optimizer", "step_taken_back")
+"""Causes of which the order of zeroing, backward passes, clips and steps says nothing."""
+
+
 @check(needs={"fit"}, causes=CAUSES, rank=30)
 def step_order(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.records.gradient_ledger import Ledger
+
+    for finding in _rules(evidence):
+        order = Ledger(evidence.run()).order_seen()
+        said = not order or "order seen" in finding.shown_by or finding.cause in NOT_OF_ORDER
+        yield finding if said else replace(finding, shown_by=f"{finding.shown_by}; order seen: {order}")
+
+
+def _rules(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.step_order import clips, further, moves, uses
     from pytest_trainloop.records.gradient_ledger import Ledger
 
