@@ -23,7 +23,7 @@ from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
 from pytest_trainloop.checks.loss_function.precisions_agree.property import Magnitudes
 from pytest_trainloop.checks.numerics.checkpointing_equivalence import first_difference as recomputed
 from pytest_trainloop.checks.numerics.checkpointing_equivalence import rng_state
-from pytest_trainloop.checks.numerics.optimizer_numerics.state_casts import StateCasts
+from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import ZeroDenominators
 from pytest_trainloop.checks.numerics.parameter_precision import running_values
 from pytest_trainloop.checks.numerics.precision_parity import angles, op_log, replay
 from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
@@ -66,7 +66,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         first_loss._FirstBackward(),
         NamedSides(),
         LossCallRecorder(),
-        StateCasts(),
+        ZeroDenominators(),
         running_values._LostWrite(),
         angles._AngleLog(),
         op_log.OpLog(),
