@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pytest_trainloop.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.ours import StandsIn
 from pytest_trainloop.recording.patches import Patches
-from pytest_trainloop.recording.source import here, layer
+from pytest_trainloop.recording.source import here, layer, user_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
 
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
 
 
 @dataclass(slots=True)
@@ -32,6 +35,10 @@ class Question:
 
     pattern: str
     place: str
+    within: object = None
+    """The function of the project's that asked first."""
+    how: str = "in"
+    """"in", "start", "end", or "is" for the whole name."""
     asked: set[int] = field(default_factory=set)
     """The numbers of the names."""
     ever: bool = False
@@ -53,6 +60,27 @@ class HandedNames:
         self.questions: dict[str, Question] = {}
         self.parameters: list[str] = []
         """The parameter behind each number, as the record names it."""
+        self.matched: set[object] = set()
+        """The functions of the project's in which some pattern was true of some name."""
+        self.record: Record | None = None
+        """What ``run`` gave."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> HandedNames:
+        """Those of a run of one step, with every question answered as it is."""
+        found = cls()
+        found.run(evidence)
+        return found
+
+    def run(self, evidence: Evidence) -> Record | None:
+        """The record of a run of one step; None where the loop does not take the answers."""
+        self.record = one_step(evidence, self.watching, contexts=self.contexts)
+        return self.record
+
+    def numbers(self, parameters: Iterable[str]) -> frozenset[int]:
+        """The numbers of the names that these parameters were handed out by."""
+        wanted = set(parameters)
+        return frozenset(number for number, name in enumerate(self.parameters) if name in wanted)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -91,16 +119,37 @@ class HandedNames:
             self._tensors.append(parameter)
             yield _Name.made(self._renamed.get(number, name), number, self), parameter
 
-    def answer(self, number: int, pattern: object, true: bool) -> bool:
+    def answer(self, number: int, pattern: object, how: str, *, true: bool) -> bool:
         """Note a question and its answer; what is to be answered."""
         if not isinstance(pattern, str) or isinstance(pattern, _Name):
             return true
         question = self.questions.get(pattern)
         if question is None:
-            question = self.questions[pattern] = Question(pattern, str(here()[0]))
+            question = self.questions[pattern] = Question(pattern, str(here()[0]), _asking(), how)
         question.asked.add(number)
         question.ever = question.ever or true
+        if true and pattern:
+            self.matched.add(_asking())
         return true or (self._yes is not None and pattern == self._yes[0] and number in self._yes[1])
+
+
+def _asking() -> object:
+    """The function of the project's that asks: comprehensions and lambdas count as the function that they are in."""
+    for frame in user_frames(3):
+        if not frame.f_code.co_name.startswith("<"):
+            return frame.f_code
+    return None
+
+
+def one_step(evidence: Evidence, around: Callable[[], Any], **plan: Any) -> Record | None:
+    """The record of a run of one step inside ``around``; None where it raises or cannot be made."""
+    if not evidence.repeatable:
+        return None
+    try:
+        record = evidence.rerun(around=around, enough=lambda r: r.rounds >= 1, may_raise=True, **plan)
+    except (TrainLoopError, CannotDecide):
+        return None
+    return record if record.raised is None else None
 
 
 class _Name(str, StandsIn):
@@ -123,29 +172,29 @@ class _Name(str, StandsIn):
     __hash__ = str.__hash__
 
     def __contains__(self, pattern: Any) -> bool:
-        return self._asked.answer(self._number, pattern, super().__contains__(pattern))
+        return self._asked.answer(self._number, pattern, "in", true=super().__contains__(pattern))
 
     def __eq__(self, other: object) -> bool:
-        return self._asked.answer(self._number, other, super().__eq__(other) is True)
+        return self._asked.answer(self._number, other, "is", true=super().__eq__(other) is True)
 
     def __ne__(self, other: object) -> bool:
-        return not self._asked.answer(self._number, other, super().__eq__(other) is True)
+        return not self._asked.answer(self._number, other, "is", true=super().__eq__(other) is True)
 
     def startswith(self, prefix: Any, *span: Any) -> bool:
-        return self._any(super().startswith, prefix, span)
+        return self._any(super().startswith, "start", prefix, span)
 
     def endswith(self, suffix: Any, *span: Any) -> bool:
-        return self._any(super().endswith, suffix, span)
+        return self._any(super().endswith, "end", suffix, span)
 
-    def _any(self, test: Callable[..., bool], given: Any, span: tuple[Any, ...]) -> bool:
+    def _any(self, test: Callable[..., bool], how: str, given: Any, span: tuple[Any, ...]) -> bool:
         found = test(given, *span)
         for pattern in given if isinstance(given, tuple) else (given,):
-            found = self._asked.answer(self._number, pattern, test(pattern, *span)) or found
+            found = self._asked.answer(self._number, pattern, how, true=test(pattern, *span)) or found
         return found
 
     def find(self, pattern: Any, *span: Any) -> int:
         at = super().find(pattern, *span)
-        return max(at, 0) if self._asked.answer(self._number, pattern, at >= 0) else at
+        return max(at, 0) if self._asked.answer(self._number, pattern, "in", true=at >= 0) else at
 
     def lower(self) -> _Name:
         return self._derived(super().lower())
