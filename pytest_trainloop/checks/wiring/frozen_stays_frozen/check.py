@@ -21,6 +21,11 @@ How it decides
     norm belongs to what ``frozen=`` names, or was called within a model other parts of which train. Not so where only
     norms are frozen, with no layer next to them, or where something that trains lies before the norm: these statistics
     must follow. Other buffers are looked at only in what ``frozen=`` names.
+    A filter that is to freeze by names and matches none is advice. The names that ``named_parameters()`` hands out note
+    what they are asked (``in``, ``startswith``, ``endswith``, ``==``). A pattern that is true of none gets the answer
+    "yes" in a further build and step: for the names that it all but has (``embeddings.`` for ``bert.embeddings.``), or
+    for one, where nothing matches in that function. It is a filter of what is frozen where their parameters are frozen
+    then.
 
 Faulty
     >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data
@@ -37,7 +42,8 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    Statistics of a net that is called on its own (a teacher, a target) and is not declared are advice.
+    Statistics of a net that is called on its own (a teacher, a target) and is not declared are advice. Filters by
+    ``re``, by sets of names, and over names of modules are not seen.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#setting-requires-grad
@@ -101,6 +107,22 @@ CAUSES = {
         repair="eval() on the frozen part (model.backbone.eval()), after every train() of the whole model",
         explains=("update_ratio",),
     ),
+    "freeze_matches_nothing": Cause(
+        proof="a pattern is true of no name, and freezes parameters that train where it is answered yes for them",
+        summary="the freeze by {patterns} matches no parameter: {names} {names:are} trained",
+        measured="asked of {asked:name}, true of none",
+        shown_by="with the answer yes, the same code freezes {names}",
+        variants={
+            "alone": {
+                "summary": "the freeze by {patterns} matches no parameter and freezes nothing",
+                "measured": "asked of {asked:name}, true of none; the names begin with {names}",
+                "shown_by": "with the answer yes for one name, the same code freezes its parameter",
+            }
+        },
+        repair="the names that named_parameters() gives in this model; raise where a pattern matches none of them",
+        change=("seen",),
+        source="https://github.com/huggingface/lerobot/issues/4018",
+    ),
 }
 
 _SHOWN = {
@@ -125,6 +147,7 @@ def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.buffers import FrozenModules
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import drifting
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import moved_at_rest, without_decay
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen.unmatched_filters import unmatched_filters
     from pytest_trainloop.runs.optimizer_options import without_weight_decay
 
     record = evidence.run()
@@ -153,6 +176,7 @@ def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
             culprits=(name,),
             where=place,
         )
+    yield from unmatched_filters(evidence)
 
 
 def _fed_by_frozen_parts(evidence: Evidence, record: Record, names: Sequence[str]) -> tuple[str, ...]:
