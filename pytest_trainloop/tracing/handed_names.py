@@ -1,7 +1,8 @@
-"""Names of parameters that note what a filter asks of them, or that answer it otherwise.
+"""Names of parameters and modules that note what a filter asks of them, or that answer it otherwise.
 
-While a loop is built and makes its first step, ``named_parameters()`` hands its code strings of a class that equals and
-hashes as ``str``, and that a pickle, a copy or JSON turns into ``str``. No other run hands them out.
+While a loop is built and makes its first step, ``named_parameters()``, ``named_modules()`` and ``named_children()``
+hand its code strings of a class that equals and hashes as ``str``, and that a pickle, a copy or JSON turns into
+``str``. No other run hands them out.
 """
 
 from __future__ import annotations
@@ -54,12 +55,18 @@ class HandedNames:
 
     def __init__(self, yes: tuple[str, frozenset[int]] | None = None, renamed: Mapping[int, str] | None = None) -> None:
         self._yes, self._renamed = yes, dict(renamed or {})
-        self._tensors: list[torch.Tensor] = []
+        self._things: list[torch.Tensor | nn.Module] = []
+        self._modules: set[int] = set()
         self.given: list[str] = []
         """The names as the modules have them, by their numbers."""
         self.questions: dict[str, Question] = {}
+        """By pattern, those about parameters."""
+        self.of_modules: dict[str, Question] = {}
+        """Those about modules."""
         self.parameters: list[str] = []
-        """The parameter behind each number, as the record names it."""
+        """The parameter behind each number, as the record names it; empty for a module."""
+        self.below: list[tuple[str, ...]] = []
+        """That parameter, or all parameters of the module and of those below it."""
         self.matched: set[object] = set()
         """The functions of the project's in which some pattern was true of some name."""
         self.record: Record | None = None
@@ -86,7 +93,8 @@ class HandedNames:
     def watching(self) -> Iterator[None]:
         """Around building and ``fit``."""
         with Patches() as patches:
-            patches.put(nn.Module, "named_parameters", self._wrapped)
+            for name in ("named_parameters", "named_modules", "named_children"):
+                patches.put(nn.Module, name, self._wrapped)
             yield
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -97,35 +105,51 @@ class HandedNames:
         try:
             yield
         finally:
-            indices = [watch.table.index(tensor) for tensor in self._tensors]
-            self.parameters = ["" if i is None else watch.table.entries[i].name for i in indices]
-            self._tensors.clear()
+            names = [entry.name for entry in watch.table.entries]
+            below: dict[str | None, list[str]] = {}
+            for name in names:
+                path = name
+                while path:
+                    path = path.rpartition(".")[0]
+                    below.setdefault(path, []).append(name)
+            for thing in self._things:
+                index = None if isinstance(thing, nn.Module) else watch.table.index(thing)
+                self.parameters.append("" if index is None else names[index])
+                held = below.get(watch.table.modules.get(id(thing)), ()) if index is None else (names[index],)
+                self.below.append(tuple(held))
+            self._things.clear()
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def named(module: Any, *args: Any, **kwargs: Any) -> Any:
             made = original(module, *args, **kwargs)
             return made if layer(sys._getframe(2).f_code.co_filename) == 0 else self._handed(made)
 
-        return named_parameters
+        return named
 
     def _handed(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        for name, parameter in pairs:
-            if isinstance(name, _Name):  # from a method of the project's own that passes on its base class's
-                yield name, parameter
+        for name, thing in pairs:
+            if isinstance(name, _Name) and name.stands_for(thing):  # a method that passes on its base class's
+                yield name, thing
                 continue
-            number = len(self.given)
-            self.given.append(name)
-            self._tensors.append(parameter)
-            yield _Name.made(self._renamed.get(number, name), number, self), parameter
+            number, plain = len(self.given), str(name)  # one of ours where an attribute was set by such a name
+            self.given.append(plain)
+            self._things.append(thing)
+            if isinstance(thing, nn.Module):
+                self._modules.add(number)
+            yield _Name.made(self._renamed.get(number, plain), number, self), thing
+
+    def stands_for(self, number: int, thing: object) -> bool:
+        return number < len(self._things) and self._things[number] is thing
 
     def answer(self, number: int, pattern: object, how: str, *, true: bool) -> bool:
         """Note a question and its answer; what is to be answered."""
         if not isinstance(pattern, str) or isinstance(pattern, _Name):
             return true
-        question = self.questions.get(pattern)
+        known = self.of_modules if number in self._modules else self.questions
+        question = known.get(pattern)
         if question is None:
-            question = self.questions[pattern] = Question(pattern, str(here()[0]), _asking(), how)
+            question = known[pattern] = Question(pattern, str(here()[0]), _asking(), how)
         question.asked.add(number)
         question.ever = question.ever or true
         if true and pattern:
@@ -165,6 +189,9 @@ class _Name(str, StandsIn):
 
     def _derived(self, text: str) -> _Name:
         return _Name.made(text, self._number, self._asked)
+
+    def stands_for(self, thing: object) -> bool:
+        return self._asked.stands_for(self._number, thing)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return str, (str(self),)

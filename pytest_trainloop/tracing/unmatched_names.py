@@ -41,13 +41,17 @@ class UnmatchedNames:
     asked: int
     """The number of names that were asked."""
     patterns: list[str] = field(default_factory=list)
+    starts: dict[str, None] = field(default_factory=dict)
+    """The first segments of the names that were asked."""
     nearly: dict[str, str] = field(default_factory=dict)
     """The parameters that they all but name, and what to write for each; empty where nothing is near."""
 
     @property
     def repair(self) -> str:
-        written = some([repr(text) for text in dict.fromkeys(self.nearly.values())])
-        return f"write {written}, as this model's names have it" if self.nearly else ""
+        texts = [repr(text) for text in dict.fromkeys(self.nearly.values())]
+        if texts and set(texts) <= set(self.patterns):
+            return f"name.startswith({texts[0]}): no name is just that, and {next(iter(self.nearly))} begins with it"
+        return f"write {some(texts)}, as this model's names have it" if texts else ""
 
 
 def unmatched_names(
@@ -55,35 +59,48 @@ def unmatched_names(
 ) -> list[UnmatchedNames]:
     """Of the patterns that no name has, those that are for some of these parameters: ``has_effect`` is asked of the run
     in which they get the answer "yes" for the parameters that are given to it."""
-    names = evidence.shared(HandedNames.of)
+    names, wanted = evidence.shared(HandedNames.of), frozenset(among)
     record, tried = names.record, 0
     found: dict[tuple[str, bool], UnmatchedNames] = {}
     if record is None:
         return []
-    for question in names.questions.values():
-        asked = {names.parameters[number] for number in question.asked}
+    for question in (*names.questions.values(), *names.of_modules.values()):
+        meant_by = {n: [name for name in names.below[n] if name in wanted] for n in question.asked}
+        asked = {name for number in question.asked for name in names.below[number]}
         # others are passed over before they are asked (odd: frozen_names_are_passed_over)
         unasked = any(question.pattern in p.name for p in record.parameters if p.name not in asked)
         if question.ever or unasked or not question.pattern or tried == MOST_TRIED:
             continue
-        near = {name: text for name in among if name in asked and (text := nearly(question, name))}
+        near = {n: text for n, meant in meant_by.items() if meant and (text := _written(question, names, n))}
         # a list of spellings, an if for each part of the model: some match (odd: parts_of_several_models_are_listed)
-        alone = question.within not in names.matched and among and asked.issuperset(among)
-        if not near and not alone:
+        if not near and (question.within in names.matched or not wanted or not wanted <= asked):
             continue
         tried += 1
-        meant = tuple(near) or (among[0],)
-        numbers = names.numbers(meant) & question.asked
+        few = min((meant for meant in meant_by.values() if meant), key=len)
+        numbers = frozenset(near or (n for n, meant in meant_by.items() if meant == few))
+        meant = tuple(dict.fromkeys(name for number in sorted(numbers) for name in meant_by[number]))
         answered = HandedNames(yes=(question.pattern, numbers)).run(evidence)
         if answered is not None and has_effect(answered, meant):
-            one = found.setdefault((question.place, bool(near)), UnmatchedNames(question.place, len(asked)))
+            one = found.setdefault((question.place, bool(near)), UnmatchedNames(question.place, len(question.asked)))
             one.patterns.append(repr(question.pattern))
-            one.nearly.update(near)
+            one.starts.update(dict.fromkeys(names.given[n].partition(".")[0] for n in sorted(question.asked)))
+            one.nearly.update({name: text for number, text in near.items() for name in meant_by[number]})
     return list(found.values())
 
 
+def _written(question: Question, names: HandedNames, number: int) -> str:
+    """What to write for a pattern so that it is true of this name; empty where more than a little differs."""
+    given, known = names.given[number], names.parameters[number]
+    before = known.removesuffix(given)
+    rest = question.pattern.removeprefix(before)
+    # the names of a part of the model begin at that part
+    if known.endswith(given) and rest not in ("", question.pattern) and given.startswith(rest):
+        return rest
+    return nearly(question, given)
+
+
 def nearly(question: Question, name: str) -> str:
-    """What to write for a pattern so that it is true of this name: where only what stands before it differs, or its
+    """What to write for a pattern so that it is true of a name: where only what stands before it differs, or its
     spelling, or one segment of a path. Empty where more does."""
     wanted = [_plain(part) for part in question.pattern.split(".") if part]
     parts = name.split(".")
@@ -92,9 +109,8 @@ def nearly(question: Question, name: str) -> str:
             continue
         at = _position(path, [_plain(part) for part in parts], inside=question.how == "in")
         if at is not None:
-            first, end = 0 if question.how == "start" else at, at + len(path)
-            dot = "." * (question.pattern.endswith(".") and end < len(parts))
-            return name if question.how == "is" else ".".join(parts[first:end]) + dot
+            first, end = 0 if question.how in ("start", "is") else at, at + len(path)
+            return ".".join(parts[first:end]) + "." * (question.pattern.endswith(".") and end < len(parts))
     return ""
 
 

@@ -106,11 +106,22 @@ def test_functions_in_which_a_pattern_was_true_are_known(handed):
     }
 
 
+def test_names_of_modules_are_asked_apart_and_a_module_may_be_replaced_by_such_a_name(handed):
+    net = model()
+    for name, _ in net.named_children():
+        setattr(net, name, nn.Linear(2, 2))
+    assert [name for name, _ in net.named_modules() if name.startswith("0")] == ["0"]
+    assert [name.endswith("weight") for name, _ in net.named_parameters()] == [True, False, True, False]
+    assert list(handed.questions) == ["weight"]
+    assert handed.given == ["0", "1", "", "0", "1", "0.weight", "0.bias", "1.weight", "1.bias"]
+    assert {type(name) for name in handed.given} == {str}
+
+
 @pytest.mark.parametrize(
     ("pattern", "how", "name", "written"),
     [
         ("embeddings.", "start", "bert.embeddings.word.weight", "bert.embeddings."),
-        ("embeddings", "is", "bert.embeddings.word.weight", "bert.embeddings.word.weight"),
+        ("embeddings", "is", "bert.embeddings.word.weight", "bert.embeddings"),
         ("module.layer1.", "start", "layer1.0.weight", "layer1."),
         ("text_model.model.norm.weight", "in", "vlm.text_model.norm.weight", "text_model.norm.weight"),
         ("LayerNorm", "in", "blocks.0.layernorm1.weight", "layernorm1"),

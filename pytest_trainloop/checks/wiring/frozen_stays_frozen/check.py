@@ -43,7 +43,7 @@ Fixed
 
 Known limits
     Statistics of a net that is called on its own (a teacher, a target) and is not declared are advice. Filters by
-    ``re``, by sets of names, and over names of modules are not seen.
+    ``re`` and by sets of names are not seen.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#setting-requires-grad

@@ -31,8 +31,7 @@ def unmatched_filters(evidence: Evidence) -> Iterator[Finding]:
         if one.nearly:
             yield found("freeze_matches_nothing", one.place, one.nearly, level="advice", repair=one.repair, **facts)
         else:
-            starts = dict.fromkeys(name.partition(".")[0] for name in trained)
-            yield found("freeze_matches_nothing", one.place, starts, "alone", level="advice", **facts)
+            yield found("freeze_matches_nothing", one.place, one.starts, "alone", level="advice", **facts)
 
 
 def _frozen(record: Record, names: Sequence[str]) -> bool:

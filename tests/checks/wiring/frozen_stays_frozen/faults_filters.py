@@ -142,3 +142,89 @@ two(
     faulty=tagged(freeze_exactly),
     fixed=tagged(freeze_exactly, wrap=Wrapped),
 )
+
+
+# The names of the children of the model, where the part lies one level further down; and of all its modules.
+
+
+def freeze_children(*parts):
+    def freeze(model):
+        for name, child in model.named_children():
+            if name in parts:
+                for parameter in child.parameters():
+                    parameter.requires_grad = False
+
+    return freeze
+
+
+two(
+    "a_child_of_a_child",
+    culprits=("bert", "classifier"),
+    where="if name in parts",
+    mentions=("'embeddings'",),
+    faulty=tagged(freeze_children("embeddings")),
+    fixed=tagged(freeze_children("bert")),
+)
+
+
+def freeze_modules(prefix):
+    def freeze(model):
+        for name, module in model.named_modules():
+            if name.startswith(prefix):
+                module.requires_grad_(False)
+
+    return freeze
+
+
+two(
+    "modules_of_an_encoder_within_a_model",
+    culprits=("bert.encoder.layer.0.0.weight",),
+    where="if name.startswith(prefix)",
+    mentions=("'bert.encoder.layer'",),
+    faulty=tagged(freeze_modules("encoder.layer")),
+    fixed=tagged(freeze_modules("bert.encoder.layer")),
+)
+
+
+# The names of a part, asked for as those of the whole model are.
+
+
+def freeze_part(prefix):
+    def freeze(model):
+        for name, parameter in model.bert.named_parameters():
+            if name.startswith(prefix):
+                parameter.requires_grad = False
+
+    return freeze
+
+
+two(
+    "whole_names_asked_of_a_part",
+    culprits=("bert.embeddings.word.weight",),
+    where="if name.startswith(prefix)",
+    mentions=("write 'embeddings.'",),
+    faulty=tagged(freeze_part("bert.embeddings.")),
+    fixed=tagged(freeze_part("embeddings.")),
+)
+
+
+# Parts of the model, which are compared with whole names.
+
+
+def freeze_named(*names):
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.requires_grad = False
+
+    return freeze
+
+
+two(
+    "parts_compared_with_whole_names",
+    culprits=("bert.embeddings.word.weight",),
+    where="if name in names",
+    mentions=("name.startswith('bert.embeddings')",),
+    faulty=tagged(freeze_named("bert.embeddings", "bert.final")),
+    fixed=tagged(freeze_below("bert.embeddings", "bert.final")),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.checks.wiring.frozen_stays_frozen.faults_filters import freeze_below, freeze_listed, tagged
@@ -86,3 +87,15 @@ def frozen_names_are_passed_over() -> TrainLoop:
                 parameter.requires_grad = False
 
     return tagged(twice)()
+
+
+@odd(notes="linear layers are replaced by adapters under the names that named_modules() gives; query is not among them")
+def layers_replaced_by_their_names() -> TrainLoop:
+    def adapted(model):
+        freeze_below("bert.")(model)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and ("query" in name or name.endswith("layer.1.2")):
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, nn.Sequential(module, nn.Linear(24, 24)))
+
+    return tagged(adapted)()
