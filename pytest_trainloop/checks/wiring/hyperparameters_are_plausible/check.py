@@ -49,11 +49,14 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=55, steps=1)
+@check(
+    needs={"fit"},
+    causes=CAUSES,
+    rank=55,
+    steps=1,
+    instrument="pytest_trainloop.checks.wiring.hyperparameters_are_plausible.options:BuiltOptions",
+)
 def hyperparameters_are_plausible(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.wiring.hyperparameters_are_plausible import options
+    from pytest_trainloop.checks.wiring.hyperparameters_are_plausible.options import BuiltOptions
 
-    training = {path for forward in evidence.run().root_forwards() for path in forward.in_training}
-    loop = evidence.fresh_loop()
-    yield from options.of_modules(loop, training)
-    yield from options.of_optimizers(loop, evidence)
+    yield from evidence.shared(BuiltOptions.of).findings(evidence)

@@ -18,9 +18,10 @@ class Net(nn.Module):
         self.parts = nn.ModuleDict({backbone: mlp(6, 24, 24), "neck": nn.Linear(24, 16), "head": nn.Linear(16, 3)})
 
     def forward(self, x):
-        for part in self.parts.values():
+        *body, head = self.parts.values()
+        for part in body:
             x = torch.tanh(part(x))
-        return x
+        return head(x)
 
 
 class Policy(nn.Module):
