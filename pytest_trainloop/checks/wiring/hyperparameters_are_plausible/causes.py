@@ -29,8 +29,8 @@ CAUSES = {
     ),
     "dropout_passes_nothing": Cause(
         proof="p of a dropout that runs in training mode is 1: the probability to drop, not to keep",
-        summary="p=1 in {names}: in training the output is 0 everywhere",
-        measured="{number:dropout} with p=1",
+        summary="{option}=1 in {names}: in training nothing passes this dropout",
+        measured="{number:module} with {option}=1",
         repair="p is the share that is dropped: Dropout(1 - keep_prob)",
         change=("module",),
         source="https://github.com/hassony2/kinetics_i3d_pytorch/issues/6",

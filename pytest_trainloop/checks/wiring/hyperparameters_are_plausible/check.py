@@ -1,7 +1,8 @@
 """Each hyperparameter has a value that does what its name says.
 
 What it does
-    It builds the loop and reads the options of torch's norms, dropouts and leaky ReLUs, and those of SGD.
+    It builds the loop and reads the options of torch's norms, dropouts (also those of attention and recurrent layers)
+    and leaky ReLUs, and those of SGD.
 
 Why is this bad?
     ``BatchNorm2d(128, 0.8)`` sets eps and not momentum, ``SGD(parameters, 0.1, 5e-4)`` momentum and not weight decay.

@@ -111,8 +111,10 @@ def _norm(module: nn.Module) -> Iterator[Noted]:
 
 
 def _other(module: nn.Module) -> Iterator[Noted]:
-    if isinstance(module, DROPOUT_MODULES) and _number(module, "p") == 1:
-        yield Noted("dropout_passes_nothing", {}, in_training=True)
+    inside = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
+    option = "p" if isinstance(module, DROPOUT_MODULES) else "dropout" if inside else ""
+    if _number(module, option) == 1:
+        yield Noted("dropout_passes_nothing", {"option": option}, in_training=True)
     if isinstance(module, nn.LeakyReLU) and _number(module, "negative_slope") == 1:
         yield Noted("leaky_relu_is_the_identity", {"given": str(module.negative_slope)})
 

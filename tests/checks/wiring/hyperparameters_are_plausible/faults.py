@@ -176,6 +176,30 @@ two(
 )
 
 
+class Attending(nn.Module):
+    """A linear path, and attention over the features beside it."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.inward, self.head = nn.Linear(1, 8), nn.Linear(48, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x):
+        x = self.inward(x.unsqueeze(-1))
+        return self.head((x + self.attention(x, x, x, need_weights=False)[0]).flatten(1))
+
+
+two(
+    "dropout_of_attention_with_a_switch",
+    "dropout_passes_nothing",
+    culprits=("attention",),
+    change="nn.MultiheadAttention(8, 2",
+    mentions=("dropout=1",),
+    faulty=classifier(lambda: Attending(dropout=True)),
+    fixed=classifier(lambda: Attending(dropout=0.1)),
+)
+
+
 # A leaky ReLU that was to work in place.
 
 
