@@ -120,3 +120,17 @@ def test_a_step_of_large_results_is_not_looked_at(most, monkeypatch):
     (result,) = trained(dice).check("loss_formula", raises=False).results
     assert result.outcome == "skipped"
     assert "too large" in result.reason
+
+
+def test_options_that_no_recipe_has_are_told_with_the_line_that_built_them():
+    def model():
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16, 0.8), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    report = trained(model=model, optimizer=lambda p: torch.optim.SGD(p, 0.05, 0.9, 5e-4)).check(
+        "hyperparameters_are_plausible", raises=False
+    )
+    (eps,) = named(report, "hyperparameters_are_plausible", "norm_eps_too_large", "advice")
+    (decay,) = named(report, "hyperparameters_are_plausible", "weight_decay_given_as_momentum", "advice")
+    assert eps.culprits == ("1",)
+    assert "nn.BatchNorm1d(16, 0.8)" in eps.change
+    assert "torch.optim.SGD(p, 0.05, 0.9, 5e-4)" in decay.change

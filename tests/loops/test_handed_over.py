@@ -44,6 +44,7 @@ NAMES = (
     "backward_inside_autocast",
     "betas_the_wrong_way_round",
     "batch_norm_under_a_checkpoint_moves_twice",
+    "momentum_of_keras_as_eps",
     "last_row_cut_off",
     "a_batch_divided_by_its_norm",
     "transformer_attends_to_other_rows",

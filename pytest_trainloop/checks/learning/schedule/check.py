@@ -21,7 +21,9 @@ How it decides
     reads is at fault where a schedule runs; else the schedule may stand outside of ``fit``, and it is advice.
     What contradicts itself: ``mode="max"`` on the loss that is minimized, a mode against the metric's own name, a
     metric given as the epoch, a lower bound above the rate. Groups at rate 0, and rates of 0 for some steps, are
-    advice: unfreezing by rates looks the same.
+    advice: unfreezing by rates looks the same. So is a group with a rate of its own that a filter by name leaves empty:
+    a pattern is true of no name, and in a further build and step it puts parameters that all but have it
+    (``backbone`` for ``model.backbone``) into that group once it gets the answer "yes" for them.
     Length: all schedulers of a thrown-away loop are stepped on without training. The calls that the training makes
     follow from ``steps=`` or ``epochs=`` and from how often a short run calls it: once a step, a micro-batch or a pass.
     Faults are a schedule that raises before, whose rate still rises after twice these calls, that ends with the count
@@ -109,6 +111,7 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
         at_zero,
         copied,
         driven,
+        empty_groups,
         groups,
         rebuilt,
         settings,
@@ -148,3 +151,4 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     yield from at_zero.base_rate_zero(record)
     yield from at_zero.factor_zero(record)
     yield from groups.groups(evidence)
+    yield from empty_groups.empty_groups(evidence)

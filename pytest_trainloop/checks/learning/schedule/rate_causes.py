@@ -143,4 +143,13 @@ RATE_CAUSES = {
         repair='for group in optimizer.param_groups: group["lr"] = ...',
         change=("seen",),
     ),
+    "group_left_empty": Cause(
+        proof="a pattern is true of no name, and puts parameters into a group that is empty where it is answered yes",
+        summary="the group with lr={rate:g} is empty: {patterns} matches no name, and {names} {names:are} trained with "
+        "lr={other:g}",
+        measured="asked of {asked:name}, true of none",
+        shown_by="with the answer yes, the same code puts {names} into that group",
+        change=("seen",),
+        source="https://github.com/huggingface/lerobot/pull/280",
+    ),
 }

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.weight_decay_groups.claimed_class import NORMS, ClaimedClass, namesakes
 from pytest_trainloop.checks.learning.weight_decay_groups.groups import Kind, kind_of, letters
-from pytest_trainloop.checks.learning.weight_decay_groups.handed_names import HandedNames
 from pytest_trainloop.checks.learning.weight_decay_groups.skip_lists import SkipLists, promised
 from pytest_trainloop.checks.learning.weight_decay_groups.trials import Trial, kept_by_end, kept_by_segment
+from pytest_trainloop.tracing.handed_names import HandedNames
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -177,7 +177,7 @@ def _asked(evidence: Evidence, first: Trial, weights: Sequence[Parameter]) -> It
         if named is None:
             continue
         meant, namesake = named
-        numbers = frozenset(n for n in question.asked if names.parameters[n] in {p.name for p in meant})
+        numbers = names.numbers(p.name for p in meant) & question.asked
         if {names.parameters[n] for n in numbers} != {p.name for p in meant}:
             continue
         if _all_kept(Trial(evidence, HandedNames(yes=(question.pattern, numbers))), meant):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.learning.weight_decay_groups.handed_names import HandedNames
-from pytest_trainloop.errors import CannotDecide, TrainLoopError
+from pytest_trainloop.tracing.handed_names import HandedNames, one_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,15 +21,14 @@ class Trial:
     """The decay of each parameter in that step; None where the loop does not take the answers."""
 
     def __init__(self, evidence: Evidence, given: HandedNames | ClaimedClass | SkipLists | None = None) -> None:
-        given = HandedNames() if given is None else given
-        more: dict[str, Any] = {"contexts": given.contexts} if isinstance(given, HandedNames) else {}
         self.names = given if isinstance(given, HandedNames) else HandedNames()
+        if given is None:
+            self.names = evidence.shared(HandedNames.of)
+            record = self.names.record
+        else:
+            record = self.names.run(evidence) if given is self.names else one_step(evidence, given.watching)
         self.decays: dict[str, float] | None = None
-        try:
-            record = evidence.rerun(around=given.watching, enough=lambda r: r.rounds >= 1, may_raise=True, **more)
-        except (TrainLoopError, CannotDecide):
-            return
-        if record.raised is None:
+        if record is not None:
             self.decays = {
                 record.name(index): optimizer.weight_decays[group]
                 for optimizer in record.optimizers
@@ -42,16 +40,11 @@ class Trial:
         decays = self.decays
         return () if decays is None else tuple(name for name in weights if decays.get(name, 1.0) == 0)
 
-    def numbers(self, weights: Iterable[str]) -> list[int]:
-        """The numbers of the names that these parameters were handed out by."""
-        wanted = set(weights)
-        return [number for number, name in enumerate(self.names.parameters) if name in wanted]
-
 
 def renamed(evidence: Evidence, first: Trial, weights: Iterable[str], how: Callable[[str], str]) -> tuple[str, ...]:
     """Those of these weights that do not decay once ``named_parameters()`` gives them other names."""
     weights = tuple(weights)
-    names = {number: how(first.names.given[number]) for number in first.numbers(weights)}
+    names = {number: how(first.names.given[number]) for number in sorted(first.names.numbers(weights))}
     return Trial(evidence, HandedNames(renamed=names)).kept_from_decay(weights) if names else ()
 
 

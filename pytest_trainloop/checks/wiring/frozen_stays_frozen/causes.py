@@ -77,6 +77,22 @@ CAUSES = {
         },
         source="https://github.com/kdexd/virtex/issues/16",
     ),
+    "freeze_matches_nothing": Cause(
+        proof="a pattern is true of no name, and freezes parameters that train where it is answered yes for them",
+        summary="the freeze by {patterns} matches no parameter: {names} {names:are} trained",
+        measured="asked of {asked:name}, true of none",
+        shown_by="with the answer yes, the same code freezes {names}",
+        variants={
+            "alone": {
+                "summary": "the freeze by {patterns} matches no parameter and freezes nothing",
+                "measured": "asked of {asked:name}, true of none; the names begin with {names}",
+                "shown_by": "with the answer yes for one name, the same code freezes its parameter",
+            }
+        },
+        repair="the names that named_parameters() gives in this model; raise where a pattern matches none of them",
+        change=("seen",),
+        source="https://github.com/huggingface/lerobot/issues/4018",
+    ),
 }
 
 found = finding_maker(CAUSES)

@@ -21,6 +21,11 @@ How it decides
     norm belongs to what ``frozen=`` names, or was called within a model other parts of which train. Not so where only
     norms are frozen, with no layer next to them, or where something that trains lies before the norm: these statistics
     must follow. Other buffers are looked at only in what ``frozen=`` names.
+    A filter that is to freeze by names and matches none is advice. The names that ``named_parameters()`` hands out note
+    what they are asked (``in``, ``startswith``, ``endswith``, ``==``). A pattern that is true of none gets the answer
+    "yes" in a further build and step: for the names that it all but has (``embeddings.`` for ``bert.embeddings.``), or
+    for one, where nothing matches in that function. It is a filter of what is frozen where their parameters are frozen
+    then.
 
 Faulty
     >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data
@@ -37,7 +42,8 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    Statistics of a net that is called on its own (a teacher, a target) and is not declared are advice.
+    Statistics of a net that is called on its own (a teacher, a target) and is not declared are advice. Filters by
+    ``re`` and by sets of names are not seen.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#setting-requires-grad
@@ -70,8 +76,10 @@ def _nothing_frozen(evidence: Evidence) -> str:
 @check(needs={"fit"}, causes=CAUSES, rank=60, steps=1, absent=_nothing_frozen)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.frozen_stays_frozen import moves, statistics
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen.unmatched_filters import unmatched_filters
 
     record = evidence.run()
     yield from moves.moved_by_steps(evidence, record)
     yield from statistics.drifting(evidence, record)
     yield from statistics.other_buffers(evidence, record)
+    yield from unmatched_filters(evidence)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from pytest_trainloop.checks.learning.weight_decay_groups.claimed_class import NORMS, ClaimedClass
-from pytest_trainloop.checks.learning.weight_decay_groups.handed_names import HandedNames
+from pytest_trainloop.tracing.handed_names import HandedNames, Question
+from pytest_trainloop.tracing.unmatched_names import nearly
 
 
 @pytest.fixture
@@ -78,6 +79,61 @@ def test_questions_are_noted_with_their_line_and_parts_of_names_ask_for_the_whol
     }
     assert handed.questions["norm"].asked == {0, 1, 2, 3}
     assert "any(part in name.lower()" in handed.questions["norm"].place
+
+
+def test_functions_in_which_a_pattern_was_true_are_known(handed):
+    def none_of(names):
+        return [name for name in names if any(name.startswith(prefix) for prefix in ("stem", "neck"))]
+
+    def one_of(names):
+        return [name for name in names if name.endswith("bias") or name == "gain"]
+
+    names = [name for name, _ in model().named_parameters()]
+    none_of(names), one_of(names)
+    functions = {q.pattern: q.within for q in handed.questions.values()}
+    assert functions == {
+        "stem": none_of.__code__,
+        "neck": none_of.__code__,
+        "bias": one_of.__code__,
+        "gain": one_of.__code__,
+    }
+    assert handed.matched == {one_of.__code__}
+    assert {q.pattern: q.how for q in handed.questions.values()} == {
+        "stem": "start",
+        "neck": "start",
+        "bias": "end",
+        "gain": "is",
+    }
+
+
+def test_names_of_modules_are_asked_apart_and_a_module_may_be_replaced_by_such_a_name(handed):
+    net = model()
+    for name, _ in net.named_children():
+        setattr(net, name, nn.Linear(2, 2))
+    assert [name for name, _ in net.named_modules() if name.startswith("0")] == ["0"]
+    assert [name.endswith("weight") for name, _ in net.named_parameters()] == [True, False, True, False]
+    assert list(handed.questions) == ["weight"]
+    assert handed.given == ["0", "1", "", "0", "1", "0.weight", "0.bias", "1.weight", "1.bias"]
+    assert {type(name) for name in handed.given} == {str}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "how", "name", "written"),
+    [
+        ("embeddings.", "start", "bert.embeddings.word.weight", "bert.embeddings."),
+        ("embeddings", "is", "bert.embeddings.word.weight", "bert.embeddings"),
+        ("module.layer1.", "start", "layer1.0.weight", "layer1."),
+        ("text_model.model.norm.weight", "in", "vlm.text_model.norm.weight", "text_model.norm.weight"),
+        ("LayerNorm", "in", "blocks.0.layernorm1.weight", "layernorm1"),
+        ("layer.7.", "in", "encoder.layer.1.weight", ""),
+        ("vision.encoder.", "start", "text.encoder.0.weight", ""),
+        ("bias", "in", "head.weight", ""),
+        ("ln", "in", "decoder.aln.weight", ""),
+        ("rel_pos_bias", "in", "blocks.0.norm.bias", ""),
+    ],
+)
+def test_a_pattern_is_near_a_name_where_what_stands_before_it_or_its_spelling_differs(pattern, how, name, written):
+    assert nearly(Question(pattern, "", how=how), name) == written
 
 
 def test_a_question_is_answered_otherwise_for_the_numbers_given_only():
