@@ -48,9 +48,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.records.nonfinite_repairs import repair_of
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.records.nonfinite_repairs import repair_of
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import be, some
 

@@ -12,7 +12,6 @@ from pytest_trainloop.recording.torch_names import ATEN_COMPARISONS
 from pytest_trainloop.wording import be, count, some, them, they, verb
 
 if TYPE_CHECKING:
-    from pytest_trainloop.tracing.row_tape import TapedCall
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import Wanted
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Parameter, Record
+    from pytest_trainloop.tracing.row_tape import TapedCall
 
 _OPERATIONS = {"data": ".data", "__float__": "float()", "__int__": "int()", "__array__": "numpy", "numpy": ".numpy()"}
 
