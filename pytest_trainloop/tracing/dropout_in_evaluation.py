@@ -256,8 +256,8 @@ class DropoutInEvaluation(WatchingMode):
                 place=place_of(user.f_code.co_filename, user.f_lineno),
                 why="unregistered" if dropout else _why(name, user),
                 on_input=_is_given_to_the_model(given, modules[-1]),
-                given=_digest(given) if first else "",
-                repeated_rows=first and _rows_repeat(given),
+                given=digest_of(given) if first else "",
+                repeated_rows=first and rows_repeat(given),
                 forward_pass=self._passes,
                 steps=watch.record.steps,
                 switches=self._switches,
@@ -367,14 +367,16 @@ def _is_given_to_the_model(given: Any, model: nn.Module) -> bool:
     return isinstance(given, torch.Tensor) and any(given is tensor for tensor in nested.tensors(called_with))
 
 
-def _digest(given: Any) -> str:
+def digest_of(given: Any) -> str:
+    """Equal for tensors of one shape with equal entries; empty where they cannot be read."""
     if not isinstance(given, torch.Tensor) or not readable(given) or given.layout is not torch.strided:
         return ""
     entries = given.detach().cpu().to(torch.float64).contiguous().numpy().tobytes()
     return hashlib.sha256(repr(tuple(given.shape)).encode() + entries).hexdigest()
 
 
-def _rows_repeat(given: Any) -> bool:
+def rows_repeat(given: Any) -> bool:
+    """Whether at least half the rows of a tensor repeat others."""
     if not isinstance(given, torch.Tensor) or not readable(given) or given.dim() < 2 or len(given) < 2:
         return False
     rows = given.detach().flatten(1)

@@ -33,8 +33,7 @@ from pytest_trainloop.checks.state.determinism.first_difference import CallLog
 from pytest_trainloop.checks.state.evaluation_is_pure import interposed
 from pytest_trainloop.checks.state.memory_growth.lines import Lines
 from pytest_trainloop.checks.wiring.step_order.further import Writes
-from pytest_trainloop.checks.wiring.weights_are_read import kept, tied, unread
-from pytest_trainloop.checks.wiring.weights_are_read.reads import Reads
+from pytest_trainloop.checks.wiring.weights_are_read import kept, weights
 from pytest_trainloop.recording.construction import Construction
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.hooks import around_steps, before_calls, on_arrival
@@ -74,7 +73,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         CallLog(),
         Lines(),
         Tracer(),
-        Reads(),
+        weights.Reads(),
         Reductions(),
         LookUps(),
         Squeezes(),
@@ -88,8 +87,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield draws.Draws()
     yield interposed._Casts(interposed.Seen())
     yield Writes(watch, {"0.weight"})
-    yield tied._Assignments()
-    yield unread._Noting(lambda tensor: None)
+    yield weights.Lines()
     yield from (Magnitudes(), replay.RecordChoices(replay.Choices()), Operations(), OwnOperators(), TensorMemory())
     yield around_steps(watch, lambda optimizer: None, lambda optimizer, taken: None)
     yield before_calls(watch, lambda module, args, kwargs: None)

@@ -7,14 +7,13 @@ backpropagates changes, or the mode did not matter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pytest_trainloop.checks.wiring.train_mode.evaluations import trained_on
-from pytest_trainloop.checks.wiring.train_mode.phases import phases
+from pytest_trainloop.checks.wiring.train_mode.causes import found
+from pytest_trainloop.checks.wiring.train_mode.evaluations import phases, trained_on
 from pytest_trainloop.gradients.dependence import difference
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.hooks import before_modules
@@ -22,76 +21,64 @@ from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
+from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Set
 
-    from pytest_trainloop.finding import Level
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.run import RunPlan
 
 
-@dataclass(frozen=True, slots=True)
-class InEval:
-    """Modules that ran in evaluation mode in a training forward pass."""
+def trained_in_evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
+    """Modules in evaluation mode in training passes, where the mode makes a difference.
 
-    cause: Literal["trained_in_eval", "eval_left_on"]
-    modules: tuple[str, ...]
-    step: int
-    """Optimizer steps before that pass."""
-    whole: bool
-    """Whether the whole model was in evaluation mode."""
-    call: str
-    """The line of the call that switched them, if one was seen."""
-    forward: str
-    training: tuple[str, ...] = ()
-    """The modules that were in training mode in that pass, in a model that was not."""
-    unscored: object = None
-    """The call site of a pass without gradients between that call and the training pass, if any."""
-
-
-class Judged(NamedTuple):
-    """Modules in evaluation mode, and by how much training mode changes what is backpropagated; NaN where no
-    further run shows it."""
-
-    found: InEval
-    change: float
-    level: Level
-
-
-def in_eval(evidence: Evidence) -> Judged | None:
-    """Modules in evaluation mode in training passes.
-
-    Advice where the loop switches the model to make its own training data (rollouts): it may want both passes alike.
+    Without further runs, what an evaluation left on is a fault. A whole model that never ran in training mode may be
+    meant, and is advice. Norms and parts of a model are left out then: what kinds they are is not looked at.
     """
-    if not evidence.repeatable:
-        return _in_single_run(evidence.run())
-    for record, plan in phases(evidence):
-        if not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
+    for record, plan in phases(evidence) if evidence.repeatable else [(evidence.run(), None)]:
+        if plan and not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
             continue
-        kinds = Kinds()
-        evidence.rerun(plan, prepare=kinds, enough=lambda r: r.rounds >= 1)
-        found = trained_in_eval(record, kinds.norms, kinds.own_train)
-        if found and not _switched_when_built(evidence, found):
-            own_data = found.unscored is not None and trained_on(evidence, found.unscored, record, plan)
-            other = evidence.rerun(plan, contexts=_in_training_mode(set(found.modules)), varied="in training mode")
-            return Judged(found, _difference(record, other), "advice" if own_data else "fault")
-    return None
+        first = first_in_evaluation_mode(record, *(_kinds(evidence, plan) if plan else (set(), set())))
+        if first is None:
+            continue
+        forward, modules, left = first
+        whole, call = not forward.training and not forward.in_training, _call_before(record, modules, forward)
+        change, level = math.nan, "fault" if left or plan else "advice"
+        if plan is None and not left and not whole:
+            return
+        if plan is not None:
+            # parts were switched back before fit: no default of new parts (odd: switched_when_the_model_is_built)
+            on = forward.in_training if not forward.training and not left else ()
+            if on and any(map(evidence.shared(MadeAt.of).switched_on, on)):
+                continue
+            # the loop makes its own training data: it may want both passes alike (odd: looking_policy_alike_in_both)
+            between = _without_gradients(record, call, forward) if call and not left else []
+            if between and trained_on(evidence, between[0].site, record, plan):
+                level = "advice"
+            change = _change_in_training_mode(evidence, record, plan, set(modules))
+            if change <= 0.0:  # the mode makes no difference, as with dropout of p = 0
+                return
+        facts = {"modules": modules, "several": len(modules) > 1, "count": len(modules), "whole": whole, "level": level}
+        facts |= {"differs": change, "known": not math.isnan(change)}
+        at, shown = str(call.place if call else forward.place), modules[:12]
+        if left:
+            step = 1 + sum(s.at < forward.at for s in record.innermost_steps())
+            yield found("eval_left_on", at, shown, step=step, **facts)
+        else:
+            yield found("trained_in_eval", at, shown, "switched" if call else "", **facts)
+        return
 
 
-def _in_single_run(record: Record) -> Judged | None:
-    """What an evaluation left on is a fault; what never ran in training mode may be meant, and is advice. Norms and
-    parts of a model are left out: what kinds these are is not looked at."""
-    found = trained_in_eval(record, set(), set())
-    if found is None or (found.cause == "trained_in_eval" and not found.whole):
-        return None
-    return Judged(found, math.nan, "fault" if found.cause == "eval_left_on" else "advice")
-
-
-def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InEval | None:
-    """The first training forward pass with modules in evaluation mode that nobody put there on purpose.
+def first_in_evaluation_mode(
+    record: Record, norms: Set[str], own_train: Set[str]
+) -> tuple[Forward, tuple[str, ...], bool] | None:
+    """The first training forward pass with modules in evaluation mode that nobody put there on purpose, these modules,
+    and whether an evaluation left them so.
 
     On purpose: norms (their statistics are to stay), a part of the model that was switched alone, or by a ``train()``
     that the model defines, with no evaluation in between, and a model in evaluation mode of which parts were switched
@@ -100,30 +87,25 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
     once_training: set[str] = set()
     passes = list(_training_passes(record))
     for forward in passes:
-        switched = set(forward.in_eval) - _in_both_modes(forward, passes)
-        left = {m for m in switched & once_training if _evaluated_since(record, m, forward)}
-        never = switched - once_training
+        # a clean and a noisy look at one batch make one loss (odd: looking_clean_and_noisy)
+        both = {m for other in passes if set(other.answered) & set(forward.answered) for m in other.in_training}
+        switched = set(forward.in_eval) - both
+        never, left = switched - once_training, set()
+        for module in switched & once_training:
+            since = _without_gradients(record, _call_before(record, [module], forward), forward)
+            if any(module in f.in_eval for f in since):
+                left.add(module)  # not where dropout is switched off for good (odd: mode_dropout_switched_off_later)
         if forward.training:
-            never = _not_on_purpose(record, never, forward, own_train) - norms
-            never = {m for m in never if _holder_trains(record, m)}
-        elif _switched_by_parts(record, forward):
+            never = {m for m in never - norms if not _on_purpose(record, m, forward, own_train)}
+            # what gradients do not reach is a fixed part; no loop of the corpus needs this
+            reached = [p.owner for p in record.parameters if p.index in record.held and record.reached(p.index)]
+            never = {m for m in never if any(owner.startswith(m.rpartition(".")[0]) for owner in reached)}
+        elif _switched_by_parts(record, forward):  # (odd: switched_by_attribute)
             never = set()
         else:
             left = left or switched & once_training
-        chosen = left or (never if forward.below else set())
-        if chosen:
-            call = _call_before(record, chosen, forward)
-            between = [] if call is None or left else _without_gradients(record, call, forward)
-            return InEval(
-                cause="eval_left_on" if left else "trained_in_eval",
-                modules=tuple(sorted(chosen)),
-                step=sum(s.at < forward.at for s in record.innermost_steps()),
-                whole=not forward.training and not forward.in_training,
-                call=str(call.place) if call else "",
-                training=() if forward.training else forward.in_training,
-                forward=str(forward.place),
-                unscored=between[0].site if between else None,
-            )
+        if chosen := left or (never if forward.below else set()):
+            return forward, tuple(sorted(chosen)), bool(left)
         once_training |= set(forward.in_training)
     return None
 
@@ -132,7 +114,8 @@ def _training_passes(record: Record) -> Iterator[Forward]:
     """Forward passes that train what was called: a backward pass goes through the result, and a step consumes the
     gradient that it brings to a parameter of the module.
 
-    A search for adversarial examples, a fixed net and a validation are none.
+    A search for adversarial examples, a fixed net and a validation are none (odd: mode_adversary_in_eval,
+    looking_gan_roles_by_mode).
     """
     ledger = Ledger(record)
     used = {p.at: p.used for p in ledger.passes}
@@ -142,33 +125,14 @@ def _training_passes(record: Record) -> Iterator[Forward]:
             yield forward
 
 
-def _in_both_modes(forward: Forward, passes: Sequence[Forward]) -> set[str]:
-    """Modules that another pass to the same loss runs in training mode: a clean and a noisy look at one batch."""
-    return {m for other in passes if set(other.answered) & set(forward.answered) for m in other.in_training}
-
-
-def _holder_trains(record: Record, module: str) -> bool:
-    """Whether gradients reach parameters of what holds the module."""
-    holder = module.rpartition(".")[0]
-    return any(
-        record.reached(p.index) and p.index in record.held and p.owner.startswith(holder) for p in record.parameters
-    )
-
-
-def _covers(call: ModeCall, module: str) -> bool:
-    return call.below in ("", module) or module.startswith(f"{call.below}.")
+def _covers(path: str, module: str) -> bool:
+    return path in ("", module) or module.startswith(f"{path}.")
 
 
 def _call_before(record: Record, modules: Iterable[str], forward: Forward) -> ModeCall | None:
     """The last call that put one of the modules into evaluation mode."""
-    calls = [c for c in record.of(ModeCall) if c.at < forward.at and not c.on and any(_covers(c, m) for m in modules)]
-    return calls[-1] if calls else None
-
-
-def _evaluated_since(record: Record, module: str, forward: Forward) -> bool:
-    """Whether the module was called without gradients after it was switched: the switch was for an evaluation."""
-    call = _call_before(record, [module], forward)
-    return any(module in f.in_eval for f in _without_gradients(record, call, forward))
+    calls = [c for c in record.of(ModeCall) if c.at < forward.at and not c.on]
+    return next((c for c in reversed(calls) if any(_covers(c.below, m) for m in modules)), None)
 
 
 def _without_gradients(record: Record, call: ModeCall | None, forward: Forward) -> list[Forward]:
@@ -177,59 +141,45 @@ def _without_gradients(record: Record, call: ModeCall | None, forward: Forward) 
     return [f for f in record.root_forwards() if since < f.at < forward.at and not f.grad_enabled]
 
 
-def _not_on_purpose(record: Record, modules: set[str], forward: Forward, own_train: set[str]) -> set[str]:
-    """Those that no call on a part of the model put into evaluation mode for training passes, and that were not apart
-    from the rest of the model when the run began."""
-    left = set()
-    for module in modules:
-        calls = [c for c in record.of(ModeCall) if c.at < forward.at and not c.on and c.below and _covers(c, module)]
-        initially = module in forward.apart and not calls
-        by_class = any(path in ("", module) or module.startswith(f"{path}.") for path in own_train)
-        if not initially and not by_class and not any(_for_training(record, c) for c in calls):
-            left.add(module)
-    return left
+def _on_purpose(record: Record, module: str, forward: Forward, own_train: Set[str]) -> bool:
+    """Whether a call on a part of the model put it into evaluation mode for training passes, or the ``train()`` of a
+    class did, or it differed from the rest of the model when the run began."""
+    calls = [c for c in record.of(ModeCall) if c.at < forward.at and not c.on and c.below and _covers(c.below, module)]
+    # a class's own train() may switch a part through the attribute, which is no call
+    if (module in forward.apart and not calls) or any(_covers(path, module) for path in own_train):
+        return True
+    # the next call of a model after the switch has gradients on: no evaluation (odd: switched_whole_on_and_norms_off)
+    return any(next((f.grad_enabled for f in record.root_forwards() if f.at > c.at), False) for c in calls)
 
 
 def _switched_by_parts(record: Record, forward: Forward) -> bool:
     """Whether code put parts of a model in evaluation mode back into training mode: by a call that leaves others in
     evaluation mode, or through the attribute after a call of ``eval()``. New parts are in training mode without any."""
     for module in forward.in_training:
-        calls = [c for c in record.of(ModeCall) if c.at < forward.at and _covers(c, module)]
-        if calls and not (calls[-1].on and all(_covers(calls[-1], m) for m in forward.in_eval)):
+        calls = [c for c in record.of(ModeCall) if c.at < forward.at and _covers(c.below, module)]
+        if calls and not (calls[-1].on and all(_covers(calls[-1].below, m) for m in forward.in_eval)):
             return True
     return False
 
 
-def _switched_when_built(evidence: Evidence, found: InEval) -> bool:
-    """The same of calls that were made before ``fit``: then a mixture of modes is no default of new parts."""
-    from pytest_trainloop.tracing.made_at import MadeAt
+def _kinds(evidence: Evidence, plan: RunPlan) -> tuple[set[str], set[str]]:
+    """The modules that are norms, and those whose class has a ``train()`` of its own."""
+    norms, own_train = set(), set()
 
-    made = evidence.shared(MadeAt.of) if found.training and found.cause == "trained_in_eval" else None
-    return made is not None and any(map(made.switched_on, found.training))
-
-
-def _for_training(record: Record, call: ModeCall) -> bool:
-    """Whether the next call of a model after a switch has gradients on: the switch was not for an evaluation."""
-    return next((f.grad_enabled for f in record.root_forwards() if f.at > call.at), False)
-
-
-class Kinds:
-    """Which modules of a loop are norms, and which have a ``train()`` of their own. To be used as ``prepare``."""
-
-    def __init__(self) -> None:
-        self.norms: set[str] = set()
-        self.own_train: set[str] = set()
-
-    def __call__(self, watch: Watch) -> None:
+    def look(watch: Watch) -> None:
         for path, module in watch.table.named_modules():
             if isinstance(module, NORM_MODULES):
-                self.norms.add(watch.table.path_of(module))
+                norms.add(watch.table.path_of(module))
             if type(module).train is not nn.Module.train and not type(module).__module__.startswith("torch."):
-                self.own_train.add(path)
+                own_train.add(path)
+
+    evidence.rerun(plan, prepare=look, enough=lambda r: r.rounds >= 1)
+    return norms, own_train
 
 
-def _in_training_mode(modules: set[str]) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
-    """Contexts in which these modules run in training mode whenever gradients are on."""
+def _change_in_training_mode(evidence: Evidence, record: Record, plan: RunPlan, modules: Set[str]) -> float:
+    """By how much the losses differ, as far as both runs go, where these modules run in training mode whenever
+    gradients are on."""
 
     def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
         def enter(module: nn.Module, _args: Any) -> None:
@@ -238,11 +188,7 @@ def _in_training_mode(modules: set[str]) -> Callable[[Watch], Iterable[contextli
 
         yield hooked(before_modules(unless_suspended(watch, enter)))
 
-    return contexts
-
-
-def _difference(first: Record, other: Record) -> float:
-    """By how much the losses that two runs backpropagate differ, as far as both go."""
-    losses = [[root.value for b in record.of(Backward) for root in b.roots] for record in (first, other)]
+    other = evidence.rerun(plan, contexts=contexts, varied="in training mode")
+    losses = [[root.value for b in run.of(Backward) for root in b.roots] for run in (record, other)]
     count = min(map(len, losses))
     return difference(losses[0][:count], losses[1][:count])
