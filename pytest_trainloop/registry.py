@@ -137,7 +137,7 @@ class Check:
         return self.page.strip().partition("\n")[0].rstrip(".")
 
 
-WORDED = frozenset({"summary", "measured", "shown_by", "repair"})
+WORDED = frozenset({"summary", "measured", "shown_by", "repair", "tried", "do_not"})
 """The texts of a finding that a variant of its cause may word otherwise."""
 
 _GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by"})

@@ -13,6 +13,7 @@ import pytest
 
 import pytest_trainloop
 from pytest_trainloop.registry import WORDED, Cause
+from pytest_trainloop.wording import filled
 
 ROOT = Path(pytest_trainloop.__file__).parent
 FILES = sorted(
@@ -70,3 +71,15 @@ def test_every_variant_has_texts_of_a_finding_and_is_asked_for(file):
         for variant, texts in cause.variants.items():
             assert set(texts) <= WORDED, f"{name}, {variant}"
             assert f'"{variant}"' in asked, f"{name}: no call asks for the variant {variant!r}"
+
+
+def test_the_first_of_two_texts_may_hold_a_bar():
+    template = "{known:?; {share} of |g|^2 is left out|}"
+    assert filled(template, {"known": True, "share": "3 %"}) == "; 3 % of |g|^2 is left out"
+    assert filled(template, {"known": False, "share": "3 %"}) == ""
+
+
+def test_verbs_and_pronouns_agree_with_the_names():
+    template = "{names} {names:get} no gradient: moving {names:them} changes nothing"
+    assert filled(template, {"names": ("a",)}) == "a gets no gradient: moving it changes nothing"
+    assert filled(template, {"names": ("a", "b")}) == "a, b get no gradient: moving them changes nothing"

@@ -1,0 +1,150 @@
+"""Parts whose result a mask or a choice of positions leaves out of the loss, and copies that never give anything back."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+CHECK = "gradient_reaches_every_param"
+
+
+def train(model, loss_of, draw, rate=3e-3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+
+    def fit(batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    return TrainLoop(
+        model=model, optimizer=optimizer, batch=draw(), batches=lambda n: (draw() for _ in range(n)), fit=fit
+    )
+
+
+class Reconstruction(nn.Module):
+    """A masked autoencoder over patches: half of them are replaced by one token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mask_token = nn.Linear(12, 24), nn.Parameter(0.02 * torch.randn(24))
+        self.decoder = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 12))
+
+    def forward(self, patches):
+        keep = torch.rand(patches.shape[:2]).argsort(1).argsort(1) < patches.shape[1] // 2
+        tokens = torch.where(keep[..., None], self.embed(patches), self.mask_token)
+        return self.decoder(tokens), keep
+
+
+def reconstruction(chosen):
+    def loss_of(model, patches):
+        predicted, keep = model(patches)
+        where = chosen(keep)
+        return F.mse_loss(predicted[where], patches[where])
+
+    return lambda: train(Reconstruction(), loss_of, lambda: torch.randn(8, 10, 12))
+
+
+pair(
+    "loss_over_the_patches_that_are_kept",
+    CHECK,
+    "parameter_unused",
+    level="advice",
+    culprits=("mask_token",),
+    where="return F.mse_loss(predicted[where], patches[where])",
+    mentions=("leaves the result out",),
+    faulty=reconstruction(lambda keep: keep),
+    fixed=reconstruction(lambda keep: ~keep),
+)
+
+
+class Landmarks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.place, self.visible = nn.Linear(32, 8), nn.Linear(32, 4)
+
+    def forward(self, x):
+        features = self.body(x)
+        return self.place(features).unflatten(1, (4, 2)), self.visible(features)
+
+
+def landmarks(flag):
+    """Annotations say 2 for a point that is seen, 1 for one that is hidden, 0 for none."""
+
+    def loss_of(model, batch):
+        place, visible = model(batch["image"])
+        weight = (batch["state"] == flag).float()
+        off = (place - batch["points"]).abs().sum(-1)
+        return (off * weight).mean() + F.binary_cross_entropy_with_logits(visible, (batch["state"] > 0).float())
+
+    def draw():
+        image = torch.randn(12, 16)
+        state = torch.where(torch.rand(12, 4) < 0.2, 0, 2)
+        return {"image": image, "points": image[:, :8].unflatten(1, (4, 2)), "state": state}
+
+    return lambda: train(Landmarks(), loss_of, draw)
+
+
+pair(
+    "points_weighted_by_a_flag_that_none_has",
+    CHECK,
+    "parameter_unused",
+    level="advice",
+    culprits=("place.weight", "place.bias"),
+    where="return (off * weight).mean() + F.binary_cross_entropy_with_logits(",
+    mentions=("mul",),
+    faulty=landmarks(1),
+    fixed=landmarks(2),
+)
+
+
+def meta_learner(adapted_weights):
+    """One inner step for each task; ``adapted_weights`` makes the weights after it."""
+
+    def loss_of(model, tasks):
+        losses = []
+        for sx, sy, qx, qy in zip(*tasks, strict=True):
+            predict = adapted_weights(model, lambda call, sx=sx, sy=sy: F.mse_loss(call(sx), sy))
+            losses.append(F.mse_loss(predict(qx), qy))
+        return torch.stack(losses).mean()
+
+    def draw():
+        scale, x, more = torch.rand(3, 1, 1) * 2 + 0.5, torch.rand(3, 8, 1) * 4 - 2, torch.rand(3, 8, 1) * 4 - 2
+        return x, scale * torch.sin(x), more, scale * torch.sin(more)
+
+    return lambda: train(mlp(1, 24, 1), loss_of, draw)
+
+
+def in_a_copy(model, loss):
+    learner = copy.deepcopy(model)
+    slopes = torch.autograd.grad(loss(learner), list(learner.parameters()), create_graph=True)
+    for weight, slope in zip(learner.parameters(), slopes, strict=True):
+        weight.data -= 0.05 * slope
+    return learner
+
+
+def by_a_functional_call(model, loss):
+    weights = dict(model.named_parameters())
+    first = loss(lambda x: torch.func.functional_call(model, weights, (x,)))
+    slopes = torch.autograd.grad(first, list(weights.values()), create_graph=True)
+    moved = {name: w - 0.05 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+    return lambda x: torch.func.functional_call(model, moved, (x,))
+
+
+pair(
+    "inner_step_in_a_copy_for_each_task",
+    CHECK,
+    "graph_cut",
+    culprits=("0.weight", "2.weight"),
+    where="weight.data -= 0.05 * slope",
+    faulty=meta_learner(in_a_copy),
+    fixed=meta_learner(by_a_functional_call),
+)
