@@ -171,6 +171,7 @@ CAUSES = {
         summary="{names} {names:are} stepped with the gradient of an earlier batch over and over",
         measured="{steps:step} used, bit for bit, what the step before had used, and nothing wrote it between",
         repair="make this line run before every step: master.grad = p.grad.float()",
+        source="https://github.com/NVIDIA/Megatron-LM/pull/6871",
     ),
     "two_optimizers": _trains(
         proof="two optimizers use the same gradient of the same parameter",

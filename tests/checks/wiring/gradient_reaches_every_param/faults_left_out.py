@@ -1,4 +1,4 @@
-"""Parts whose result a mask or a choice of positions leaves out of the loss, and copies that never give anything back."""
+"""Parts whose result a mask or a choice leaves out of the loss, and copies that never give anything back."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ class Reconstruction(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.mask_token = nn.Linear(12, 24), nn.Parameter(0.02 * torch.randn(24))
-        self.decoder = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 12))
+        self.decoder = nn.Sequential(nn.Linear(48, 24), nn.GELU(), nn.Linear(24, 12))
 
     def forward(self, patches):
         keep = torch.rand(patches.shape[:2]).argsort(1).argsort(1) < patches.shape[1] // 2
-        tokens = torch.where(keep[..., None], self.embed(patches), self.mask_token)
-        return self.decoder(tokens), keep
+        seen = self.embed(patches)
+        summary = (seen * keep[..., None]).sum(1, keepdim=True) / keep.sum(1)[:, None, None]
+        tokens = torch.where(keep[..., None], seen, self.mask_token)
+        return self.decoder(torch.cat([tokens, summary.expand_as(tokens)], -1)), keep
 
 
 def reconstruction(chosen):

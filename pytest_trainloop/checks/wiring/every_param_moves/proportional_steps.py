@@ -1,0 +1,67 @@
+"""Parameters that start at zero and stay there, since each step is as long as the parameter's own norm makes it.
+
+LARS and LAMB scale the step of a tensor by the norm of its weights. From a start of size s such a step is proportional
+to s, so that the relative change is the same for s = 1e-2 and s = 1e-5, while an ordinary step does not know s and a
+projection or a proximal step comes back to zero.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.gradients.vectors import values
+from pytest_trainloop.recording.shards import local
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.recording.record import Parameter, Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+
+SIZES = (1e-2, 1e-5)
+"""Of the two starts: a thousand times apart, both small beside weights."""
+
+AGREE = 2.0
+"""Factor within which relative changes are one: gradients at both starts differ by what a start of 1e-2 changes. An
+ordinary step makes them differ by the thousand."""
+
+
+def stepped_in_proportion(evidence: Evidence, unmoved: Sequence[Parameter]) -> list[tuple[str, float]]:
+    """The names of those that start at zero and whose steps are a share of their own size, and that share per step."""
+    zeros = [p.name for p in unmoved if p.start.zero]
+    if not zeros:
+        return []
+    shares = [_relative_changes(evidence.rerun(prepare=_started_at(zeros, size)), zeros) for size in SIZES]
+    found = []
+    for name in zeros:
+        large, small = (share.get(name, 0.0) for share in shares)
+        # a whole change is the way back to zero (a projection, a proximal step); none is no step at all
+        if 0.0 < large < 0.9 and large / AGREE < small < large * AGREE:
+            found.append((name, small))
+    return found
+
+
+def _started_at(names: Sequence[str], size: float) -> object:
+    def prepare(watch: Watch) -> None:
+        random = torch.Generator().manual_seed(20_240)
+        with torch.no_grad():
+            for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
+                if entry.name in names:
+                    own = local(tensor)
+                    own.copy_(size * torch.randn(own.shape, generator=random).to(own))
+        watch.table.begin_anew()
+
+    return prepare
+
+
+def _relative_changes(record: Record, names: Sequence[str]) -> dict[str, float]:
+    """The norm of the change of each parameter by the norm of its start, for each step."""
+    found = {}
+    for p in record.parameters:
+        if p.name in names and p.index in record.end and record.rounds:
+            start, end = values(p.start, p.dtype), values(record.end[p.index], p.dtype)
+            found[p.name] = float((end - start).norm() / start.norm().clamp_min(1e-30)) / record.rounds
+    return found
