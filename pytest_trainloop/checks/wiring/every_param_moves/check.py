@@ -58,21 +58,21 @@ if TYPE_CHECKING:
 
 @check(needs={"fit"}, causes=CAUSES, rank=50, steps=1)
 def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.wiring.every_param_moves import copies, rounding
+    from pytest_trainloop.checks.wiring.every_param_moves import unmoved as rules
 
     record = evidence.run()
     if not record.steps and not record.changed():
         raise CannotDecide("no optimizer step was seen, and no weight changed")
-    copied = list(copies.left_in_copies(evidence))
+    copied = list(rules.left_in_copies(evidence))
     yield from copied
     named = {name for finding in copied for name in finding.culprits}
-    unmoved = [p for p in rounding.bit_equal(record) if p.name not in named]
-    depending = rounding.depending(evidence, [p.name for p in unmoved])
-    most = list(rounding.most_entries(evidence))
+    unmoved = [p for p in rules.bit_equal(record) if p.name not in named]
+    depending = rules.depending(evidence, [p.name for p in unmoved])
+    most = list(rules.most_entries(evidence))
     yield from most
     named = {name for finding in most for name in finding.culprits}
     unmoved = [p for p in unmoved if p.name in depending and p.name not in named]
-    left_out = list(rounding.left_out(evidence, unmoved))
+    left_out = list(rules.left_out(evidence, unmoved))
     yield from left_out
     named = {name for finding in left_out for name in finding.culprits}
-    yield from rounding.whole_tensors(evidence, [p for p in unmoved if p.name not in named])
+    yield from rules.whole_tensors(evidence, [p for p in unmoved if p.name not in named])
