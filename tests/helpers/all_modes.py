@@ -24,7 +24,7 @@ from pytest_trainloop.checks.loss_function.precisions_agree.property import Magn
 from pytest_trainloop.checks.numerics.checkpointing_equivalence import first_difference as recomputed
 from pytest_trainloop.checks.numerics.checkpointing_equivalence import rng_state
 from pytest_trainloop.checks.numerics.optimizer_numerics.state_casts import StateCasts
-from pytest_trainloop.checks.numerics.parameter_precision import running_values
+from pytest_trainloop.checks.numerics.parameter_precision import runs as precision_runs
 from pytest_trainloop.checks.numerics.precision_parity import angles, op_log, replay
 from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
 from pytest_trainloop.checks.scale.distributed_equivalence import ledger
@@ -67,7 +67,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         NamedSides(),
         LossCallRecorder(),
         StateCasts(),
-        running_values._LostWrite(),
+        precision_runs._LostWrite(),
         angles._AngleLog(),
         op_log.OpLog(),
         fed._Uses("x"),
