@@ -21,8 +21,7 @@ from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLosses
 from pytest_trainloop.checks.loss.loss_contract.named_sides import NamedSides
 from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
 from pytest_trainloop.checks.loss_function.precisions_agree.property import Magnitudes
-from pytest_trainloop.checks.numerics.checkpointing_equivalence import first_difference as recomputed
-from pytest_trainloop.checks.numerics.checkpointing_equivalence import rng_state
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.recomputation import Calls as RecomputedCalls
 from pytest_trainloop.checks.numerics.optimizer_numerics.state_casts import StateCasts
 from pytest_trainloop.checks.numerics.parameter_precision import runs as precision_runs
 from pytest_trainloop.checks.numerics.precision_parity import angles, op_log, replay
@@ -83,8 +82,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         yield from one.contexts(watch)
     yield Construction().watching()
     yield ledger._Draws(watch, ledger.Seen())
-    yield rng_state._Private(lambda generator: None)
-    yield recomputed._Logging(watch, [])
+    yield RecomputedCalls(watch, [], lambda generator: None)
     yield draws.Draws()
     yield interposed._Casts(interposed.Seen())
     yield Writes(watch, {"0.weight"})
