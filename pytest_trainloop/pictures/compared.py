@@ -242,7 +242,7 @@ def checkpointed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     if found is not None:
         yield from _tensors(
             facts,
-            facts.ask(lambda _evidence: found.tensors_apart()) or {},
+            found.tensors_apart,
             key="checkpointed",
             check="checkpointing_equivalence",
             title="Gradients with checkpointing, relative to those without",

@@ -21,10 +21,9 @@ from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLosses
 from pytest_trainloop.checks.loss.loss_contract.named_sides import NamedSides
 from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
 from pytest_trainloop.checks.loss_function.precisions_agree.property import Magnitudes
-from pytest_trainloop.checks.numerics.checkpointing_equivalence import first_difference as recomputed
-from pytest_trainloop.checks.numerics.checkpointing_equivalence import rng_state
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.recomputation import Calls as RecomputedCalls
 from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import ZeroDenominators
-from pytest_trainloop.checks.numerics.parameter_precision import running_values
+from pytest_trainloop.checks.numerics.parameter_precision import runs as precision_runs
 from pytest_trainloop.checks.numerics.precision_parity import angles, op_log, replay
 from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
 from pytest_trainloop.checks.scale.distributed_equivalence import ledger
@@ -66,7 +65,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         NamedSides(),
         LossCallRecorder(),
         ZeroDenominators(),
-        running_values._LostWrite(),
+        precision_runs._LostWrite(),
         angles._AngleLog(),
         op_log.OpLog(),
         fed._Uses("x"),
@@ -82,8 +81,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         yield from one.contexts(watch)
     yield Construction().watching()
     yield ledger._Draws(watch, ledger.Seen())
-    yield rng_state._Private(lambda generator: None)
-    yield recomputed._Logging(watch, [])
+    yield RecomputedCalls(watch, [], lambda generator: None)
     yield draws.Draws()
     yield interposed._Casts(interposed.Seen())
     yield Writes(watch, {"0.weight"})

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.numerics.parameter_precision.weight_averages import _updates
+from pytest_trainloop.checks.numerics.parameter_precision.runs import blend_weights
 from pytest_trainloop.optimizers.lost_updates import RepeatedSteps
 from pytest_trainloop.runs.evidence import Evidence
 
@@ -101,9 +101,8 @@ def copies(weight, steps=5, *, after=True, other=0.0):
 
 @pytest.mark.parametrize("after", [True, False])
 def test_a_blend_is_known_by_its_weight(after):
-    found = _updates(*copies(0.001, after=after))
-    assert [b.weight for b in found] == pytest.approx([0.001] * 5)
+    assert blend_weights(*copies(0.001, after=after)) == pytest.approx([0.001] * 5)
 
 
 def test_what_moves_otherwise_is_no_blend():
-    assert _updates(*copies(0.001, other=1e-4)) == []
+    assert blend_weights(*copies(0.001, other=1e-4)) == []

@@ -1,51 +1,52 @@
 """The loop with activation checkpointing, compared with itself with every checkpoint turned into a plain call.
 
-Both runs are made in float64, under one seed, from the same weights, which stay fixed. They make the same operations,
-so that gradients agree up to the order in which their terms are summed: 1e3 * eps, as for accumulation. Where they do
-not, one thing at a time is put right, and what makes them agree is the cause.
+All runs are made in float64, under one seed, from the same weights, which stay fixed: an optimizer that divides by the
+size of a gradient would magnify its rounding. They make the same operations, so that gradients agree up to the order in
+which their terms are summed: 1e3 * eps, as for accumulation. Where they do not, one thing at a time is put right, and
+what makes them agree is the cause.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import CompareRecomputation
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Run, fixed_weights, values_kept
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import (
-    difference,
-    passes,
-    plain_name,
-    tensors_apart,
-)
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import RestoreGenerators
+from pytest_trainloop import members
+from pytest_trainloop.checks.numerics.checkpointing_equivalence import causes
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.causes import found
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.recomputation import OtherCall, Repeated
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.gradients.compare import Agreement, agreement, by_tensor
 from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
-from pytest_trainloop.recording.samples import as_real
+from pytest_trainloop.gradients.vectors import Gradient, values, vectors
+from pytest_trainloop.memory_layout import write
+from pytest_trainloop.recording.events import Step
+from pytest_trainloop.recording.hooks import after_steps, on_gradient
+from pytest_trainloop.recording.samples import as_real, readable, spaced
+from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.checkpoint_bypass import not_reentrant, switched, without, without_cut_off
+from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.outside_draws import told
 from pytest_trainloop.runs.same_start import SameStart
+from pytest_trainloop.wording import direction, filled
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import OtherCall
-    from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Grads
-    from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Difference
-    from pytest_trainloop.gradients.compare import Agreement
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.events import CheckpointCall
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-    Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
+    Context = Callable[[Watch], contextlib.AbstractContextManager[Any]]
 
 IN_PLACE = "modified by an inplace operation"
 
@@ -60,28 +61,46 @@ REFUSALS = (
 """Parts of torch's messages where a backward pass finds something else than the forward pass left."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Why a loop computes something else with checkpointing."""
+class Pass(NamedTuple):
+    """One backward pass."""
 
-    cause: str
-    difference: Difference | None = None
-    """Of the gradients; None where fit raised in one of the runs."""
-    raised: str = ""
-    """What fit raised with checkpointing only."""
-    plain_raised: str = ""
-    """What fit raised with plain calls only."""
-    place: str = ""
-    without_gradient: tuple[str, ...] = ()
-    """Parameters that get no gradient with checkpointing."""
-    generators: tuple[str, ...] = ()
-    """Those that were not restored."""
-    other: OtherCall | None = None
-    """The first call that differs when it is recomputed."""
-    own_recomputation: bool = False
-    """Whether no checkpoint of torch's was seen."""
-    precision: str = "float64"
-    """What both runs computed in."""
+    place: str
+    losses: tuple[float, ...]
+    gradients: Gradient
+
+
+class Run(NamedTuple):
+    """One run."""
+
+    record: Record
+    passes: list[Pass]
+    """Those from the weights that the run began with."""
+    buffers: dict[str, torch.Tensor]
+    """At its end."""
+
+
+class Difference(NamedTuple):
+    """The first backward pass whose gradients differ between two runs."""
+
+    nth: int
+    """Where the loss of a later pass is the first to differ, generators or some state have advanced otherwise by then,
+    and no gradient was wrong."""
+    place: str
+    forward: bool
+    """Whether the losses differ as well."""
+    loss: tuple[float, float]
+    """What was backpropagated in each run."""
+    whole: Agreement
+    tensors: dict[str, Agreement]
+    names: tuple[str, ...]
+    """Parameters whose gradients differ."""
+    missing: tuple[str, ...]
+    """Those of them that get none in the first run."""
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter has in a model that is not wrapped."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def checkpoint_knob(evidence: Evidence) -> str | None:
@@ -91,216 +110,272 @@ def checkpoint_knob(evidence: Evidence) -> str | None:
     if name is None:
         return None
     parameters = inspect.signature(evidence.make).parameters
-    switches = name not in parameters or isinstance(parameters[name].default, bool)
-    return name if switches else None
+    return name if name not in parameters or isinstance(parameters[name].default, bool) else None
 
 
 class Checkpointing:
     """The runs behind ``checkpointing_equivalence``."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
-        self._outside_draw = functools.partial(told, evidence)
+        self._evidence, self._seen, self._plan = evidence, evidence.run(), evidence.plan()
         self._knob = checkpoint_knob(evidence)
         self._start = SameStart(plain_name)
         self._double = True
         self._runs: dict[str, Run] = {}
         self._lowest = "float64"
-        self._needed = _passes_needed(self._seen)
-        self.place = ""
+        self._place = ""
+        self.tensors_apart: dict[str, Agreement] = {}
+        """The gradients that differ, without checkpointing and with it, at each parameter."""
+        first: dict[str, int] = {}
+        for call in self._seen.checkpoints:
+            if call.grad_enabled:
+                first.setdefault(str(call.place), call.at)
+        last = max(first.values(), default=0)
+        # up to the backward pass after which every line that makes checkpoints has made one
+        self._needed = 1 + sum(b.at < last for b in self._seen.autograd_passes())
 
-    def verdict(self) -> Verdict | None:
+    def other_gradients(self) -> Finding | None:
         """What is wrong, if anything is. Raises ``CannotDecide`` where one of the runs cannot be made, and
         ``Unreliable`` where two identical runs differ."""
         on = self._made("on")
-        calls = tuple(c for c in on.record.checkpoints if c.grad_enabled)
-        self.place = _place(calls)
-        off = self._made("off", _switching(without)) if calls or on.record.raised else on
+        calls = [c for c in on.record.checkpoints if c.grad_enabled]
+        self._place = str(calls[0].place) if calls else ""
+        off = self._made("off", _plain) if calls or on.record.raised else on
         if on.record.raised and off.record.raised and self._double and self._seen.raised is None:
             self._double, self._start = False, SameStart(plain_name)
-            return self.verdict()
-        found = self._by_checkpoint(on, off, calls) if calls else None
-        if found is None and self._knob is not None:
-            found = self._by_path(off, calls)
-        return None if found is None else replace(found, precision=self._lowest)
+            return self.other_gradients()
+        finding = self._by_checkpoint(on, off, calls) if calls else None
+        return self._by_path(off, calls) if finding is None and self._knob is not None else finding
+
+    def _by_checkpoint(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Finding | None:
+        """The checkpoints as they are, compared with plain calls of the same functions."""
+        raised, refused = on.record.raised, off.record.raised
+        if refused is not None:
+            # a tensor changed before its backward pass: a checkpoint recomputes with the changed one
+            if raised is None and IN_PLACE in refused.message and (call := self._other_call("moving", fixed=False)):
+                measured = filled(causes.PLAIN_RAISED, {"raised": refused.summary})
+                return self._state_changed(call, (), measured, repair=causes.BACKWARD_FIRST)
+            also = "with checkpointing and without" if raised else "with checkpoints as plain calls"
+            raise CannotDecide(f"fit raised {refused.summary} {also}")
+        if not off.passes:
+            raise CannotDecide("no backward pass was seen: there are no gradients to compare")
+        differs = None
+        if raised is not None:
+            if not any(words in f"{raised.summary} {raised.message}" for words in REFUSALS):
+                raise CannotDecide(f"fit raised {raised.summary} with checkpointing only")
+            if self._made("on again").record.raised is None:
+                raise Unreliable(
+                    "of two identical runs of the loop one raises: see determinism, and seed what draws there"
+                )
+        else:
+            if len(on.passes) != len(off.passes):
+                raise CannotDecide("the loop makes another number of backward passes without checkpointing")
+            differs = self._difference(on, off)
+            if differs is None or (differs.forward and differs.nth):
+                return None
+            self.tensors_apart = differs.tensors
+            self._require_repeatable("on", on)
+            if differs.forward:
+                return self._other_computation(differs, self._place)
+        return self._recomputed_otherwise(off, calls, differs, raised.summary if raised is not None else "")
+
+    def _recomputed_otherwise(
+        self, off: Run, calls: Sequence[CheckpointCall], differs: Difference | None, raised: str
+    ) -> Finding:
+        """Put one thing at a time right, and see whether the gradients then agree."""
+        names, missing = (differs.names, differs.missing) if differs else ((), ())
+        cut_off = [c for c in calls if c.reentrant and not c.needs_grad]
+        if cut_off and self._agrees("cut off", off, lambda watch: switched(without_cut_off)):
+            if differs is None:
+                missing = tuple(p.name for p in off.record.parameters if off.record.reached(p.index))
+            culprits = missing or names or ("every parameter",)
+            facts = {"part": bool(differs and not missing), "several": len(culprits) > 1}
+            return found("inputs_need_grad", cut_off[0], culprits, **facts, measured=self._measured(differs, raised))
+        restored = Repeated()
+        if self._agrees("restored", off, restored.during) and restored.moved:
+            own = any("of its own" in name for name in restored.moved)
+            variant = "torch's" if [*restored.moved] == ["torch's generator"] else "own generator" if own else ""
+            measured = self._measured(differs, raised)
+            return found("rng_not_preserved", self._place, restored.moved, variant, measured=measured)
+        call = self._other_call("compared")
+        reentrant = [c for c in calls if c.reentrant]
+        if call is None and reentrant and self._agrees("not re-entrant", off, lambda watch: switched(not_reentrant)):
+            culprits = names or ("checkpoint",)
+            several, measured = len(culprits) > 1, self._measured(differs, raised)
+            return found("side_result_cut", reentrant[0], culprits, several=several, measured=measured)
+        return self._state_changed(call, names, self._measured(differs, raised))
+
+    def _by_path(self, plain: Run, calls: Sequence[CheckpointCall]) -> Finding | None:
+        """The code that the knob switches on, with plain calls, compared with the code that it switches off."""
+        other = self._made("knob off", knob=False)
+        for made, how in ((other, "without"), (plain, "with")):
+            if made.record.raised is not None:
+                raise CannotDecide(f"fit raised {made.record.raised.summary} {how} checkpointing only")
+        differs = self._difference(plain, other)
+        if differs is None or (differs.forward and differs.nth):
+            return None
+        self.tensors_apart = differs.tensors
+        self._require_repeatable("knob off", other, knob=False)
+        on = self._made("no randomness True", _plain, draws=False)
+        off = self._made("no randomness False", knob=False, draws=False)
+        if on.record.raised is not None or off.record.raised is not None:
+            raise CannotDecide("fit raised without dropout, so that the draws of the two ways cannot be compared")
+        if self._difference(on, off) is None:
+            if calls or differs.forward:
+                return None
+            names, measured = ("torch's generator",), self._measured(differs)
+            return found("rng_not_preserved", differs.place, names, "own recomputation", measured=measured)
+        if self._difference(self._made("reseeded", knob=False, draws=False, fit_seed=RESEEDED), off) is not None:
+            raise CannotDecide(
+                f"the loop draws random numbers from python's or numpy's generators{told(self._evidence)}, which the "
+                "two ways of the knob need not do in the same order; draw them with torch to have the ways compared"
+            )
+        return self._other_computation(differs, self._place or differs.place)
+
+    def _state_changed(self, other: OtherCall | None, names: Sequence[str], measured: str, **given: str) -> Finding:
+        if other is None:
+            return found("state_changed", self._place, names or ("checkpoint",), measured=measured, **given)
+        culprits = [name for name in (other.call.module, other.call.op) if name]
+        variant = "another call" if other.instead else "another result"
+        facts = {"call": str(other.call), "instead": other.instead, "by": other.by, "measured": measured, **given}
+        return found("state_changed", other.place, culprits, variant, **facts)
+
+    def _other_computation(self, differs: Difference, where: str) -> Finding:
+        culprits = tuple(dict.fromkeys((*differs.missing, *differs.names))) or ("loss",)
+        facts = {"left_out": differs.missing, "several": len(differs.missing) > 1, "measured": self._measured(differs)}
+        variant = "" if differs.forward else "same loss"
+        return found("other_computation", where, culprits, variant, **facts)
+
+    def _measured(self, differs: Difference | None, raised: str = "") -> str:
+        if differs is None:
+            return filled(causes.RAISED, {"raised": raised})
+        on, off = differs.loss
+        facts: dict[str, Any] = {"both": not differs.forward, "on": on, "off": off, "apart": differs.whole.difference}
+        facts |= {"direction": direction(differs.whole.cosine), "parameters": len(differs.names)}
+        return filled(causes.DIFFER, {**facts, "precision": self._lowest})
+
+    def moved_buffers(self) -> Finding | None:
+        """Buffers that end with other values under checkpointing, where two runs with it agree on them; without the
+        statistics of norms whose momentum is made for two updates a step, and without counts of batches that no other
+        statistic of the norm follows. They are a fault where the knob declares that checkpointing changes nothing, and
+        more than counts differ."""
+        if "off" not in self._runs:
+            return None
+        on, off, bound = self._runs["on"].buffers, self._runs["off"].buffers, self._bound()
+        names = [n for n in on if n in off and not _equal(on[n], off[n], bound)]
+        again = self._made("on again").buffers if names else {}
+        names = [n for n in names if n in again and _equal(on[n], again[n], bound)]
+        if not names:
+            return None
+        norms = {
+            ".".join(filter(None, (prefix, path))): module
+            for prefix, model in self._evidence.fresh_loop().modules.items()
+            for path, module in members.named_modules(model)
+            if isinstance(module, NORM_MODULES)
+        }
+        # norms that are right all the same (odd: momentum_made_for_the_recomputation)
+        kept = [n for n in names if not _made_for_two(norms.get(n.rpartition(".")[0]))]
+        # counts that only cumulative averages read (odd: cumulative_average_under_a_checkpoint)
+        followed = {n.rpartition(".")[0] for n in kept if not n.endswith("num_batches_tracked")}
+        kept = [n for n in kept if n.rpartition(".")[0] in followed or n.rpartition(".")[0] not in norms]
+        if not kept:
+            return None
+        shown = next((n for n in kept if n.endswith("num_batches_tracked")), kept[0])
+        largest = [float(buffers[shown].abs().max()) for buffers in (on, off)]
+        values_differ = any(on[n].dtype.is_floating_point for n in kept)
+        fault = self._knob is not None and values_differ
+        facts = {"buffer": shown, "on": largest[0], "off": largest[1], "level": "fault" if fault else "advice"}
+        variant = "no knob" if values_differ and not fault else ""
+        return found("statistics_updated_twice", self._place, kept, variant, **facts)
 
     def require_recomputation(self) -> None:
         """Raise ``CannotDecide`` where the two ways of the knob call the same modules alike: nothing is recomputed."""
         if self._knob is None or "knob off" not in self._runs:
             return
         on, off = self._runs["on"].record, self._runs["knob off"].record
-        if not on.checkpoints and _module_calls(on) == _module_calls(off):
+        calls = [
+            [(p.calls_with_grad, p.calls_without_grad, p.calls_in_checkpoint) for p in r.parameters] for r in (on, off)
+        ]
+        if not on.checkpoints and calls[0] == calls[1]:
             raise CannotDecide(
                 f"with {self._knob}=True nothing was seen to be recomputed: hand the knob on to the model, or leave it "
                 "out"
             )
 
-    def tensors_apart(self) -> dict[str, Agreement]:
-        """The gradients that differ, without checkpointing and with it, at each parameter."""
-        for on, off in (("on", "off"), ("off", "knob off")):
-            if on in self._runs and off in self._runs:
-                found = tensors_apart(self._runs[on], self._runs[off], self._bound())
-                if found:
-                    return found
-        return {}
+    def _difference(self, on: Run, off: Run) -> Difference | None:
+        """None where the passes that both runs have agree within the bound, relative to the larger gradient. Compared
+        are the parameters that an optimizer holds and that are not declared frozen; all where there is no optimizer."""
+        bound, record = self._bound(), off.record
+        held = record.held or {p.index: () for p in record.parameters}
+        judged = {plain_name(record.name(i)) for i in held if not record.declared_frozen(record.name(i))}
+        for nth, (a, b) in enumerate(zip(on.passes, off.passes, strict=False)):
+            mine, others = ({n: g for n, g in p.gradients.items() if n in judged} for p in (a, b))
+            both = vectors([others, mine])
+            if not any(bool(torch.isfinite(v).all()) for v in both):
+                raise CannotDecide("the gradients are not finite, with checkpointing and without (see finite)")
+            whole = agreement(*both)
+            if whole.difference <= bound:
+                continue
+            tensors = by_tensor(others, mine)
+            names = tuple(sorted(n for n, one in tensors.items() if not one.difference <= bound))
+            missing = tuple(n for n in names if n not in mine)
+            pairs = zip(a.losses, b.losses, strict=False)
+            near = all(math.isclose(x, y, rel_tol=bound) or (x != x and y != y) for x, y in pairs)
+            forward = not near or len(a.losses) != len(b.losses)
+            loss = math.fsum(a.losses), math.fsum(b.losses)
+            return Difference(nth, b.place, forward, loss, whole, tensors, names, missing)
+        return None
 
-    def buffers_updated_twice(self) -> tuple[str, ...]:
-        """Buffers that end with other values under checkpointing, where two runs with it agree on them."""
-        if "off" not in self._runs:
-            return ()
-        on, off = self._runs["on"].buffers, self._runs["off"].buffers
-        found = tuple(n for n in on if n in off and not _equal(on[n], off[n], self._bound()))
-        if not found:
-            return ()
-        again = self._made("on again").buffers
-        return tuple(n for n in found if n in again and _equal(on[n], again[n], self._bound()))
+    def _agrees(self, key: str, off: Run, around: Context) -> bool:
+        made = self._made(key, around)
+        return made.record.raised is None and self._difference(made, off) is None
 
-    def counts(self, name: str) -> bool:
-        """Whether a buffer holds whole numbers."""
-        return not self._runs["on"].buffers[name].dtype.is_floating_point
-
-    def largest_at_the_end(self, name: str) -> tuple[float, float]:
-        """The largest entry of a buffer at the end, with checkpointing and without."""
-        on, off = (float(self._runs[key].buffers[name].abs().max()) for key in ("on", "off"))
-        return on, off
-
-    def _by_checkpoint(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
-        """The checkpoints as they are, compared with plain calls of the same functions."""
-        if off.record.raised is not None:
-            hidden = self._hidden(on, off, calls)
-            if hidden is not None:
-                return hidden
-            also = "with checkpointing and without" if on.record.raised else "with checkpoints as plain calls"
-            raise CannotDecide(f"fit raised {off.record.raised.summary} {also}")
-        if not passes(off.record):
-            raise CannotDecide("no backward pass was seen: there are no gradients to compare")
-        if on.record.raised is not None:
-            return self._refused(on, off, calls)
-        if len(passes(on.record)) != len(passes(off.record)):
-            raise CannotDecide("the loop makes another number of backward passes without checkpointing")
-        found = difference(on, off, self._bound())
-        if found is None or found.drifted:
-            return None
-        self._require_repeatable("on", on)
-        if found.forward:
-            return Verdict(cause="other_computation", difference=found, place=_place(calls))
-        return self._cause(off, calls, Verdict(cause="state_changed", difference=found, place=_place(calls)))
-
-    def _hidden(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
-        """A tensor changed before its backward pass: torch refuses that with plain calls, while a checkpoint recomputes
-        with the changed tensor."""
-        refused = off.record.raised
-        if refused is None or on.record.raised is not None or IN_PLACE not in refused.message:
-            return None
-        comparisons: list[CompareRecomputation] = []
-        self._made("moving", self._comparing(comparisons), fixed=False)
-        other = next((c.other for c in comparisons if c.other is not None), None)
-        if other is None:
-            return None
-        return Verdict(cause="state_changed", plain_raised=refused.summary, place=_place(calls), other=other)
-
-    def _refused(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict:
-        """Fit raises with checkpointing only."""
-        raised = on.record.raised
-        said = "" if raised is None else f"{raised.summary} {raised.message}"
-        if raised is None or not any(words in said for words in REFUSALS):
-            raise CannotDecide(f"fit raised {'' if raised is None else raised.summary} with checkpointing only")
-        if self._made("on again").record.raised is None:
-            raise Unreliable("of two identical runs of the loop one raises: see determinism, and seed what draws there")
-        given = Verdict(cause="state_changed", raised=raised.summary, place=_place(calls))
-        return self._cause(off, calls, given)
-
-    def _cause(self, off: Run, calls: Sequence[CheckpointCall], given: Verdict) -> Verdict:
-        """Put one thing at a time right, and see whether the gradients then agree."""
-        cut_off = tuple(c for c in calls if c.reentrant and not c.needs_grad)
-        if cut_off and self._agrees("cut off", off, _switching(without_cut_off)):
-            reached = tuple(p.name for p in off.record.parameters if off.record.reached(p.index))
-            names = given.difference.without_gradient if given.difference is not None else reached
-            return replace(given, cause="inputs_need_grad", without_gradient=names, place=_place(cut_off))
-        restored = RestoreGenerators()
-        if self._agrees("restored", off, _switching(restored)) and restored.moved:
-            return replace(given, cause="rng_not_preserved", generators=tuple(restored.moved))
-        comparisons: list[CompareRecomputation] = []
-        self._made("compared", self._comparing(comparisons))
-        other = comparisons[-1].other if comparisons else None
-        reentrant = tuple(c for c in calls if c.reentrant)
-        if other is None and reentrant and self._agrees("not re-entrant", off, _switching(not_reentrant)):
-            return replace(given, cause="side_result_cut", place=_place(reentrant))
-        return replace(given, other=other)
-
-    def _comparing(self, into: list[CompareRecomputation]) -> Contexts:
-        def contexts(watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-            into.append(CompareRecomputation(watch, self._bound()))
-            return (switched(into[-1]),)
-
-        return contexts
-
-    def _agrees(self, key: str, off: Run, contexts: Contexts) -> bool:
-        made = self._made(key, contexts)
-        return made.record.raised is None and difference(made, off, self._bound()) is None
-
-    def _by_path(self, plain: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
-        """The code that the knob switches on, with plain calls, compared with the code that it switches off."""
-        other = self._made("knob off", knob=False)
-        for made, how in ((other, "without"), (plain, "with")):
-            if made.record.raised is not None:
-                raise CannotDecide(f"fit raised {made.record.raised.summary} {how} checkpointing only")
-        found = difference(plain, other, self._bound())
-        if found is None or found.drifted:
-            return None
-        self._require_repeatable("knob off", other, knob=False)
-        quiet = [self._made(f"no randomness {knob}", _no_randomness(plain=knob), knob=knob) for knob in (True, False)]
-        if any(made.record.raised is not None for made in quiet):
-            raise CannotDecide("fit raised without dropout, so that the draws of the two ways cannot be compared")
-        if difference(quiet[0], quiet[1], self._bound()) is None:
-            return None if calls or found.forward else _torchs_generator(found)
-        reseeded = self._made("reseeded", _no_randomness(plain=False), knob=False, fit_seed=RESEEDED)
-        if difference(reseeded, quiet[1], self._bound()) is not None:
-            raise CannotDecide(
-                f"the loop draws random numbers from python's or numpy's generators{self._outside_draw()}, which the "
-                "two ways of the knob need not do in the same order; draw them with torch to have the ways compared"
-            )
-        place = _place(calls) or found.place
-        return Verdict(cause="other_computation", difference=found, place=place, own_recomputation=not calls)
+    def _other_call(self, key: str, *, fixed: bool = True) -> OtherCall | None:
+        """The first call of torch that a recomputation makes otherwise, with every generator restored."""
+        repeated = Repeated(self._bound())
+        self._made(key, repeated.during, fixed=fixed)
+        return repeated.other
 
     def _require_repeatable(self, key: str, made: Run, *, knob: bool = True) -> None:
-        if difference(made, self._made(f"{key} again", knob=knob), self._bound()) is not None:
+        if self._difference(made, self._made(f"{key} again", knob=knob)) is not None:
             raise Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")
 
     def _made(
         self,
         key: str,
-        around: Contexts = lambda watch: (),
+        around: Context | None = None,
         *,
         knob: bool = True,
-        fit_seed: int | None = None,
+        draws: bool = True,
         fixed: bool = True,
+        fit_seed: int | None = None,
     ) -> Run:
         """One run; with ``knob``, checkpointing is on. Weights stay where they began if ``fixed``."""
-        grads: Grads = {}
+        grads: dict[int, dict[int, torch.Tensor]] = {}
         buffers: dict[str, torch.Tensor] = {}
 
-        def contexts(watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-            held = (fixed_weights(watch),) if fixed else ()
-            return (values_kept(watch, grads, buffers), *held, *around(watch))
+        def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+            yield _kept(watch, grads, buffers, fixed=fixed)
+            yield from (around(watch),) if around is not None else ()
+            yield from () if draws else (NoRandomness(),)
 
-        plan = replace(
-            self._plan,
-            knobs=self._plan.knobs if self._knob is None else {**self._plan.knobs, self._knob: knob},
-            contexts=contexts,
-            prepare=self._start,
-            enough=self._enough,
-            double=self._double,
-            fit_seed=fit_seed,
-            may_raise=True,
-        )
+        knobs = self._plan.knobs if self._knob is None else {**self._plan.knobs, self._knob: knob}
         try:
-            record = self._rerun(plan)
+            record = self._evidence.rerun(
+                self._plan,
+                knobs=knobs,
+                contexts=contexts,
+                prepare=self._start,
+                enough=self._enough,
+                double=self._double,
+                fit_seed=fit_seed,
+                may_raise=True,
+            )
         except (UserCodeError, UsageError) as refusal:
             if self._knob is None:
                 raise
             raise CannotDecide(f"with {self._knob}={knob} the loop could not be run: {refusal}") from refusal
-        self._runs[key] = Run(record, grads, buffers)
+        self._runs[key] = Run(record, _passes(record, grads), buffers)
         if not record.double:
             said = " ".join((*record.lower, *(p.dtype for p in record.parameters))).replace("bfloat16", "bfloat16 ")
             self._lowest = next((d for d in ("bfloat16", "float16") if d in said), "float32")
@@ -319,45 +394,85 @@ class Checkpointing:
         return bound
 
 
-def _switching(how: Any) -> Contexts:
-    return lambda watch: (switched(how),)
+def _plain(_watch: Watch) -> contextlib.AbstractContextManager[None]:
+    return switched(without)
 
 
-def _no_randomness(*, plain: bool) -> Contexts:
-    return lambda watch: (*((switched(without),) if plain else ()), NoRandomness())
+def _passes(record: Record, grads: dict[int, dict[int, torch.Tensor]]) -> list[Pass]:
+    """The backward passes from the weights that the run began with; of several within one step, the first. Gradients
+    are the contents of ``.grad`` after a pass; what arrived last where nothing was accumulated, as with
+    ``torch.autograd.grad``."""
+    no_steps = not any(o.steps for o in record.optimizers)
+    until = min((m.at for m in record.moves), default=math.inf) if no_steps else math.inf
+    steps, taken, passes = record.of(Step), set[int](), list[Pass]()
+    for backward in record.autograd_passes():
+        around = next((i for i, s in enumerate(steps) if s.at < backward.at < s.until), None)
+        if around is not None and around in taken:
+            continue
+        taken |= set() if around is None else {around}
+        if backward.at >= until:
+            continue
+        gradients, accumulated = Gradient(), grads.get(backward.at, {})
+        for index, arrived in backward.arrivals.items():
+            name, last = plain_name(record.name(index)), arrived[-1].incoming
+            if index in accumulated:
+                gradients[name] = as_real(accumulated[index]).reshape(-1).to("cpu", torch.float64)
+            elif last.raw and not last.sparse:
+                gradients[name] = values(last, record.parameters[index].dtype)
+        passes.append(Pass(str(backward.place), tuple(root.value for root in backward.roots), gradients))
+    return passes
 
 
-def _module_calls(record: Record) -> list[tuple[int, int, int]]:
-    """How often each parameter's module was called with gradients on, off, and inside a checkpoint."""
-    return [(p.calls_with_grad, p.calls_without_grad, p.calls_in_checkpoint) for p in record.parameters]
+@contextlib.contextmanager
+def _kept(
+    watch: Watch, grads: dict[int, dict[int, torch.Tensor]], buffers: dict[str, torch.Tensor], *, fixed: bool
+) -> Iterator[None]:
+    """Keep gradients as they are accumulated, by pass and parameter, and the buffers at the end; with ``fixed`` weights
+    are restored after every optimizer step."""
+    start = [
+        (tensor, tensor.detach().clone())
+        for tensor in watch.table.tensors
+        if fixed and not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta
+    ]
+
+    def restore(*_: Any) -> None:
+        with watch.suspended(), torch.no_grad():
+            for tensor, first in start:
+                if tensor.shape == first.shape and tensor.dtype == first.dtype and not torch.equal(tensor, first):
+                    write(tensor, first)
+
+    def note(index: int, tensor: torch.Tensor) -> None:
+        if watch.backward is not None and tensor.grad is not None and tensor.grad.layout is torch.strided:
+            with watch.suspended(), torch.no_grad():
+                grads.setdefault(watch.backward.at, {})[index] = spaced(tensor.grad.detach()).clone()
+
+    leaves = [(i, t) for i, t in enumerate(watch.table.tensors) if t.is_leaf and t.requires_grad and readable(t)]
+    handles = [on_gradient(tensor, functools.partial(note, index), after=True) for index, tensor in leaves]
+    try:
+        with hooked(*filter(None, handles), after_steps(restore)):
+            yield
+    finally:
+        with watch.suspended(), torch.no_grad():
+            for path, module in watch.table.named_modules():
+                for name, buffer in members.named_buffers(module, recurse=False):
+                    if readable(buffer) and buffer.layout is torch.strided:
+                        buffers[f"{path}.{name}" if path else name] = buffer.detach().clone()
 
 
-def _passes_needed(seen: Record) -> int:
-    """The backward passes up to the one after which every line that makes checkpoints has made one."""
-    first: dict[str, int] = {}
-    for call in seen.checkpoints:
-        if call.grad_enabled:
-            first.setdefault(str(call.place), call.at)
-    last = max(first.values(), default=0)
-    return 1 + sum(b.at < last for b in seen.autograd_passes())
-
-
-def _torchs_generator(found: Difference) -> Verdict:
-    names = ("torch's generator",)
-    return Verdict(
-        cause="rng_not_preserved", difference=found, generators=names, own_recomputation=True, place=found.place
-    )
-
-
-def _place(calls: Sequence[CheckpointCall]) -> str:
-    return str(calls[0].place) if calls else ""
+def _made_for_two(norm: Any) -> bool:
+    """Whether two updates with its momentum are one with a momentum m of at most two digits: it is 1 - sqrt(1 - m), to
+    as many digits as it is given with, and to three at least."""
+    if norm is None or norm.momentum is None or not 0 < norm.momentum < 1:
+        return False
+    once = float(f"{1 - (1 - norm.momentum) ** 2:.2g}")
+    digits = len(repr(norm.momentum).lstrip("0.").replace(".", ""))
+    return digits >= 3 and float(f"{1 - (1 - once) ** 0.5:.{min(digits, 12)}g}") == float(f"{norm.momentum:.12g}")
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if torch.equal(a, b) or not a.numel():
+    if torch.equal(a, b):
         return True
-    wide = as_real(a).to(torch.float64), as_real(b).to(torch.float64)
-    scale = float(torch.maximum(wide[0].abs(), wide[1].abs()).max())
-    return not float((wide[0] - wide[1]).abs().max()) > bound * scale
+    one, two = (as_real(t).to(torch.float64) for t in (a, b))
+    return not float((one - two).abs().max()) > bound * float(torch.maximum(one.abs(), two.abs()).max())

@@ -57,6 +57,16 @@ CAUSES = {
         change=("step", "optimizer"),
         source="https://github.com/deepspeedai/DeepSpeed/pull/2489",
     ),
+    "stays_at_zero": Cause(
+        proof="it starts at zero, and from any small start its steps are one and the same share of its own size",
+        summary=f"{_NEVER}: {{names:they}} {{names:start}} at zero, and each step is as long as the weight's own norm",
+        measured="bit-equal to 0 after {steps} steps; from starts of size 1e-2 and 1e-5 a step changes {first} by {share:.2g} of it",
+        shown_by="an ordinary step would change the smaller start by a thousand times that share",
+        repair="a trust ratio of 1 where the norm is 0: torch.where(norm > 0, norm / update_norm, 1.0); or none for tensors with one axis",
+        explains=LEARNING,
+        change=("step", "optimizer"),
+        source="https://github.com/cybertronai/pytorch-lamb/pull/6",
+    ),
     "not_updated": Cause(
         proof="a higher learning rate from another start does not move it, and other parameters move, or none at all",
         shown_by="the step reads their gradients, at a learning rate above zero, and their values stay as they are",

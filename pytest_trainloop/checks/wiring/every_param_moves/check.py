@@ -18,6 +18,9 @@ How it decides
     by any means. Not in 156 steps from another start (it may stay at the bound of a projection), nor at 1e4 times the
     learning rate (its steps may be kept elsewhere until they are large enough), while it moves others, or nothing moves
     at all.
+    Held at zero: it starts at exactly 0 and stays there, under an optimizer that is not torch's. From starts of 1e-2 and
+    1e-5 the loop moves it by one and the same share of its own size: each step is as long as its norm (LARS, LAMB).
+    A projection and a proximal step come back to zero, and an ordinary step does not know the size.
     Written to a copy: a parameter that got gradients in at least three backward passes and never changed, whoever
     updates it, is run again with the same values in another layout: contiguous, or with its axes in reverse order. In
     float64 it rests in its own layout and moves in the other one.
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
 @check(needs={"fit"}, causes=CAUSES, rank=50, steps=1)
 def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.every_param_moves import unmoved as rules
+    from pytest_trainloop.checks.wiring.every_param_moves.proportional_steps import held_at_zero
 
     record = evidence.run()
     if not record.steps and not record.changed():
@@ -75,4 +79,8 @@ def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
     left_out = list(rules.left_out(evidence, unmoved))
     yield from left_out
     named = {name for finding in left_out for name in finding.culprits}
+    unmoved = [p for p in unmoved if p.name not in named]
+    at_zero = list(held_at_zero(evidence, unmoved))
+    yield from at_zero
+    named = {name for finding in at_zero for name in finding.culprits}
     yield from rules.whole_tensors(evidence, [p for p in unmoved if p.name not in named])

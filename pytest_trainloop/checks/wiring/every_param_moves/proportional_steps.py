@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop.checks.wiring.every_param_moves.causes import found
 from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.recording.shards import local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
@@ -28,23 +30,27 @@ AGREE = 2.0
 """Factor within which relative changes are one: gradients at both starts differ by what a start of 1e-2 changes. An
 ordinary step makes them differ by the thousand."""
 
+WHOLE = 0.9
+"""Share of its start from which all steps together have taken it away."""
 
-def stepped_in_proportion(evidence: Evidence, unmoved: Sequence[Parameter]) -> list[tuple[str, float]]:
-    """The names of those that start at zero and whose steps are a share of their own size, and that share per step."""
-    zeros = [p.name for p in unmoved if p.start.zero]
+
+def held_at_zero(evidence: Evidence, unmoved: Sequence[Parameter]) -> Iterator[Finding]:
+    """Those that start at zero and whose steps are a share of their own size."""
+    record = evidence.run()
+    held = {p.name: record.held.get(p.index, ()) for p in unmoved if p.start.zero}
+    zeros = [name for name, by in held.items() if not all(record.optimizers[o].from_torch for o in by)]
     if not zeros:
-        return []
-    shares = [_relative_changes(evidence.rerun(prepare=_started_at(zeros, size)), zeros) for size in SIZES]
-    found = []
-    for name in zeros:
-        large, small = (share.get(name, 0.0) for share in shares)
-        # a whole change is the way back to zero (a projection, a proximal step); none is no step at all
-        if 0.0 < large < 0.9 and large / AGREE < small < large * AGREE:
-            found.append((name, small))
-    return found
+        return
+    large, small = (_relative_changes(evidence.rerun(prepare=_started_at(zeros, size)), zeros) for size in SIZES)
+    # a whole change is the way back to zero (odd: shift_held_at_zero_by_its_bound); none is no step at all
+    shares = {n: small.get(n, 0.0) for n in zeros if 0.0 < large.get(n, 0.0) < WHOLE / record.rounds}
+    names = [n for n, share in shares.items() if large[n] / AGREE < share < large[n] * AGREE]
+    if names:
+        facts = {"steps": record.rounds, "first": names[0], "share": shares[names[0]]}
+        yield found("stays_at_zero", record.step_line(), names, **facts)
 
 
-def _started_at(names: Sequence[str], size: float) -> object:
+def _started_at(names: Sequence[str], size: float) -> Callable[[Watch], None]:
     def prepare(watch: Watch) -> None:
         random = torch.Generator().manual_seed(20_240)
         with torch.no_grad():
