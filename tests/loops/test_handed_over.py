@@ -32,6 +32,7 @@ NAMES = (
     "code_clamped_to_a_step",
     "autoencoder_grads_dropped_by_hand",
     "decoder_not_switched_back",
+    "proximal_gradient_from_the_weights_themselves",
     "bfloat16_gains_by_closures",
     "gradient_left_when_freezing",
     "column_of_scores_against_a_row_of_labels",

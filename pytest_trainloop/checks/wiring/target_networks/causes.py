@@ -1,0 +1,71 @@
+"""The causes of ``target_networks``, and what is said of each. Plain data, no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pytest_trainloop.registry import Cause, finding_maker
+
+_seen = partial(Cause, change=("seen",))
+
+CAUSES = {
+    "copied_into_itself": _seen(
+        proof="what is written lies in the memory that it is written to: the write changes nothing, now or later",
+        summary="{names} {names:are} written over with {several:?their|its} own values: the update does nothing",
+        measured="{writes:write} in {steps:step}, all from the memory that is written to",
+        repair=(
+            "give the two networks weights of their own, target = copy.deepcopy(online), and copy from the online one"
+        ),
+        explains=("evaluation_is_pure", "resume_equivalence:live_references"),
+        variants={
+            "put back": {
+                "summary": "the values that are put back into {names} are the present ones: they were kept without a "
+                "copy and have moved along",
+                "repair": "kept = copy.deepcopy(model.state_dict()): state_dict() gives the weights themselves",
+            }
+        },
+        source="https://github.com/pytorch/tutorials/pull/188",
+    ),
+    "average_dropped": _seen(
+        proof="averages with the weights that train are computed, nothing reads them, and the others never change",
+        summary="the average of {names} with the weights that train is thrown away at each step: {names:they} never "
+        "{several:?move|moves}",
+        measured="{averages:average} in {steps:step}, none of which is read",
+        repair="slow.copy_(average), or slow.lerp_(fast, 1 - decay), under torch.no_grad()",
+        source="https://github.com/AgileRL/AgileRL/pull/464",
+    ),
+    "anchor_moves_along": _seen(
+        proof="both sides of the difference are one memory in every step, and the optimizer moves it",
+        summary="{names} {names:are} compared with the same memory under another name: the difference is always 0",
+        measured="{compared:comparison} in {steps:step}, each of a weight with its own memory",
+        repair="keep a copy: p.detach().clone(), or copy.deepcopy(model)",
+        explains=("loss_components",),
+        source="https://github.com/KarhouTam/FL-bench/issues/165",
+    ),
+    "dropout_in_targets": _seen(
+        proof="with dropout off in these passes alone, what is backpropagated changes",
+        summary="{names} never trains and gives targets with dropout active: they are random",
+        measured="{passes:pass} in training mode; without dropout the first loss changes by {moved:share}",
+        repair="call eval() on it before the loop, and after each train() of a module that holds it",
+        explains=("loss_at_init", "frozen_stays_frozen:statistics_drift"),
+        variants={
+            "before fit": {
+                "summary": "{names} {names:are} computed before fit by {network} with dropout active: the noise stays "
+                "in the data",
+                "measured": "{passes:pass} without gradients in training mode; without dropout the first loss changes "
+                "by {moved:share}",
+                "repair": "model.eval() before this pass, model.train() after it",
+            }
+        },
+        source="https://github.com/huggingface/trl/pull/5542",
+    ),
+    "average_for_each_micro_batch": _seen(
+        proof="it moves several times between two steps, with the same weights each time",
+        summary="the average of {names} moves {updates:.2g} times a step: once for each micro-batch, so its decay "
+        "depends on how many there are",
+        measured="{updates:.2g} updates a step over {steps:step}, with a backward pass between two of them",
+        repair="move this line behind optimizer.step()",
+        source="https://github.com/SWivid/F5-TTS/issues/631",
+    ),
+}
+found = finding_maker(CAUSES)

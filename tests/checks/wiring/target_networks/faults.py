@@ -1,0 +1,295 @@
+"""Target networks, averages, anchors and kept weights that are the weights that train, or never follow them."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import relu_mlp
+from tests.loops.pairs import pair
+from tests.loops.random_data import fresh, points
+
+
+def transitions(rows=16):
+    states, actions = torch.randn(rows, 8), torch.randint(4, (rows, 1))
+    return states, actions, states[:, :1].tanh() + 0.1 * actions, torch.randn(rows, 8)
+
+
+class Agent:
+    """A DQN; ``copied`` makes its target network, ``follow`` brings that up to date."""
+
+    def __init__(self, copied, follow):
+        self.online = relu_mlp(8, 24, 4)
+        self.target = copied(self.online)
+        self.follow = follow
+        self.optimizer = torch.optim.Adam(self.online.parameters(), lr=3e-3)
+
+    def fit(self, batches):
+        for states, actions, rewards, after in batches:
+            with torch.no_grad():
+                goal = rewards + 0.5 * self.target(after).amax(1, keepdim=True)
+            loss = F.smooth_l1_loss(self.online(states).gather(1, actions), goal)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.follow(self.target, self.online)
+
+
+def dqn(copied, follow):
+    def make():
+        agent = Agent(copied, follow)
+        return TrainLoop(
+            model={"online": agent.online, "target": agent.target},
+            optimizer=agent.optimizer,
+            batch=transitions(),
+            batches=fresh(transitions),
+            fit=agent.fit,
+        )
+
+    return make
+
+
+def loaded(target, online):
+    target.load_state_dict(online.state_dict())
+
+
+def loaded_from_itself(target, online):
+    target.load_state_dict(target.state_dict())
+
+
+def shared(online):
+    target = relu_mlp(8, 24, 4)
+    target.load_state_dict(online.state_dict(), assign=True)
+    return target
+
+
+pair(
+    "target_network_shares_its_weights",
+    "target_networks",
+    "copied_into_itself",
+    culprits=("online.0.weight",),
+    where="target.load_state_dict(online.state_dict())",
+    faulty=dqn(shared, loaded),
+    fixed=dqn(copy.deepcopy, loaded),
+    quick=True,
+)
+
+pair(
+    "target_network_loaded_from_itself",
+    "target_networks",
+    "copied_into_itself",
+    culprits=("target.0.weight",),
+    where="target.load_state_dict(target.state_dict())",
+    faulty=dqn(copy.deepcopy, loaded_from_itself),
+    fixed=dqn(copy.deepcopy, loaded),
+)
+
+
+def best_kept(kept):
+    def make():
+        model = relu_mlp(8, 16, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held_out = points(12)
+
+        def fit(batches):
+            best, best_weights = float("inf"), None
+            for number, (x, y) in enumerate(batches):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if number % 5 == 4:
+                    with torch.no_grad():
+                        loss = F.cross_entropy(model(held_out[0]), held_out[1]).item()
+                    if loss < best:
+                        best, best_weights = loss, kept(model.state_dict())
+            if best_weights is not None:
+                model.load_state_dict(best_weights)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+
+    return make
+
+
+pair(
+    "best_weights_kept_without_a_copy",
+    "target_networks",
+    "copied_into_itself",
+    culprits=("0.weight",),
+    where="model.load_state_dict(best_weights)",
+    faulty=best_kept(lambda state: state),
+    fixed=best_kept(copy.deepcopy),
+)
+
+
+@torch.no_grad()
+def average_of_loop_variables(target, online, tau=0.1):
+    for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+        slow = (1 - tau) * slow + tau * fast
+
+
+@torch.no_grad()
+def average_written(target, online, tau=0.1):
+    for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+        slow.copy_((1 - tau) * slow + tau * fast)
+
+
+pair(
+    "soft_update_of_a_loop_variable",
+    "target_networks",
+    "average_dropped",
+    culprits=("target.0.weight",),
+    where="slow = (1 - tau) * slow + tau * fast",
+    faulty=dqn(copy.deepcopy, average_of_loop_variables),
+    fixed=dqn(copy.deepcopy, average_written),
+    quick=True,
+)
+
+
+def average_in_a_dict(target, online, tau=0.1):
+    slow, fast = target.state_dict(), online.state_dict()
+    for name in slow:
+        slow[name] = slow[name] + tau * (fast[name] - slow[name])
+
+
+def average_in_a_dict_loaded(target, online, tau=0.1):
+    slow, fast = target.state_dict(), online.state_dict()
+    for name in slow:
+        slow[name] = slow[name] + tau * (fast[name] - slow[name])
+    target.load_state_dict(slow)
+
+
+pair(
+    "soft_update_of_a_state_dict",
+    "target_networks",
+    "average_dropped",
+    culprits=("target.0.weight",),
+    where="slow[name] = slow[name] + tau",
+    faulty=dqn(copy.deepcopy, average_in_a_dict),
+    fixed=dqn(copy.deepcopy, average_in_a_dict_loaded),
+)
+
+
+def proximal_gradient(kept):
+    def make():
+        model = relu_mlp(8, 16, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches, mu=0.1):
+            global_weights = kept(model.parameters())
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                for weight, anchor in zip(model.parameters(), global_weights, strict=True):
+                    weight.grad.data += mu * (weight.data - anchor.data)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+
+    return make
+
+
+pair(
+    "proximal_gradient_from_the_weights_themselves",
+    "target_networks",
+    "anchor_moves_along",
+    culprits=("0.weight",),
+    where="mu * (weight.data - anchor.data)",
+    faulty=proximal_gradient(list),
+    fixed=proximal_gradient(lambda parameters: [p.detach().clone() for p in parameters]),
+    quick=True,
+)
+
+
+class Anchored(nn.Module):
+    """Fine-tuning that stays near the weights that it starts from (L2-SP)."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.net = relu_mlp(8, 16, 4)
+        self.start = {name: kept(p) for name, p in self.net.named_parameters()}
+
+    def pull(self):
+        return sum(F.mse_loss(p, self.start[name], reduction="sum") for name, p in self.net.named_parameters())
+
+
+def fine_tuned(kept):
+    def make():
+        model = Anchored(kept)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                (F.cross_entropy(model.net(x), y) + 0.05 * model.pull()).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+
+    return make
+
+
+pair(
+    "start_of_fine_tuning_kept_without_a_copy",
+    "target_networks",
+    "anchor_moves_along",
+    culprits=("net.0.weight",),
+    where="F.mse_loss(p, self.start[name]",
+    faulty=fine_tuned(lambda p: p.detach()),
+    fixed=fine_tuned(lambda p: p.detach().clone()),
+)
+
+
+def averaged(each, shadow_of):
+    def make():
+        accumulate, model = 2, relu_mlp(8, 16, 4)
+        shadow, move = shadow_of(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for number, (x, y) in enumerate(batches, start=1):
+                (F.cross_entropy(model(x), y) / accumulate).backward()
+                if number % accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if each or number % accumulate == 0:
+                    with torch.no_grad():
+                        move(shadow, model)
+            if number % accumulate:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+
+    return make
+
+
+def in_a_copy(model):
+    def move(shadow, model):
+        for slow, fast in zip(shadow.parameters(), model.parameters(), strict=True):
+            slow.lerp_(fast, 0.01)
+
+    return copy.deepcopy(model), move
+
+
+def in_a_dict(model):
+    def move(shadow, model):
+        for name, weight in model.named_parameters():
+            shadow[name] = 0.99 * shadow[name] + 0.01 * weight.detach()
+
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}, move
+
+
+for how, moved in ((in_a_copy, "slow.lerp_(fast, 0.01)"), (in_a_dict, "0.01 * weight.detach()")):
+    pair(
+        f"average_{how.__name__}_moved_for_each_micro_batch",
+        "target_networks",
+        "average_for_each_micro_batch",
+        culprits=("0.weight",),
+        where=moved,
+        level="advice",
+        faulty=averaged(each=True, shadow_of=how),
+        fixed=averaged(each=False, shadow_of=how),
+        quick=how is in_a_copy,
+    )
