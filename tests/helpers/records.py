@@ -6,6 +6,7 @@ from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.wiring.step_order.further import leak
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
+from pytest_trainloop.tracing.handed_names import HandedNames
 from pytest_trainloop.tracing.made_at import MadeAt
 
 ONE = TensorSample(0.5, b"one")
@@ -71,8 +72,8 @@ def record(parameters, *, held, gradients, batches=3, changed=()):
 
 class FakeEvidence:
     """Evidence made by hand: ``record`` is the watched run, ``accumulated`` the one with the knob ``accumulate``, and
-    ``shared`` maps each kind of experiment to what it found; where things were made is not known. Any other experiment
-    fails the test."""
+    ``shared`` maps each kind of experiment to what it found; where things were made, and what names are asked, is not
+    known. Any other experiment fails the test."""
 
     offers = frozenset({"fit", "run"})
     repeatable = True
@@ -81,7 +82,7 @@ class FakeEvidence:
         self._record, self._accumulated, self._shared = (
             record,
             accumulated,
-            {MadeAt.of: MadeAt(), makes_own_data: False, leak: None, **(shared or {})},
+            {MadeAt.of: MadeAt(), HandedNames.of: HandedNames(), makes_own_data: False, leak: None, **(shared or {})},
         )
         self.knobs = {} if accumulated is None else {"accumulate": "accumulate"}
 
