@@ -60,9 +60,15 @@ CAUSES = {
     "stays_at_zero": Cause(
         proof="it starts at zero, and from any small start its steps are one and the same share of its own size",
         summary=f"{_NEVER}: {{names:they}} {{names:start}} at zero, and each step is as long as the weight's own norm",
-        measured="bit-equal to 0 after {steps} steps; from starts of size 1e-2 and 1e-5 a step changes {first} by {share:.2g} of it",
+        measured=(
+            "bit-equal to 0 after {steps} steps; from starts of size 1e-2 and 1e-5 a step changes {first} by "
+            "{share:.2g} of it"
+        ),
         shown_by="an ordinary step would change the smaller start by a thousand times that share",
-        repair="a trust ratio of 1 where the norm is 0: torch.where(norm > 0, norm / update_norm, 1.0); or none for tensors with one axis",
+        repair=(
+            "a trust ratio of 1 where the norm is 0: torch.where(norm > 0, norm / update_norm, 1.0); or none for "
+            "tensors with one axis"
+        ),
         explains=LEARNING,
         change=("step", "optimizer"),
         source="https://github.com/cybertronai/pytorch-lamb/pull/6",

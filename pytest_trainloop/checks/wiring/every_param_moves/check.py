@@ -18,8 +18,8 @@ How it decides
     by any means. Not in 156 steps from another start (it may stay at the bound of a projection), nor at 1e4 times the
     learning rate (its steps may be kept elsewhere until they are large enough), while it moves others, or nothing moves
     at all.
-    Held at zero: it starts at exactly 0 and stays there, under an optimizer that is not torch's. From starts of 1e-2 and
-    1e-5 the loop moves it by one and the same share of its own size: each step is as long as its norm (LARS, LAMB).
+    Held at zero: it starts at exactly 0 and stays there, under an optimizer that is not torch's. From starts of 1e-2
+    and 1e-5 the loop moves it by the same share of its own size: each step is as long as its norm (LARS, LAMB).
     A projection and a proximal step come back to zero, and an ordinary step does not know the size.
     Written to a copy: a parameter that got gradients in at least three backward passes and never changed, whoever
     updates it, is run again with the same values in another layout: contiguous, or with its axes in reverse order. In
