@@ -77,6 +77,13 @@ CAUSES = {
         },
         source="https://github.com/kdexd/virtex/issues/16",
     ),
+    "freeze_sets_an_attribute": Cause(
+        proof="requires_grad is False as an attribute of the module, and its parameters get gradients and move",
+        summary="requires_grad = False on {path} freezes nothing, since it is a module: {names} {names:are} trained",
+        measured="gradients arrive at {names:them}, and steps move {names:them}",
+        repair="requires_grad_(False), with an underscore, goes through the parameters of a module",
+        source="https://github.com/CSCYQJ/MICCAI23-ProtoContra-SFDA/issues/18",
+    ),
     "freeze_matches_nothing": Cause(
         proof="a pattern is true of no name, and freezes parameters that train where it is answered yes for them",
         summary="the freeze by {patterns} matches no parameter: {names} {names:are} trained",

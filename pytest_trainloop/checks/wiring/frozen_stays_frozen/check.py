@@ -26,6 +26,7 @@ How it decides
     "yes" in a further build and step: for the names that it all but has (``embeddings.`` for ``bert.embeddings.``), or
     for one, where nothing matches in that function. It is a filter of what is frozen where their parameters are frozen
     then.
+    ``module.requires_grad = False`` is advice where its parameters are trained: nothing reads that attribute.
 
 Faulty
     >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data
@@ -76,10 +77,14 @@ def _nothing_frozen(evidence: Evidence) -> str:
 @check(needs={"fit"}, causes=CAUSES, rank=60, steps=1, absent=_nothing_frozen)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.frozen_stays_frozen import moves, statistics
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen.unmatched_filters import unmatched_filters
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen.unmatched_filters import (
+        attribute_of_a_module,
+        unmatched_filters,
+    )
 
     record = evidence.run()
     yield from moves.moved_by_steps(evidence, record)
     yield from statistics.drifting(evidence, record)
     yield from statistics.other_buffers(evidence, record)
     yield from unmatched_filters(evidence)
+    yield from attribute_of_a_module(evidence)

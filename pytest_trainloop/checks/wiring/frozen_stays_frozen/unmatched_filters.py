@@ -1,11 +1,13 @@
-"""Filters by name that are to freeze parameters, and match none of the model's names."""
+"""What is to freeze and freezes nothing: filters that match no name, and an attribute that is set on a module."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.causes import found
 from pytest_trainloop.tracing.handed_names import HandedNames
+from pytest_trainloop.tracing.made_at import MadeAt
 from pytest_trainloop.tracing.unmatched_names import unmatched_names
 from pytest_trainloop.wording import some
 
@@ -33,3 +35,20 @@ def unmatched_filters(evidence: Evidence) -> Iterator[Finding]:
 
 def _frozen(record: Record, names: Sequence[str]) -> bool:
     return not {p.name for p in record.parameters if p.trainable}.intersection(names)
+
+
+def attribute_of_a_module(evidence: Evidence) -> Iterator[Finding]:
+    """``module.requires_grad = False`` makes an attribute that nothing reads: its parameters are trained."""
+    record = evidence.run()
+    for prefix, root in evidence.fresh_loop().modules.items():
+        for path, module in members.named_modules(root, prefix):
+            if vars(module).get("requires_grad") is not False:
+                continue
+            below = f"{path}." if path else ""
+            trained = [p.name for p in record.parameters if p.name.startswith(below) and record.reached(p.index)]
+            moved = record.changed() & {i for o in record.optimizers for i in o.parameters}
+            names = [n for n in trained if any(p.name == n and p.index in moved for p in record.parameters)]
+            if names and not any(map(record.declared_frozen, names)):
+                made = evidence.shared(MadeAt.of).module(path)
+                facts = {"path": path or type(module).__name__, "change": made, "level": "advice"}
+                yield found("freeze_sets_an_attribute", made, names, **facts)

@@ -23,6 +23,8 @@ How it decides
     only. What else it leaves out is advice: it may be meant. So is what a pass over the data leaves in ``.grad`` for
     the next one, a fault with the project's own loader whose number of batches does not divide. Weights that are
     pulled back to a point that never moves, so that they stay within four steps of it, cannot train.
+    A step that uses, beside passes of its own, one that another optimizer has stepped with already is advice: the
+    gradients of a generator's loss in the step of its discriminator, or a sum that is meant.
     A loop trains nothing if 400 batches bring neither backward pass nor step. Weights or buffers that it changes itself
     (closed forms, evolution), ``autograd.grad`` and tensors besides the model that get gradients excuse it.
 

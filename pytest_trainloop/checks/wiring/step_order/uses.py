@@ -36,6 +36,9 @@ def gradient_use(evidence: Evidence, ledger: Ledger) -> Iterator[Finding]:
             if not judged & optimizers:
                 yield finding
             judged |= optimizers
+    for optimizers, finding in another_loss_kept(ledger):
+        if not judged & optimizers:
+            yield finding
 
 
 def no_backward(_evidence: Evidence, ledger: Ledger) -> About:
@@ -349,3 +352,31 @@ def _moved_after(ledger: Ledger, one: Pass) -> bool:
     until = later.at if later else math.inf
     moves = (m for m in ledger.record.moves if m.at > one.at and one.cleared & set(m.parameters))
     return any(m.since < until and m.at <= until + 1 for m in moves)
+
+
+def another_loss_kept(ledger: Ledger) -> About:
+    """Steps that use what a pass left for which another optimizer has stepped already, beside passes of their own: a
+    generator's loss in the step of its discriminator. It may be meant, as a sum of two losses."""
+    record = ledger.record
+    for optimizer in record.optimizers:
+        mine: set[int] = set(optimizer.parameters)
+        seen: list[tuple[Pass, Pass, int]] = []
+        windows = [w for w in ledger.windows if w.optimizer == optimizer.index]
+        for window in windows:
+            used = [p for p in window.passes if mine & p.used]
+            own = [p for p in used if p.used <= mine]
+            for p in used:
+                others = [
+                    v.optimizer
+                    for v in ledger.windows
+                    if own and v.stepped & p.used - mine and p.at < v.until < own[-1].at  # that loss was over then
+                ]
+                if others and all(p.backward.site != q.backward.site for q in own):
+                    seen.append((p, own[-1], others[0]))
+                    break
+        if len(seen) >= 2 and 2 * len(seen) >= len(windows) and not mine & ledger.assigned:
+            left, own_pass, other = seen[0]
+            names = record.names(mine & left.used)
+            facts = {"kind": optimizer.kind, "other": record.optimizers[other].kind, "kept": len(seen)}
+            facts |= {"steps": len(windows), "line": str(left.backward.place).partition("   ")[0], "level": "advice"}
+            yield {optimizer.index}, found("another_loss_kept", own_pass.backward, names, **facts)
