@@ -381,7 +381,7 @@ def _teacher(evidence: Evidence, names: Sequence[str]) -> str:
     parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
     path = ".".join(same[0] for same in itertools.takewhile(lambda same: len(set(same)) == 1, parts))
     prefix = ""
-    # it may hold idle parameters: a bias before a batch norm (odd: teacher_with_idle_parts)
+    # it may hold idle parameters: a bias before a batch norm, a pooler that is not used
     while path and not any(name.startswith(f"{path}.") for name in reached):
         prefix, path = path, path.rpartition(".")[0]
     if not prefix or not evidence.repeatable:

@@ -193,7 +193,7 @@ def unread_target(evidence: Evidence, names: Sequence[str], results: Collection[
         return [[root.value for root in b.roots] for b in record.autograd_passes()]
 
     def list_candidates(number: int, item: Any) -> None:
-        if number == 0:
+        if number == 0:  # named for the head (odd: policy_cloned_from_recorded_steps)
             named = [(p, t) for p, t in nested.paths(item) if _words(nested.shown(p)) & _words(" ".join(names))]
             candidates.extend(p for p, t in named if any(_fits(t, shape) for shape in results))
 

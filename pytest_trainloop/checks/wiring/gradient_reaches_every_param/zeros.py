@@ -50,7 +50,7 @@ def zero_gradients(evidence: Evidence, zero: Sequence[Parameter]) -> Iterator[Fi
     record = evidence.run()
     if all(root.value == 0.0 for b in record.autograd_passes() for root in b.roots):
         return  # the loss is at its minimum: a hinge that every example meets has nothing left to teach
-    # a module that ran on no rows is left out (odd: graph_without_edges)
+    # not those of a module that ran on no rows
     left = {p.name: math.prod(p.shape) for p in zero if p.calls_with_grad or not p.calls_empty}
     while left:
         cut, _ = search(evidence, list(left), {"zero_slope", "constant"})
