@@ -25,7 +25,7 @@ from pytest_trainloop.checks.numerics.checkpointing_equivalence import first_dif
 from pytest_trainloop.checks.numerics.checkpointing_equivalence import rng_state
 from pytest_trainloop.checks.numerics.optimizer_numerics.state_casts import StateCasts
 from pytest_trainloop.checks.numerics.parameter_precision import running_values
-from pytest_trainloop.checks.numerics.precision_parity import angles, op_log, replay
+from pytest_trainloop.checks.numerics.precision_parity import further, modes, operations
 from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
 from pytest_trainloop.checks.scale.distributed_equivalence import ledger
 from pytest_trainloop.checks.state.data_order import draws, fed
@@ -68,8 +68,8 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         LossCallRecorder(),
         StateCasts(),
         running_values._LostWrite(),
-        angles._AngleLog(),
-        op_log.OpLog(),
+        further.AngleLog(),
+        operations.OpLog(),
         fed._Uses("x"),
         CallLog(),
         Lines(),
@@ -90,7 +90,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield Writes(watch, {"0.weight"})
     yield tied._Assignments()
     yield unread._Noting(lambda tensor: None)
-    yield from (Magnitudes(), replay.RecordChoices(replay.Choices()), Operations(), OwnOperators(), TensorMemory())
+    yield from (Magnitudes(), modes.RecordChoices(modes.Choices()), Operations(), OwnOperators(), TensorMemory())
     yield around_steps(watch, lambda optimizer: None, lambda optimizer, taken: None)
     yield before_calls(watch, lambda module, args, kwargs: None)
 
