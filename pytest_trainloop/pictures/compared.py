@@ -198,7 +198,7 @@ def _registered(facts: Facts, names: Sequence[str]) -> list[str]:
 
 def parity(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """The error of the gradient in low precision, by tensor, where ``precision_parity`` found more than rounding."""
-    from pytest_trainloop.checks.numerics.precision_parity.tensor_errors import TensorErrors
+    from pytest_trainloop.checks.numerics.precision_parity.runs import TensorErrors
 
     found = facts.ask(TensorErrors) if facts.findings("precision_parity") else None
     errors = {} if found is None or found.runs is None else facts.ask(lambda _evidence: found.read()) or {}

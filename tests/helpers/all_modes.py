@@ -24,7 +24,7 @@ from pytest_trainloop.checks.loss_function.precisions_agree.property import Magn
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.recomputation import Calls as RecomputedCalls
 from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import ZeroDenominators
 from pytest_trainloop.checks.numerics.parameter_precision import runs as precision_runs
-from pytest_trainloop.checks.numerics.precision_parity import angles, op_log, replay
+from pytest_trainloop.checks.numerics.precision_parity import further, modes, operations
 from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
 from pytest_trainloop.checks.scale.distributed_equivalence import ledger
 from pytest_trainloop.checks.state.data_order import draws, fed
@@ -66,8 +66,8 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         LossCallRecorder(),
         ZeroDenominators(),
         precision_runs._LostWrite(),
-        angles._AngleLog(),
-        op_log.OpLog(),
+        further.AngleLog(),
+        operations.OpLog(),
         fed._Uses("x"),
         CallLog(),
         Lines(),
@@ -86,7 +86,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield interposed._Casts(interposed.Seen())
     yield Writes(watch, {"0.weight"})
     yield weights.Lines()
-    yield from (Magnitudes(), replay.RecordChoices(replay.Choices()), Operations(), OwnOperators(), TensorMemory())
+    yield from (Magnitudes(), modes.RecordChoices(modes.Choices()), Operations(), OwnOperators(), TensorMemory())
     yield around_steps(watch, lambda optimizer: None, lambda optimizer, taken: None)
     yield before_calls(watch, lambda module, args, kwargs: None)
 

@@ -88,104 +88,38 @@ References
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.numerics.precision_parity.causes import CAUSES
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import share
+from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from pytest_trainloop.checks.numerics.precision_parity.angles import LostAngles
-    from pytest_trainloop.checks.numerics.precision_parity.backward_inside import Again
-    from pytest_trainloop.checks.numerics.precision_parity.locate import Located
-    from pytest_trainloop.checks.numerics.precision_parity.runs import Contexts, LowPrecisionRuns, Parity
-    from pytest_trainloop.checks.numerics.precision_parity.single_tensors import LostTensor
+    from pytest_trainloop.checks.numerics.precision_parity.further import Again
+    from pytest_trainloop.checks.numerics.precision_parity.runs import Contexts
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-
-_EXPLAINS = ("finite", "grad_scaler:scale_collapsed", "overfit_one_batch", "update_ratio", "loss_at_init")
-
-_IN_FLOAT32 = "compute this block in float32: x = x.float(), under autocast(enabled=False)"
-
-CAUSES = {
-    "overflow": Cause(
-        proof="an operation is not finite in low precision, and finite in float64",
-        repair="scale before the product, keep this block in float32 (autocast(enabled=False), .float()), or use "
-        "bfloat16",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "underflow": Cause(
-        proof="values that are not zero in float64 are zero in low precision",
-        repair="compute this block in float32, with an eps that the dtype holds, or use bfloat16",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "cancellation": Cause(
-        proof="a difference of numbers that agree in most of their digits is wrong, and they are not",
-        repair=_IN_FLOAT32,
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "accumulation": Cause(
-        proof="a sum is wrong, and its terms are not",
-        repair="add up in float32: keep the running sum a float32 tensor",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "custom_backward": Cause(
-        proof="the gradient comes into an autograd.Function of the project right, and leaves it wrong",
-        repair="save and compute in float32 in the Function, forward and backward; torch.amp.custom_fwd with "
-        "cast_inputs=torch.float32 does it where the Function casts nothing itself",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "precision_lost": Cause(
-        proof="the gradient is farther from float64 than rounding explains",
-        repair=_IN_FLOAT32,
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "angles_lost": Cause(
-        proof="angles of positions or timesteps, which come from no weight, are half a radian or more from float64",
-        repair="where positions meet frequencies, compute in float32: with torch.autocast(device, "
-        "enabled=False): angles = positions.float() * frequencies.float(); round sin and cos, not the angles",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "weights_cast_once": Cause(
-        proof="with the casts that autocast keeps dropped after each update of the weights, the losses differ",
-        repair="enter torch.autocast(...) anew for each forward pass, around model and loss, and leave it before "
-        "backward() and step(); cache_enabled=False where one block must span several steps",
-        explains=(*_EXPLAINS, "every_param_moves:not_updated", "precision_parity:backward_under_autocast"),
-        change=("seen",),
-    ),
-    "backward_under_autocast": Cause(
-        proof="backward is called inside the autocast block",
-        repair="end the autocast block after the loss: backward runs in the dtypes that forward chose",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-}
 
 
 @check(needs={"fit"}, causes=CAUSES, rank=30)
 def precision_parity(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.numerics.precision_parity.angles import lost_angles
-    from pytest_trainloop.checks.numerics.precision_parity.locate import locate
-    from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, low_precision_runs
-    from pytest_trainloop.checks.numerics.precision_parity.single_tensors import lost_tensor
-    from pytest_trainloop.checks.numerics.precision_parity.tensor_errors import TensorErrors
+    from pytest_trainloop.checks.numerics.precision_parity import further, operations
+    from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, TensorErrors, low_precision_runs
 
-    nothing_low = False
-    judged, imposed, undecided, absent = 0, False, list[CannotDecide](), list[CannotDecide]()
-    made: list[tuple[Record, Again]] = [
-        (evidence.run(), lambda contexts, rounds=1: _to_step(evidence, contexts, rounds))
-    ]
+    def again(contexts: Contexts, rounds: int = 1) -> Record:
+        outer = evidence.plan().contexts
+        return evidence.rerun(
+            enough=lambda r: r.rounds >= rounds, contexts=lambda watch: (*outer(watch), *contexts(watch))
+        )
+
+    made: list[tuple[Record, Again]] = [(evidence.run(), again)]
+    wrong: list[Finding] = []
+    undecided: list[CannotDecide] = []
+    absent: list[CannotDecide] = []
+    judged = imposed = False
     for runs in low_precision_runs(evidence):
         if isinstance(runs, CannotDecide):
             absent.append(runs)
@@ -197,202 +131,21 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
         except CannotDecide as reason:
             undecided.append(reason)
             continue
-        judged, imposed = judged + 1, runs.imposed
+        judged, imposed = True, runs.imposed
         if parity is not None and parity.ratio > (FAILS if runs.imposed else PASSES):
             evidence.shared(TensorErrors).runs = runs
-            found = locate(runs, parity)
-            sure = parity.ratio >= FAILS or found.left <= parity.measured / 2
-            yield _finding(evidence, runs, parity, found, fault=sure and not runs.imposed)
-            break
-        if runs.angles and (lost := lost_angles(runs)) is not None:
-            yield _lost_angles(runs, lost)
-            break
-        if not runs.imposed and (small := lost_tensor(runs)) is not None:
+            wrong = [operations.whole_gradient(evidence, runs, parity)]
+        elif not (wrong := list(further.lost_angles(runs))) and (wrong := list(operations.one_tensor(runs))):
             evidence.shared(TensorErrors).runs = runs
-            yield _lost_tensor(evidence, runs, small)
+        if wrong:
             break
-    else:
-        nothing_low = imposed
-    inside = list(_weights_cast_once(made)) or list(_backward_under_autocast(made))
+    yield from wrong
+    inside = list(further.weights_cast_once(made)) or list(further.backward_under_autocast(made))
     yield from inside
     if not judged and not inside and (undecided or absent):
         raise (undecided or absent)[0]
-    if nothing_low and not inside:
+    if imposed and not wrong and not inside:
         raise DoesNotApply(
             "the loop computes nothing in low precision and has no knob precision=; under an autocast of this check "
             "its gradient agrees with float64"
         )
-
-
-def _finding(evidence: Evidence, runs: LowPrecisionRuns, parity: Parity, found: Located, *, fault: bool) -> Finding:
-    from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
-    from pytest_trainloop.recording.events import Backward
-    from pytest_trainloop.tracing.made_at import MadeAt
-
-    operation, record = found.operation, runs.record
-    dtype = found.low.dtype if found.low is not None and found.low.dtype in LOW else parity.dtype
-    name = str(dtype).removeprefix("torch.")
-    place, culprits, repair, scaler = "", found.names, "", ""
-    if operation is not None:
-        place, culprits = str(operation.place), tuple(c for c in (operation.module, operation.name) if c)
-    else:  # the first pass that gave a gradient, also one that accumulates nowhere
-        place = str((record.backwards() or list(record.of(Backward)))[0].place)
-        scaler, repair = _loss_scale(runs)
-    if not fault:
-        repair = f"{repair or CAUSES[found.kind].repair}; {_settled_by(runs)}"
-    return Finding(
-        cause=found.kind,
-        level="fault" if fault else "advice",
-        summary=_summary(found, name) + (f" ({runs.name})" if runs.name != "as it is" else ""),
-        measured=_measured(parity, found, name, record) + (f"; {scaler}" if scaler else ""),
-        shown_by=found.shown_by or "the first operation that is farther from float64 than its inputs explain",
-        culprits=culprits,
-        where=place,
-        change=evidence.shared(MadeAt.of).scaler() if scaler else "",
-        repair=repair,
-    )
-
-
-def _lost_tensor(evidence: Evidence, runs: LowPrecisionRuns, lost: LostTensor) -> Finding:
-    finding = _finding(evidence, runs, lost.parity, lost.found, fault=True)
-    return replace(
-        finding,
-        summary=f"{finding.summary}: the gradient of {lost.name} is lost",
-        measured=finding.measured.replace("of the gradient", f"of the gradient of {lost.name}", 1)
-        + f"; it is {lost.share:.1g} of the whole gradient's length, which hides it",
-        culprits=(*finding.culprits, lost.name),
-    )
-
-
-def _lost_angles(runs: LowPrecisionRuns, lost: LostAngles) -> Finding:
-    name = str(runs.low).removeprefix("torch.")
-    at, angles = f" in {lost.angles.module}" if lost.angles.module else "", lost.angles
-    return Finding(
-        cause="angles_lost",
-        level="advice" if runs.imposed else "fault",
-        summary=f"{angles.name.rstrip('_')}{at} is given angles that {name} moves by half a radian or more"
-        + (f" ({runs.name})" if runs.name != "as it is" else ""),
-        measured=f"{share(lost.share)} of the angles are off by half a radian or more; the worst, {lost.at:.6g}, is "
-        f"off by {lost.largest:.2g} rad",
-        shown_by="the same angles in a float64 run from the same start; they come from no weight",
-        culprits=tuple(c for c in (angles.module, angles.name) if c),
-        where=str(angles.place),
-    )
-
-
-def _loss_scale(runs: LowPrecisionRuns) -> tuple[str, str]:
-    """How a scaler of the loop leaves the loss as it is, "" where it does not; and the repair."""
-    calls = runs.record.scaler_calls()
-    if not calls:
-        return "", "scale the loss (torch.amp.GradScaler), or use bfloat16"
-    if not any(call.enabled for call in calls):
-        return (
-            "the loop's GradScaler is disabled: the loss is scaled by 1",
-            "GradScaler(..., enabled=True) where autocast is in float16; or use bfloat16 (torch disables a scaler for "
-            "a device that the machine lacks: give it that of the model)",
-        )
-    if not runs.rescaled and all(call.factor == 1.0 for call in calls if call.what == "scale" and call.enabled):
-        return "the loop's GradScaler has the scale 1", "GradScaler(..., init_scale=2.0**16), its default; or bfloat16"
-    return (
-        "",
-        "use bfloat16, or compute in float32 where values are small or large (autocast(enabled=False), .float())",
-    )
-
-
-def _settled_by(runs: LowPrecisionRuns) -> str:
-    if runs.imposed:
-        return (
-            "where the loop is to run in low precision, a knob precision= that its autocast follows makes this a fault"
-        )
-    return "the block in float32 settles it: up to twice what rounding explains passes"
-
-
-def _summary(found: Located, name: str) -> str:
-    operation = found.operation
-    what = "the gradient"
-    if operation is not None:
-        what = f"{operation.name} in {operation.module}" if operation.module else operation.name
-    zeros = "small values become zero" if operation else f"{found.share:.0%} of its entries are zero"
-    return {
-        "overflow": f"{what} overflows in {name}" + (" in backward" if found.direction == "backward" else ""),
-        "underflow": f"{what} underflows in {name}: {zeros}",
-        "cancellation": f"{what} takes the difference of numbers that {name} rounds to nearly the same",
-        "accumulation": f"{what} adds up in {name}: each term is rounded away next to the sum",
-        "custom_backward": f"the backward of {what} gives another gradient in {name}",
-        "precision_lost": f"{what} loses more in {name} than rounding explains",
-    }[found.kind]
-
-
-def _measured(parity: Parity, found: Located, name: str, record: Record) -> str:
-    import torch
-
-    texts = [f"the gradient is inf or NaN in {name}, and finite in float64"]
-    if parity.finite:
-        texts = [
-            f"relative error of the gradient {parity.measured:.2g}, rounding explains {parity.explained:.2g}: "
-            f"{parity.ratio:.3g} times as much"
-        ]
-    if found.low is not None and found.reference is not None:
-        info, vanished = torch.finfo(getattr(torch, name)), found.low.zeros - found.reference.zeros
-        shares = f", {found.low.lost:.0%} of it not finite" if found.low.lost else ""
-        if not shares and vanished > 0.005:
-            shares = f", {vanished:.0%} of it zero only in {name}"
-        texts.append(f"largest value there {found.reference.peak:.4g} in float64{shares}")
-        texts.append(f"{name} holds {info.smallest_normal * info.eps:.2g} to {info.max:.6g}")
-    if any(p.device.startswith("cuda") for p in record.parameters):
-        plain = torch.get_float32_matmul_precision() == "highest"
-        texts.append(f"float32 products in {'float32' if plain else 'TF32'}")
-    return "; ".join(texts)
-
-
-def _to_step(evidence: Evidence, contexts: Contexts, rounds: int) -> Record:
-    outer = evidence.plan().contexts
-    return evidence.rerun(enough=lambda r: r.rounds >= rounds, contexts=lambda watch: (*outer(watch), *contexts(watch)))
-
-
-def _weights_cast_once(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]:
-    """Of the first run whose weights are updated inside an autocast block that goes on."""
-    from pytest_trainloop.checks.numerics.precision_parity.stale_casts import may_be_stale, stale_casts
-
-    for record, again in made:
-        found = stale_casts(again) if may_be_stale(record) else None
-        if found is None:
-            continue
-        inside = [step for step in record.innermost_steps() if step.blocks]
-        yield Finding(
-            cause="weights_cast_once",
-            summary=f"backward pass {found.number} computes with weights from before an update: autocast casts each "
-            "weight once, and keeps the cast until its outermost block is left",
-            measured=f"loss {found.stale:.6g}, and {found.fresh:.6g} with the weights as they are by then"
-            + (f"; the block is entered at {found.entered}" if found.entered else "")
-            + (f"; {len(inside)} steps are made inside of a block" if inside else ""),
-            shown_by="with the casts dropped whenever the weights have changed, and nothing else, the loss differs",
-            culprits=("autocast",),
-            where=str(inside[0].place) if inside else record.step_line(),
-            change=found.entered,
-        )
-        return
-
-
-def _backward_under_autocast(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]:
-    """Of the first run in which a backward pass is called inside an autocast block."""
-    from pytest_trainloop.checks.numerics.precision_parity.backward_inside import change_of_gradient
-
-    for record, again in made:
-        inside = [b for b in record.backwards() if b.autocast]
-        if not inside:
-            continue
-        change = change_of_gradient(again, inside[0].autocast)
-        yield Finding(
-            cause="backward_under_autocast",
-            level="fault" if change else "advice",
-            summary="backward() runs inside the autocast block, which "
-            + (f"changes the gradient by {change:.1g} of its size" if change else "torch advises against"),
-            measured=f"{len(inside)} of {len(record.backwards())} backward passes under {inside[0].autocast}"
-            + (f"; relative difference of the first gradient {change:.1g}" if change else ""),
-            shown_by="with the block ended before backward, and nothing else changed, the first gradient is "
-            + ("another one" if change else "the same, bit for bit"),
-            culprits=("autocast",),
-            where=str(inside[0].place),
-        )
-        return

@@ -1,143 +1,86 @@
-"""What is judged of a loop in low precision, and what is not."""
+"""The gradient that two runs are compared by."""
 
-from __future__ import annotations
-
-import itertools
+import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop
-
-COUNT = itertools.count()
+from pytest_trainloop.checks.numerics.precision_parity.runs import distance, first_gradient, first_item
+from pytest_trainloop.recording.watch import Watch
 
 
-def loop(loss_of, **given):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = (torch.randn(8, 4), torch.randint(2, (8,)))
+def watched(run, model, optimizer=None):
+    with Watch({"": model}, [] if optimizer is None else [optimizer]) as watch:
+        run()
+    return watch.record
 
-    def fit(batches):
-        for x, y in batches:
+
+def linear(*shape):
+    model = torch.nn.Linear(*shape, bias=False)
+    torch.nn.init.constant_(model.weight, 0.5)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_large_tensors_count_for_all_their_entries():
+    model, optimizer = linear(100, 50)
+
+    def run():
+        model(torch.ones(3, 100)).sum().backward()
+        optimizer.step()
+
+    (found,) = first_gradient(watched(run, model, optimizer)).values()
+    assert math.isclose(float(found.norm()), float(model.weight.grad.norm()), rel_tol=1e-6)
+
+
+def test_what_is_wiped_before_the_first_step_does_not_count():
+    model, optimizer = linear(2, 1)
+
+    def run():
+        for scale in (5.0, 1.0):
             optimizer.zero_grad()
-            loss_of(model, x, y).backward()
+            (scale * model(torch.ones(1, 2)).sum()).backward()
+        optimizer.step()
+
+    assert first_gradient(watched(run, model, optimizer))["weight"].tolist() == [1.0, 1.0]
+
+
+def test_weights_moved_by_hand_end_the_window():
+    model, _ = linear(2, 1)
+
+    def run():
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(1, 2)).square().sum().backward()
+            with torch.no_grad():
+                model.weight -= model.weight.grad
+
+    assert first_gradient(watched(run, model))["weight"].tolist() == [2.0, 2.0]
+
+
+def test_the_scale_is_taken_out_of_the_losses_that_were_scaled():
+    def run_with(scaler):
+        (first, optimizer), (second, _) = linear(2, 1), linear(2, 1)
+        optimizer.add_param_group({"params": second.parameters()})
+
+        def run():
+            scaler.scale(first(torch.ones(1, 2)).sum()).backward()
+            second(torch.ones(1, 2)).sum().backward()
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit, **given)
+        return watched(run, torch.nn.ModuleList([first, second]), optimizer)
+
+    scaled = run_with(torch.amp.GradScaler("cpu", init_scale=4096.0))
+    plain = run_with(torch.amp.GradScaler("cpu", enabled=False))
+    assert [g.tolist() for g in first_gradient(scaled, plain).values()] == [[1.0, 1.0], [1.0, 1.0]]
+    assert first_gradient(scaled)["0.weight"].tolist() == [1.0, 1.0]
 
 
-def only(make):
-    (result,) = check_loop(make, only=["precision_parity"], raises=False).results
-    return result
+def test_items_are_those_of_the_last_gradient_before_the_step():
+    assert first_item(watched(lambda: None, torch.nn.Linear(1, 1))) == 0
 
 
-def plain(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
-def test_a_value_that_the_knob_does_not_offer_is_passed_over():
-    def make(precision="fp32"):
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-
-        def loss_of(model, x, y):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
-                return plain(model, x, y)
-
-        return loop(loss_of)
-
-    assert only(make).outcome == "passed"
-
-
-def test_a_knob_whose_loop_raises_says_so():
-    def make(precision="fp32"):
-        def loss_of(model, x, y):
-            low = precision != "fp32"
-            return plain(model, x.bfloat16() if low else x, y)
-
-        return loop(loss_of)
-
-    result = only(make)
-    assert result.outcome == "skipped"
-    assert "with precision='bf16' the loop raises RuntimeError" in result.reason
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "reason"),
-    [
-        ({}, "with precision='bf16' building the loop raised KeyError: 'bf16'"),
-        (dict.fromkeys(("bf16", "fp16"), torch.float32), "with precision='bf16' nothing is computed in low precision"),
-    ],
-    ids=["other-names", "not-passed-on"],
-)
-def test_a_knob_that_does_nothing_gives_the_reason(dtypes, reason):
-    def make(precision="fp32"):
-        dtype = {"fp32": torch.float32, **dtypes}[precision]
-
-        def loss_of(model, x, y):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not torch.float32):
-                return plain(model, x, y)
-
-        return loop(loss_of)
-
-    result = only(make)
-    assert result.outcome == "skipped"
-    assert result.reason.startswith(reason)
-
-
-def test_a_loop_that_refuses_autocast_gives_the_reason():
-    def loss_of(model, x, y):
-        with torch.autocast("cpu", enabled=False):
-            return plain(model, x, y)
-
-    result = only(lambda: loop(loss_of))
-    assert result.outcome == "skipped"
-    assert result.reason.startswith("nothing of this loop is computed in low precision")
-
-
-def test_draws_without_a_seed_are_no_fault():
-    def make(precision="bf16"):
-        def loss_of(model, x, y):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != "fp32"):
-                logits = model(x)
-            weight = torch.tensor([1.0, 2.0 + next(COUNT) % 7])
-            return F.cross_entropy(logits.float(), y, weight=weight)
-
-        return loop(loss_of)
-
-    assert only(make).outcome in ("passed", "unreliable")
-
-
-def test_a_low_precision_batch_is_data():
-    def make():
-        given = loop(lambda model, x, y: plain(model, x.float(), y))
-        x, y = given.batch
-        given.batch = (x.bfloat16(), y)
-        return given
-
-    assert only(make).outcome == "passed"
-
-
-def test_a_buffer_made_in_low_precision_does_not():
-    def make():
-        def loss_of(model, x, y):
-            return F.mse_loss(model(x) * model.keep.float(), F.one_hot(y, 2).float())
-
-        given = loop(loss_of)
-        given.model.register_buffer("keep", torch.cumprod(torch.full((1000,), 0.999).bfloat16(), 0)[-2:])
-        return given
-
-    result = only(make)
-    assert [f.cause for f in result.faults] == ["precision_lost"]
-
-
-def test_a_loop_without_low_precision_gets_advice_at_most():
-    def loss_of(model, x, y):
-        h = model(x) + 300.0
-        centred = h - h.mean(0)
-        return (centred.square().mean() - 1.0).square()
-
-    result = only(lambda: loop(loss_of))
-    assert result.outcome == "passed"
-    assert {f.level for f in result.findings} <= {"advice"}
+def test_distances():
+    a = {"w": torch.tensor([3.0, 4.0], dtype=torch.float64)}
+    assert distance(a, {"w": torch.tensor([3.0, 4.5], dtype=torch.float64)}) == pytest.approx(0.1)
+    assert distance(a, {"w": torch.tensor([3.0, math.inf], dtype=torch.float64)}) == math.inf
+    assert math.isnan(distance({"w": torch.tensor([math.nan, 1.0], dtype=torch.float64)}, a))
