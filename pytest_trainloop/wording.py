@@ -66,16 +66,18 @@ def verb(names: Sequence[str], plural: str) -> str:
 class _Template(string.Formatter):
     def format_field(self, value: Any, spec: str) -> str:
         if spec.startswith("?"):
-            yes, _, no = spec[1:].partition("|")
+            yes, _, no = spec[1:].rpartition("|")
             return yes if value else no
         if isinstance(value, tuple):
-            return {"": some, "are": be, "they": they}[spec](value)
+            agreeing = {"": some, "are": be, "they": they, "them": them}
+            return agreeing[spec](value) if spec in agreeing else verb(value, spec)
         if isinstance(value, int) and spec:
             return count(value, spec)
         return share(value) if spec == "share" else format(value, spec)
 
 
 def filled(template: str, facts: Mapping[str, Any]) -> str:
-    """The template with these facts: ``{names}`` names a few, ``{names:are}`` and ``{names:they}`` agree with them,
-    ``{steps:step}`` is "1 step" or "2 steps", ``{part:share}`` a percentage, ``{late:?yes|no}`` one of two texts."""
+    """The template with these facts: ``{names}`` names a few, ``{names:are}``, ``{names:they}``, ``{names:them}`` and
+    ``{names:get}`` (any verb) agree with them, ``{steps:step}`` is "1 step" or "2 steps", ``{part:share}`` a
+    percentage, ``{late:?yes|no}`` one of two texts (the second holds no ``|``)."""
     return _Template().vformat(template, (), facts)
