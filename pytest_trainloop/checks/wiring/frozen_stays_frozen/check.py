@@ -48,67 +48,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import be, some, them, they, verb
+from pytest_trainloop.checks.wiring.frozen_stays_frozen.causes import CAUSES
+from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import Drift
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import Moved
-    from pytest_trainloop.finding import Level
-    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-
-CAUSES = {
-    "still_trainable": Cause(
-        proof="named in frozen=, requires grad, gets gradients and is moved by an optimizer's step",
-        repair="requires_grad_(False) on them before this line, and give the optimizer only what requires grad",
-        explains=("update_ratio",),
-        change=("group",),
-    ),
-    "weight_decay": Cause(
-        proof="moves along its own values in a step that finds no new gradient",
-        repair=(
-            "give the optimizer only (p for p in parameters if p.requires_grad), or leave their .grad at None: zero is "
-            "not none"
-        ),
-        explains=("update_ratio",),
-        change=("group",),
-    ),
-    "momentum": Cause(
-        proof="moves in a step that finds no new gradient, and not along its own values",
-        repair="build the optimizer anew after this line, or take what is frozen out of its groups",
-        explains=("update_ratio",),
-        change=(
-            "freeze",
-            "group",
-        ),
-    ),
-    "stale_gradient": Cause(
-        proof="moves by a gradient that is bit for bit one that an earlier step used",
-        repair="zero_grad(set_to_none=True) on what is frozen, after this line",
-        explains=("update_ratio",),
-        change=(
-            "freeze",
-            "seen",
-        ),
-    ),
-    "statistics_drift": Cause(
-        proof="the running statistics of a norm whose weights are all frozen change in the training forward pass",
-        change=("freeze",),
-        repair="eval() on the frozen part (model.backbone.eval()), after every train() of the whole model",
-        explains=("update_ratio",),
-    ),
-}
-
-_SHOWN = {
-    "still_trainable": "it requires grad, a gradient arrives, and the step that reads it moves it",
-    "weight_decay": "without weight decay the same run leaves it where it is",
-    "momentum": "the step finds a gradient of zero or none, and the update is no decay",
-    "stale_gradient": "the gradient that the step reads is bit for bit one read before",
-}
 
 
 def _nothing_frozen(evidence: Evidence) -> str:
@@ -122,86 +69,9 @@ def _nothing_frozen(evidence: Evidence) -> str:
 
 @check(needs={"fit"}, causes=CAUSES, rank=60, steps=1, absent=_nothing_frozen)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen.buffers import FrozenModules
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import drifting
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import moved_at_rest, without_decay
-    from pytest_trainloop.runs.optimizer_options import without_weight_decay
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen import moves, statistics
 
     record = evidence.run()
-    moved = moved_at_rest(record)
-    if any(m.may_decay for m in moved):
-        moved = without_decay(moved, evidence.rerun(contexts=without_weight_decay))
-    by_cause = {cause: [m for m in moved if m.cause == cause] for cause in _SHOWN}
-    if by_cause["momentum"]:  # an optimizer that keeps momentum may decay what has none as well
-        by_cause["momentum"] += by_cause.pop("weight_decay")
-    for cause, found in by_cause.items():
-        if found:
-            yield _moved(record, cause, found)
-    fault, advice = drifting(record)
-    names = _fed_by_frozen_parts(evidence, record, fault.names)
-    if names:
-        yield _drift(record, "fault", names, fault)
-    if advice.names:
-        yield _drift(record, "advice", advice.names, advice)
-    written = FrozenModules(evidence, record.frozen).written if record.frozen else {}
-    for name, place in written.items():
-        yield Finding(
-            cause="statistics_drift",
-            summary=f"{name} is named in frozen=, and changes with every training forward pass",
-            measured="the buffer differs after a call of its module from what it was before",
-            shown_by="seen around the call itself: the module writes it, not a copy or an average",
-            culprits=(name,),
-            where=place,
-        )
-
-
-def _fed_by_frozen_parts(evidence: Evidence, record: Record, names: Sequence[str]) -> tuple[str, ...]:
-    """Statistics of norms before which nothing trains, and those that are declared frozen: behind something that trains
-    they must follow what arrives."""
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen.buffers import FrozenModules
-
-    owners = {name: name.rpartition(".")[0] for name in names}
-    fed = FrozenModules(evidence, tuple(owners.values())).fed if names else set()
-    return tuple(name for name in names if record.declared_frozen(name) or owners[name] not in fed)
-
-
-def _moved(record: Record, cause: str, moved: Sequence[Moved]) -> Finding:
-    names = tuple(m.name for m in moved)
-    how = {
-        "still_trainable": (
-            f"named in frozen= and still trained: {they(names)} {verb(names, 'require')} grad and the optimizer steps "
-            f"{them(names)}"
-        ),
-        "weight_decay": "frozen, and moved by weight decay",
-        "momentum": "frozen, and moved by the momentum that the optimizer kept",
-        "stale_gradient": "frozen, and stepped with an old gradient that was left in .grad",
-    }[cause]
-    most = max(moved, key=lambda m: m.update)
-    shown = _SHOWN[most.cause]
-    if most.cosine is not None:
-        shown = f"the step shrinks the weights: its direction agreement with them is {most.cosine:.4f} (-1 = opposite)"
-    return Finding(
-        cause=cause,
-        summary=f"{some(names)} {be(names)} {how}",
-        measured=(
-            f"{most.steps} of {record.rounds} steps moved {most.name}, "
-            + (f"by up to {most.update:.1e} of its largest entry" if most.update < 1e6 else "which began at zero")
-        ),
-        shown_by=shown,
-        culprits=names,
-        where=most.place,
-    )
-
-
-def _drift(record: Record, level: Level, names: Sequence[str], drift: Drift) -> Finding:
-    owners = {name.rpartition(".")[0] for name in names}
-    return Finding(
-        cause="statistics_drift",
-        level=level,
-        summary=f"{some(names)} {verb(names, 'drift')}: the norm's weights are frozen and it runs in training mode",
-        measured=f"{len(names)} running statistics of {len(owners)} norms changed over {record.rounds} steps",
-        shown_by="all weights of these norms are frozen through the run, and their statistics differ from the start",
-        culprits=tuple(names),
-        where=drift.place,
-        change=drift.switched,
-    )
+    yield from moves.moved_by_steps(evidence, record)
+    yield from statistics.drifting(evidence, record)
+    yield from statistics.other_buffers(evidence, record)

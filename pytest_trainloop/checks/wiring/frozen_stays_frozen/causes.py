@@ -1,0 +1,82 @@
+"""The causes of ``frozen_stays_frozen``, and what is said of each. Plain data, no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pytest_trainloop.registry import Cause, finding_maker
+
+_moves = partial(
+    Cause,
+    measured=(
+        "{steps} of {rounds} steps moved {most}, {from_zero:?which began at zero|by up to {update:.1e} of its largest "
+        "entry}"
+    ),
+    explains=("update_ratio",),
+)
+
+CAUSES = {
+    "still_trainable": _moves(
+        proof="named in frozen=, requires grad, gets gradients and is moved by an optimizer's step",
+        summary=(
+            "{names} {names:are} named in frozen= and still trained: {names:they} {names:require} grad and the "
+            "optimizer steps {names:them}"
+        ),
+        shown_by="it requires grad, a gradient arrives, and the step that reads it moves it",
+        repair="requires_grad_(False) on them before this line, and give the optimizer only what requires grad",
+        change=("group",),
+        source="https://github.com/catalyst-team/catalyst/issues/79",
+    ),
+    "weight_decay": _moves(
+        proof="moves along its own values in a step that finds no new gradient",
+        summary="{names} {names:are} frozen, and moved by weight decay",
+        shown_by="without weight decay the same run leaves it where it is",
+        repair=(
+            "give the optimizer only (p for p in parameters if p.requires_grad), or leave their .grad at None: zero is "
+            "not none"
+        ),
+        change=("group",),
+        variants={
+            "along its values": {
+                "shown_by": (
+                    "the step shrinks the weights: its direction agreement with them is {cosine:.4f} (-1 = opposite)"
+                )
+            }
+        },
+        source="https://github.com/ahrefs/ocannl/issues/673",
+    ),
+    "momentum": _moves(
+        proof="moves in a step that finds no new gradient, and not along its own values",
+        summary="{names} {names:are} frozen, and moved by the momentum that the optimizer kept",
+        shown_by="the step finds a gradient of zero or none, and the update is no decay",
+        repair="build the optimizer anew after this line, or take what is frozen out of its groups",
+        change=("freeze", "group"),
+    ),
+    "stale_gradient": _moves(
+        proof="moves by a gradient that is bit for bit one that an earlier step used",
+        summary="{names} {names:are} frozen, and stepped with an old gradient that was left in .grad",
+        shown_by="the gradient that the step reads is bit for bit one read before",
+        repair="zero_grad(set_to_none=True) on what is frozen, after this line",
+        change=("freeze", "seen"),
+        source="https://github.com/neuralmagic/sparseml/issues/965",
+    ),
+    "statistics_drift": Cause(
+        proof="the running statistics of a norm whose weights are all frozen change in the training forward pass",
+        summary="{names} {names:drift}: the norm's weights are frozen and it runs in training mode",
+        measured="{statistics:running statistic} of {norms:norm} changed over {steps:step}",
+        shown_by="all weights of these norms are frozen through the run, and their statistics differ from the start",
+        repair="eval() on the frozen part (model.backbone.eval()), after every train() of the whole model",
+        explains=("update_ratio",),
+        change=("freeze",),
+        variants={
+            "another buffer": {
+                "summary": "{names} is named in frozen=, and changes with every training forward pass",
+                "measured": "the buffer differs after a call of its module from what it was before",
+                "shown_by": "seen around the call itself: the module writes it, not a copy or an average",
+            }
+        },
+        source="https://github.com/kdexd/virtex/issues/16",
+    ),
+}
+
+found = finding_maker(CAUSES)
