@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.gradients.dependence import mover
+from pytest_trainloop.recording.torch_names import INDEXING, MASKING, MULTIPLICATIONS
 from pytest_trainloop.tracing.row_tape import RowTape, changed, leads_to
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.row_tape import Tape, TapedCall
+
+LEAVES_OUT = INDEXING | MASKING | MULTIPLICATIONS
 
 _NO_ROWS = 1 << 62
 """The tape's checksums by row are not needed."""
@@ -28,7 +31,7 @@ def leaves_out(evidence: Evidence, names: Sequence[str]) -> TapedCall | None:
     base, other = _tape(evidence, ()), _tape(evidence, names)
     shapes = [[(call.name, call.shapes) for call in tape.calls] for tape in (base, other)]
     carrying = [at for at, call in enumerate(base.calls) if call.carries_gradient]
-    if shapes[0] != shapes[1] or not carrying:
+    if shapes[0] != shapes[1] or not carrying or not (base.double and other.double):
         return None
     roots = base.roots or carrying[-1:]  # the tape notes roots of data that entered the model as numbers only
     moved = [changed(one, two) for one, two in zip(base.calls, other.calls, strict=True)]
@@ -37,11 +40,12 @@ def leaves_out(evidence: Evidence, names: Sequence[str]) -> TapedCall | None:
         for at in sorted(leads_to(base, roots))
         if base.calls[at].carries_gradient and not moved[at] and any(i >= 0 and moved[i] for i in base.calls[at].inputs)
     ]
-    return found[-1] if found else None
+    # a difference does not depend on what is added to both of its sides (odd: siamese_contrastive)
+    return found[-1] if found and all(call.name in LEAVES_OUT for call in found) else None
 
 
 def _tape(evidence: Evidence, moved: Sequence[str]) -> Tape:
-    mode = RowTape(rows=_NO_ROWS, open_inputs=False)
-    plan = replace(mode.plan(evidence.plan()), prepare=mover(moved, jitter=True))
-    evidence.rerun(replace(plan, before_item=lambda _number, item: mode.take(item)))
+    mode = RowTape(rows=_NO_ROWS, open_inputs=False, coarse=True)
+    plan = replace(mode.plan(evidence.plan()), prepare=mover(moved, jitter=True), double=True)
+    mode.tape.double = evidence.rerun(replace(plan, before_item=lambda _number, item: mode.take(item))).double
     return mode.tape
