@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_trainloop.recording.events import Backward, Forward, GradWrite, Step
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import arrived, batches, code, names, net, values
+from tests.helpers.watched_runs import arrived, batches, code, names, net, net_and_sgd, values
 
 
 def expected(model, x, y) -> list[torch.Tensor]:
@@ -122,8 +122,7 @@ def test_gradient_penalty_through_create_graph():
 
 
 def test_gradients_written_by_hand_are_assigned_and_consumed():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     ((x, y),) = batches(1)
     with Watch({"": model}, [optimizer]) as watch:
         grads = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
@@ -246,8 +245,7 @@ def test_a_compiled_loss_function_is_run_eagerly_and_seen():
 
 
 def test_gradients_per_example_by_vmap_leave_no_stray_parameters():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
 
     def loss(params, x, y):
         return F.mse_loss(functional_call(model, params, (x[None],)), y[None])
@@ -265,8 +263,7 @@ def test_gradients_per_example_by_vmap_leave_no_stray_parameters():
 
 
 def test_fast_weights_of_an_inner_loop_are_no_parameters():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         for x, y in batches(3):
             optimizer.zero_grad()

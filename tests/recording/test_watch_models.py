@@ -13,7 +13,7 @@ from torch import nn
 
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import arrived, batches, names, net
+from tests.helpers.watched_runs import arrived, batches, names, net, net_and_sgd
 
 
 class LoRA(nn.Module):
@@ -35,8 +35,7 @@ def step_on(model, optimizer, x, y):
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_head_swapped_midway_is_entered_beside_the_old_one(declared):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model} if declared else {}, [optimizer] if declared else []) as watch:
         for n, (x, y) in enumerate(batches(3)):
             if n == 1:

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from pytest_trainloop.recording.events import Backward, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import batches, code, net
+from tests.helpers.watched_runs import batches, code, net, net_and_sgd
 
 KINDS = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -32,8 +32,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_step_counts_once_and_constructors_not_at_all(kind):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     rates = []
     with Watch({"": model}, [optimizer]) as watch:
         scheduler = KINDS[kind](optimizer)
@@ -102,8 +101,7 @@ def test_schedulers_can_be_copied_and_pickled_while_watched():
 
 
 def test_each_call_has_the_rates_before_and_after_it():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
         optimizer.step()
@@ -210,8 +208,7 @@ def scaled_loop(model, optimizer, scaler, losses, *, clip=False):
 
 
 def watched_scaler(data, **how):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how.pop("enabled", True))
     with Watch({"": model}, [optimizer]) as watch:
         scaled_loop(model, optimizer, scaler, data, **how)
@@ -285,8 +282,7 @@ class PassingOn(torch.amp.GradScaler):
 
 
 def test_a_call_that_a_subclass_passes_on_is_one_call():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         scaled_loop(model, optimizer, PassingOn("cpu", init_scale=8.0), batches(1))
     scale, step, unscale, update = watch.record.scaler_calls()

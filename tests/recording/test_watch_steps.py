@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pytest_trainloop.recording.events import Backward, Forward, GradWrite, LossCall, Step
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import batches, code, names, net, values
+from tests.helpers.watched_runs import batches, code, names, net, net_and_sgd, values
 
 
 def train(model, optimizer, count=2):
@@ -42,8 +42,7 @@ def test_what_the_step_consumed_left_and_moved(declared):
 
 
 def test_a_parameter_without_gradient_is_read_as_none_and_does_not_move():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         model[0](torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -54,8 +53,7 @@ def test_a_parameter_without_gradient_is_read_as_none_and_does_not_move():
 
 
 def test_values_changed_by_other_hands_are_told_from_steps():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         train(model, optimizer, 1)
         with torch.no_grad():
@@ -362,8 +360,7 @@ def test_after_a_step_that_raised_and_was_caught_everything_is_seen_again():
 
 
 def test_a_parameter_that_changes_dtype_between_steps():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         train(model, optimizer, 1)
         optimizer.zero_grad()
@@ -396,8 +393,7 @@ def test_before_step_is_called_ahead_of_each_step_and_may_end_the_run():
         if watch.record.steps == 2:
             raise Enough
 
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     watch = Watch({"": model}, [optimizer], before_step=stop)
     with pytest.raises(Enough), watch:
         train(model, optimizer, 5)
@@ -430,8 +426,7 @@ def test_gradients_are_read_after_the_optimizers_own_hooks():
 
 
 def test_nothing_of_ours_is_left_on_an_optimizer_whose_step_raises():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
 
     def refuse(*_):
         raise RuntimeError("not now")
