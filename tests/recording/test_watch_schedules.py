@@ -66,16 +66,6 @@ def test_a_scheduler_of_the_project_itself_may_override_step():
     assert [s.lrs[0] for s in watch.record.of(Step)] == pytest.approx([0.025, 0.05, 0.075])
 
 
-def test_plateau_is_stepped_with_a_metric():
-    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
-    with Watch({}, [optimizer]) as watch:
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        optimizer.step()
-        scheduler.step(1.0)
-        scheduler.step(torch.tensor(2.0))
-    assert [(s.scheduler, s.metric) for s in watch.record.of(SchedulerStep)] == [("ReduceLROnPlateau", True)] * 2
-
-
 def test_a_scheduler_that_raises_does_not_hide_the_next_step():
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
     with Watch({}, [optimizer]) as watch:
@@ -100,26 +90,17 @@ def test_schedulers_can_be_copied_and_pickled_while_watched():
     assert "step" not in vars(scheduler)
 
 
-def test_each_call_has_the_rates_before_and_after_it():
-    model, optimizer = net_and_sgd()
-    with Watch({"": model}, [optimizer]) as watch:
-        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-        optimizer.step()
-        scheduler.step()
-    (call,) = watch.record.of(SchedulerStep)
-    assert (call.before, call.after) == ((0.1,), (0.05,))
-    assert call.at < call.until
-
-
-def test_the_rates_of_a_call_may_be_tensors():
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_each_call_has_the_rates_before_and_after_it(rate):
     model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     with Watch({"": model}, [optimizer]) as watch:
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
         optimizer.step()
         scheduler.step()
     (call,) = watch.record.of(SchedulerStep)
     assert (call.before, call.after) == ((0.5,), (0.25,))
+    assert call.at < call.until
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "plateau"])

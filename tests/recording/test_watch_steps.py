@@ -168,44 +168,6 @@ def test_a_closure_given_to_adam_runs_once_under_its_own_name(by_name):
     assert step.reads[0].grads[0].same(watch.record.of(Backward)[0].arrivals[0][0].incoming)
 
 
-class SAM(torch.optim.Optimizer):
-    """The widespread implementation: an optimizer around another one, stepped inside its own step."""
-
-    def __init__(self, params, base, rho=0.05, **kwargs):
-        super().__init__(params, {"rho": rho, **kwargs})
-        self.base = base(self.param_groups, **kwargs)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure):
-        closure = torch.enable_grad()(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["ascent"] = 0.05 * p.grad / p.grad.norm()
-            p.add_(self.state[p]["ascent"])
-        self.zero_grad()
-        closure()
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.sub_(self.state[p]["ascent"])
-        self.base.step()
-
-
-def test_of_nested_steps_only_the_innermost_consumes():
-    model = net()
-    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
-    ((x, y),) = batches(1)
-    with Watch({"": model}, [optimizer]) as watch:
-        F.mse_loss(model(x), y).backward()
-        optimizer.step(lambda: F.mse_loss(model(x), y).backward())
-    outer, inner = watch.record.of(Step)
-    assert (outer.nested, inner.nested) == (True, False)
-    assert watch.record.innermost_steps() == [inner]
-    assert [(o.kind, o.steps) for o in watch.record.optimizers] == [("SAM", 0), ("SGD", 1)]
-    assert watch.record.steps == 1
-    first, second = watch.record.of(Backward)
-    assert inner.reads[0].grads[0].same(second.arrivals[0][0].incoming)
-    assert any(first.at < m.at <= second.at + 1 and 0 in m.parameters for m in watch.record.moves)
-
-
 def test_steps_fused_into_backward():
     model = net()
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
