@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pytest_trainloop import Padding, TrainLoop
 from tests.loops.from_threads import fault, right
 from tests.loops.nets import relu_mlp
-from tests.loops.threads.shared import fit_with
+from tests.loops.threads.shared import stepped
 
 
 @right(
@@ -87,11 +87,11 @@ def roberta_classifier(pad_token_id=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     texts = [text.clamp(min=2) for text in sentences(first=1, seed=17)]
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        lambda batch: F.cross_entropy(model(batch["input_ids"]), batch["labels"]),
         batches=DataLoader(labelled(texts), batch_size=8, collate_fn=collate),
-        fit=fit_with(optimizer, lambda batch: F.cross_entropy(model(batch["input_ids"]), batch["labels"])),
     )
 
 
@@ -122,12 +122,7 @@ def text_cnn():
         ids = torch.stack([F.pad(text, (0, 12 - len(text))) for text, _ in data[i : i + 8]])
         batches.append((ids, torch.tensor([label for _, label in data[i : i + 8]])))
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=batches,
-        fit=fit_with(optimizer, lambda ids, labels: F.cross_entropy(model(ids), labels)),
-    )
+    return stepped(model, optimizer, lambda ids, labels: F.cross_entropy(model(ids), labels), batches=batches)
 
 
 @right(
@@ -168,12 +163,7 @@ def span_extraction():
         per_row = per_row + F.cross_entropy(end, batch["end"], reduction="none")
         return per_row.sum() / batch["start"].ge(0).sum().clamp(min=1)
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=DataLoader(sentences(seed=33), batch_size=8, collate_fn=collate),
-        fit=fit_with(optimizer, loss_of),
-    )
+    return stepped(model, optimizer, loss_of, batches=DataLoader(sentences(seed=33), batch_size=8, collate_fn=collate))
 
 
 @right(
@@ -201,11 +191,11 @@ def balanced_mse():
     optimizer.add_param_group({"params": criterion.noise_sigma, "lr": 1e-2, "name": "noise_sigma"})
     rows = TensorDataset(torch.randn(48, 6), torch.randn(48, 1).exp())
     shuffling = torch.Generator().manual_seed(5)
-    return TrainLoop(
-        model={"model": model, "criterion": criterion},
-        optimizer=optimizer,
+    return stepped(
+        {"model": model, "criterion": criterion},
+        optimizer,
+        lambda x, y: criterion(model(x), y),
         batches=DataLoader(rows, 12, shuffle=True, generator=shuffling, drop_last=True),
-        fit=fit_with(optimizer, lambda x, y: criterion(model(x), y)),
     )
 
 
@@ -242,10 +232,10 @@ def sort_and_restore():
         ids = torch.randint(1, 25, (n, int(lengths.max()))) * (torch.arange(int(lengths.max())) < lengths[:, None])
         return Text(ids, lengths, torch.randint(0, 3, (n,)))
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        lambda t: F.cross_entropy(model(t.ids, t.lengths), t.label),
         batches=lambda n: [draw() for _ in range(n)],
-        fit=fit_with(optimizer, lambda t: F.cross_entropy(model(t.ids, t.lengths), t.label)),
         padding=Padding(pad_id=0),
     )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pytest_trainloop import TrainLoop
 from tests.loops.from_threads import fault, right
 from tests.loops.nets import relu_mlp
-from tests.loops.threads.shared import clusters, cross_entropy_of, fit_with, training_arguments
+from tests.loops.threads.shared import clusters, cross_entropy_of, fit_with, stepped, training_arguments
 
 
 class MaskedHead(nn.Module):
@@ -244,8 +244,7 @@ def gesture_detector(num_epochs=10):
     scheduler = lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
     loader = digits(batch_size=8)
 
-    fit = fit_with(optimizer, cross_entropy_of(model), scheduler)
-    return TrainLoop(model=model, optimizer=optimizer, scheduler=scheduler, batches=loader, fit=fit, epochs=num_epochs)
+    return stepped(model, optimizer, cross_entropy_of(model), scheduler=scheduler, batches=loader, epochs=num_epochs)
 
 
 @fault(
@@ -278,8 +277,7 @@ def rnn_vae(optimizer_scheduler=False):
         kl = -0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(1).mean()
         return F.mse_loss(decoded, x, reduction="sum") / len(x) + 0.1 * kl
 
-    fit = fit_with(optimizer, loss_of, scheduler)
-    return TrainLoop(model=model, optimizer=optimizer, scheduler=scheduler, batches=loader, fit=fit)
+    return stepped(model, optimizer, loss_of, scheduler=scheduler, batches=loader)
 
 
 @fault(
@@ -333,14 +331,7 @@ def gradual_release(epochs=4):
 
     scheduler = lr_scheduler.LambdaLR(optimizer, [backbone_factor, lambda step: max(0.0, 1.0 - step / total)])
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batches=loader,
-        fit=fit_with(optimizer, cross_entropy_of(model), scheduler),
-        steps=total,
-    )
+    return stepped(model, optimizer, cross_entropy_of(model), scheduler=scheduler, batches=loader, steps=total)
 
 
 @right("schedules", "SAC: three optimizers at constant rates, no schedule at all", thread="hill-a/stable-baselines#976")
@@ -473,12 +464,8 @@ def video_tokenizer(perceptual_weight=1.0):
         losses = compute_loss(model, images)
         return losses["rec"] + losses["perceptual"][0] * losses["perceptual"][1]
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=lambda n: [torch.rand(6, 1, 8, 8) for _ in range(n)],
-        fit=fit_with(optimizer, loss_of),
-        parts=compute_loss,
+    return stepped(
+        model, optimizer, loss_of, batches=lambda n: [torch.rand(6, 1, 8, 8) for _ in range(n)], parts=compute_loss
     )
 
 

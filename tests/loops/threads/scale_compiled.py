@@ -12,7 +12,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.loops.from_threads import fault, right
-from tests.loops.threads.shared import cross_entropy_of, fit_with
+from tests.loops.threads.shared import cross_entropy_of, fit_with, stepped
 
 
 class Encoder(nn.Module):
@@ -45,8 +45,7 @@ def compiled_copy(compile=False):
     model = Encoder(classes=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step_model = torch.compile(copy.deepcopy(model), backend="aot_eager") if compile else model
-    fit = fit_with(optimizer, cross_entropy_of(step_model))
-    return TrainLoop(model=model, optimizer=optimizer, batch=images(8, 3), fit=fit)
+    return stepped(model, optimizer, cross_entropy_of(step_model), batch=images(8, 3))
 
 
 class SegmentNet(nn.Module):
@@ -85,8 +84,7 @@ def loss_by_type(compile=False):
     criterion = LOSSES.get(type(model), plain_loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    fit = fit_with(optimizer, lambda x, y: criterion(model(x), y))
-    return TrainLoop(model=model, optimizer=optimizer, batch=images(), fit=fit)
+    return stepped(model, optimizer, lambda x, y: criterion(model(x), y), batch=images())
 
 
 @fault(
@@ -109,14 +107,7 @@ def resumed_without_strict(compile=False):
         raw.load_state_dict({k.replace("module.", ""): v for k, v in state["model"].items()}, strict=False)
         optimizer.load_state_dict(state["optimizer"])
 
-    return TrainLoop(
-        model=raw,
-        optimizer=optimizer,
-        batch=images(),
-        fit=fit_with(optimizer, cross_entropy_of(model)),
-        save=save_checkpoint,
-        load=load_checkpoint,
-    )
+    return stepped(raw, optimizer, cross_entropy_of(model), batch=images(), save=save_checkpoint, load=load_checkpoint)
 
 
 @right("copies", "the optimizer's step is compiled, with a rate that is a tensor", thread="meta-pytorch/torchtune#2516")
@@ -166,7 +157,7 @@ def random_features(compile=False):
     forward = torch.compile(model, backend="aot_eager") if compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(8, 5), torch.randn(8, 1))
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit_with(optimizer, mse_of(forward)))
+    return stepped(model, optimizer, mse_of(forward), batch=batch)
 
 
 @fault(
@@ -219,8 +210,12 @@ def mixture(compile=False):
     forward = torch.compile(model, backend="aot_eager") if compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    fit = fit_with(optimizer, lambda x, y: F.mse_loss(forward(x), y) + 0.1 * model.balance)
-    return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(8, 8), torch.randn(8, 8)), fit=fit)
+    return stepped(
+        model,
+        optimizer,
+        lambda x, y: F.mse_loss(forward(x), y) + 0.1 * model.balance,
+        batch=(torch.randn(8, 8), torch.randn(8, 8)),
+    )
 
 
 class Trimmed(nn.Module):
@@ -285,7 +280,7 @@ def scaled_trunk(compile=False):
     forward = torch.compile(model, backend="aot_eager") if compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(8, 7), torch.randn(8, 2))
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit_with(optimizer, mse_of(forward)))
+    return stepped(model, optimizer, mse_of(forward), batch=batch)
 
 
 class Counting(nn.Module):
@@ -309,7 +304,7 @@ def counter_in_forward(compile=False):
     forward = torch.compile(model, backend="aot_eager") if compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(8, 6), torch.randn(8, 2))
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit_with(optimizer, mse_of(forward)))
+    return stepped(model, optimizer, mse_of(forward), batch=batch)
 
 
 class Collecting(nn.Module):
@@ -372,5 +367,4 @@ def part_left_out(compile=False):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     batch = (torch.randint(20, (8, 5)), torch.randint(3, (8,)))
-    fit = fit_with(optimizer, lambda ids, y: F.cross_entropy(forward(ids).mean(1), y))
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+    return stepped(model, optimizer, lambda ids, y: F.cross_entropy(forward(ids).mean(1), y), batch=batch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pytest_trainloop import TrainLoop
+
 
 def clusters(rows, width, classes, *, noise, spread=1.0, seed=0):
     """Points around one centre per class, and the class of each."""
@@ -30,6 +32,12 @@ def fit_with(optimizer, loss_of, scheduler=None, *, model=None):
                 scheduler.step()
 
     return fit
+
+
+def stepped(model, optimizer, loss_of, *, train=False, **fields):
+    """A loop with such a ``fit``, whose scheduler, if it has one, is stepped for each batch."""
+    fit = fit_with(optimizer, loss_of, fields.get("scheduler"), model=model if train else None)
+    return TrainLoop(model=model, optimizer=optimizer, fit=fit, **fields)
 
 
 def cross_entropy_of(model):

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from pytest_trainloop import TrainLoop
 from tests.loops.from_threads import fault, right
 from tests.loops.nets import relu_mlp
-from tests.loops.threads.shared import cross_entropy_of, fit_with
+from tests.loops.threads.shared import cross_entropy_of, stepped
 
 
 def classified(batches=8, rows=8, features=12, classes=4, seed=0):
@@ -193,11 +193,11 @@ def mmap_loading():
         model.load_state_dict(state["model"], assign=True)
         optimizer.load_state_dict(state["optimizer"])
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        cross_entropy_of(model),
         batches=classified(),
-        fit=fit_with(optimizer, cross_entropy_of(model)),
         save=lambda path: torch.save(held(model, optimizer), path),
         load=load,
     )
@@ -238,11 +238,11 @@ def nnclr():
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        lambda x: model(x, x.flip(1)),
         batches=images(),
-        fit=fit_with(optimizer, lambda x: model(x, x.flip(1))),
         save=lambda: held(model, optimizer),
         load=load,
     )

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from pytest_trainloop import TrainLoop
 from tests.loops.from_threads import fault, right
 from tests.loops.nets import relu_mlp
-from tests.loops.threads.shared import clusters, cross_entropy_of, fit_with
+from tests.loops.threads.shared import clusters, cross_entropy_of, fit_with, stepped
 
 
 def loaders():
@@ -77,11 +77,12 @@ def factorization_machine():
             scores = torch.cat([model(fields).sigmoid() for fields, _ in val_loader])
         return F.binary_cross_entropy(scores, torch.cat([t for _, t in val_loader])).item()
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        lambda x, y: F.binary_cross_entropy_with_logits(model(x), y),
+        train=True,
         batches=train_loader,
-        fit=fit_with(optimizer, lambda x, y: F.binary_cross_entropy_with_logits(model(x), y), model=model),
         evaluate=test,
     )
 
@@ -227,12 +228,8 @@ def rotary_cache():
         model.train()
         return perplexity
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=DataLoader(train_data, batch_size=8),
-        fit=fit_with(optimizer, lm_loss, model=model),
-        evaluate=evaluate,
+    return stepped(
+        model, optimizer, lm_loss, train=True, batches=DataLoader(train_data, batch_size=8), evaluate=evaluate
     )
 
 
@@ -298,13 +295,7 @@ def numpy_scores():
         model.train()
         return float((np.concatenate(scores).argmax(1) == np.concatenate(targets)).mean())
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=train_loader,
-        fit=fit_with(optimizer, cross_entropy_of(model), model=model),
-        evaluate=evaluate,
-    )
+    return stepped(model, optimizer, cross_entropy_of(model), train=True, batches=train_loader, evaluate=evaluate)
 
 
 @right(
@@ -501,8 +492,9 @@ def streamed_rows():
     loader = DataLoader(Stream(*table(rows=32)), batch_size=8, num_workers=2)
     model = relu_mlp(8, 24, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fit = fit_with(optimizer, lambda batch: F.cross_entropy(model(batch["features"]), batch["label"]))
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+    return stepped(
+        model, optimizer, lambda batch: F.cross_entropy(model(batch["features"]), batch["label"]), batches=loader
+    )
 
 
 @fault(

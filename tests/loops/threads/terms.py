@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from pytest_trainloop import TrainLoop
 from tests.loops.from_threads import fault, right
 from tests.loops.nets import mlp, relu_mlp
-from tests.loops.threads.shared import clusters, fit_with
+from tests.loops.threads.shared import clusters, fit_with, stepped
 
 
 def sinusoidal_embedding_1d(dim, position):
@@ -54,7 +54,7 @@ def dit_training():
             pred = model((1 - sigma) * x0 + sigma * noise, timestep.to(dtype))
         return F.mse_loss(pred.float(), noise - x0)
 
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit_with(optimizer, training_loss))
+    return stepped(model, optimizer, training_loss, batches=loader)
 
 
 @fault(
@@ -93,7 +93,7 @@ def gated_scan():
             logits = model(ids[:, :-1])
         return F.cross_entropy(logits.float(), ids[:, -1])
 
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit_with(optimizer, training_step))
+    return stepped(model, optimizer, training_step, batches=loader)
 
 
 @fault(

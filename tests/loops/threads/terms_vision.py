@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop
 from tests.loops.from_threads import fault, right
-from tests.loops.threads.shared import fit_with
+from tests.loops.threads.shared import stepped
 
 
 def render(boxes):
@@ -143,8 +143,9 @@ def iou_regression():
         lcls = F.cross_entropy(outputs["pred_logits"], labels)
         return lbox + 0.5 * lcls
 
-    fit = fit_with(optimizer, lambda images, boxes, labels: compute_loss(model(images), boxes, labels))
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+    return stepped(
+        model, optimizer, lambda images, boxes, labels: compute_loss(model(images), boxes, labels), batches=loader
+    )
 
 
 @fault(
@@ -199,7 +200,7 @@ def ignored_anchors():
         losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0), reduction="none")
         return (losses * weight).sum() / weight.sum()
 
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit_with(optimizer, loss_of))
+    return stepped(model, optimizer, loss_of, batches=loader)
 
 
 def scans(n=24, classes=3, size=12, seed=0):
@@ -259,9 +260,10 @@ def lowest_output_unused():
 
     model = DeepUNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        lambda x, y: criterion(model(x), y),
+        train=True,
         batches=DataLoader(TensorDataset(*scans(seed=15)), batch_size=6, shuffle=True),
-        fit=fit_with(optimizer, lambda x, y: criterion(model(x), y), model=model),
     )
