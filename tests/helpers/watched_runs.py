@@ -18,6 +18,11 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
+def net_and_sgd() -> tuple[nn.Sequential, torch.optim.SGD]:
+    model = net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def batches(count: int, rows: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``count`` different batches, the same on every call."""
     generator = torch.Generator().manual_seed(1)

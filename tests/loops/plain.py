@@ -16,8 +16,8 @@ def train(model, optimizer, batches, loss_of):
         optimizer.step()
 
 
-def loop(model, batch, loss_of, **fields):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+def loop(model, batch, loss_of, optimizer=None, **fields):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=5e-3)
     return TrainLoop(
         model=model,
         optimizer=optimizer,

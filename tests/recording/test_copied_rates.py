@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import batches, net
+from tests.helpers.watched_runs import batches, net, net_and_sgd
 
 
 def watched(after, steps=3):
     """The record of some steps; ``after`` is called with the optimizer after each."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         for x, y in batches(steps):
             optimizer.zero_grad()

@@ -66,19 +66,6 @@ def test_what_a_pass_went_through_is_gone_later(case):
     assert watch.record.graphs.kept == ()
 
 
-def test_a_kept_loss_keeps_its_graph():
-    kept = []
-
-    def body(model, x):
-        kept.append(model(x).sum())
-        kept[-1].backward()
-
-    watch = watched(body)
-    assert watch.record.graphs.kept == (1, 2, 3, 4, 5, 6)
-    assert watch.record.graphs.all_kept
-    assert watch.graphs.retained() == set()
-
-
 def test_a_graph_that_no_pass_went_through_carries_no_mark():
     kept = []
 
@@ -133,24 +120,6 @@ def test_a_pass_through_earlier_graphs_is_known():
             total.backward(retain_graph=True)
             optimizer.step()
     assert watch.graphs.reaches == {1: frozenset(), 2: {1}, 3: {1, 2}, 4: {1, 2, 3}}
-
-
-def test_a_pass_that_raises_on_an_earlier_graph_is_noted():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watch = Watch({"": model}, [optimizer])
-
-    def train():
-        total = torch.zeros(())
-        for x, _ in batches(3):
-            total = total + model(x).sum()
-            total.backward()
-            optimizer.step()
-
-    with watch, pytest.raises(RuntimeError, match="second time"):
-        train()
-    assert watch.record.refused is not None
-    assert watch.record.refused.place.code == "total.backward()"
 
 
 def test_one_loss_that_is_backpropagated_twice_is_no_earlier_graph():

@@ -20,7 +20,6 @@ from pytest_trainloop.recording.torch_internals import (
     function_class,
     has_gradient_hooks,
     has_step_hooks,
-    has_step_pre_hooks,
     has_values,
     hooks_of,
     is_functorch,
@@ -74,47 +73,6 @@ def test_a_gradient_of_a_batched_backward():
     torch.autograd.grad(w * 2, w, torch.eye(2), is_grads_batched=True)
     torch.autograd.grad((w * 2).sum(), w)
     assert seen == [True, False]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.ones(2), torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse()],
-)
-def test_a_plain_tensor_is_none(tensor):
-    assert is_functorch(tensor) is False
-
-
-def test_a_mode_is_taken_off_from_under_others():
-    ours, theirs, last = Mode(), Mode(), Mode()
-    before = _get_current_function_mode_stack()
-    ours.__enter__()
-    with theirs, last:
-        assert take_off(ours)
-        assert _get_current_function_mode_stack() == [*before, theirs, last]
-        assert not take_off(ours)
-    assert _get_current_function_mode_stack() == before
-
-
-def test_a_mode_under_a_device_context():
-    ours = Mode()
-    ours.__enter__()
-    with torch.device("meta"):
-        assert take_off(ours)
-        assert torch.zeros(1).device.type == "meta"
-    assert torch.zeros(1).device.type == "cpu"
-
-
-def test_a_mode_inside_its_own_call_is_not_on_the_stack():
-    class Within(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            found.append(take_off(self))
-            return func(*args, **(kwargs or {}))
-
-    found = []
-    with Within():
-        torch.ones(1) + 1
-    assert not any(found)
-    assert len(found) >= 1
 
 
 class LeftOn(TorchFunctionMode):
@@ -171,17 +129,6 @@ def test_the_function_behind_a_node():
 )
 def test_what_an_overload_views_and_writes(func, viewed, written):
     assert aliased_arguments(func) == (viewed, written)
-
-
-def test_hooks_of_an_optimizer():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    assert is_initialised(optimizer)
-    assert not has_step_hooks(optimizer)
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert has_step_hooks(optimizer)
-    assert not has_step_pre_hooks(optimizer)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    assert has_step_pre_hooks(optimizer)
 
 
 def test_hooks_of_a_tensor():

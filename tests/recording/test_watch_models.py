@@ -11,20 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import arrived, batches, names, net
-
-
-class LoRA(nn.Module):
-    def __init__(self, base, rank=2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+from tests.helpers.watched_runs import arrived, batches, names, net, net_and_sgd
 
 
 def step_on(model, optimizer, x, y):
@@ -35,8 +24,7 @@ def step_on(model, optimizer, x, y):
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_head_swapped_midway_is_entered_beside_the_old_one(declared):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model} if declared else {}, [optimizer] if declared else []) as watch:
         for n, (x, y) in enumerate(batches(3)):
             if n == 1:
@@ -49,22 +37,6 @@ def test_a_head_swapped_midway_is_entered_beside_the_old_one(declared):
     ]
     assert watch.record.optimizers[0].parameters == (0, 1, 2, 3)
     assert 4 not in watch.record.held
-
-
-def test_adapters_attached_inside_fit():
-    model = net()
-    with Watch({"": model}) as watch:
-        model[0] = LoRA(model[0])
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for x, y in batches(2):
-            step_on(model, optimizer, x, y)
-    assert {"0.down.weight", "0.up.weight"} < set(names(watch.record))
-    assert len(names(watch.record)) == 6
-    first, second = watch.record.of(Backward)
-    assert arrived(watch.record, first) == arrived(watch.record, second)
-    assert "0.up.weight" in arrived(watch.record, first)
-    assert "0.weight" not in arrived(watch.record, first)
-    assert set(watch.record.names(watch.record.of(Step)[1].updates)) == arrived(watch.record, second)
 
 
 def test_parameters_unfrozen_midway_are_seen_from_then_on():
@@ -120,13 +92,6 @@ def test_what_a_model_never_registered_is_found_in_its_lists():
         **{"heads['a'].weight": "unregistered", "heads['a'].bias": "unregistered", "gains[0]": "unregistered"},
     }
     assert arrived(watch.record, watch.record.of(Backward)[0]) == set(roles)
-
-
-def test_two_declared_models_carry_their_prefixes():
-    with Watch({"generator": net(), "critic": net()}) as watch:
-        pass
-    assert names(watch.record)[0] == "generator.0.weight"
-    assert names(watch.record)[4] == "critic.0.weight"
 
 
 def test_names_do_not_clash_where_several_undeclared_models_run():

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from pytest_trainloop.recording.events import Backward, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import batches, code, net
+from tests.helpers.watched_runs import batches, code, net, net_and_sgd
 
 KINDS = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -32,8 +32,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_step_counts_once_and_constructors_not_at_all(kind):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     rates = []
     with Watch({"": model}, [optimizer]) as watch:
         scheduler = KINDS[kind](optimizer)
@@ -67,16 +66,6 @@ def test_a_scheduler_of_the_project_itself_may_override_step():
     assert [s.lrs[0] for s in watch.record.of(Step)] == pytest.approx([0.025, 0.05, 0.075])
 
 
-def test_plateau_is_stepped_with_a_metric():
-    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
-    with Watch({}, [optimizer]) as watch:
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        optimizer.step()
-        scheduler.step(1.0)
-        scheduler.step(torch.tensor(2.0))
-    assert [(s.scheduler, s.metric) for s in watch.record.of(SchedulerStep)] == [("ReduceLROnPlateau", True)] * 2
-
-
 def test_a_scheduler_that_raises_does_not_hide_the_next_step():
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
     with Watch({}, [optimizer]) as watch:
@@ -101,27 +90,17 @@ def test_schedulers_can_be_copied_and_pickled_while_watched():
     assert "step" not in vars(scheduler)
 
 
-def test_each_call_has_the_rates_before_and_after_it():
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_each_call_has_the_rates_before_and_after_it(rate):
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Watch({"": model}, [optimizer]) as watch:
-        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-        optimizer.step()
-        scheduler.step()
-    (call,) = watch.record.of(SchedulerStep)
-    assert (call.before, call.after) == ((0.1,), (0.05,))
-    assert call.at < call.until
-
-
-def test_the_rates_of_a_call_may_be_tensors():
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     with Watch({"": model}, [optimizer]) as watch:
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
         optimizer.step()
         scheduler.step()
     (call,) = watch.record.of(SchedulerStep)
     assert (call.before, call.after) == ((0.5,), (0.25,))
+    assert call.at < call.until
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "plateau"])
@@ -210,8 +189,7 @@ def scaled_loop(model, optimizer, scaler, losses, *, clip=False):
 
 
 def watched_scaler(data, **how):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how.pop("enabled", True))
     with Watch({"": model}, [optimizer]) as watch:
         scaled_loop(model, optimizer, scaler, data, **how)
@@ -285,8 +263,7 @@ class PassingOn(torch.amp.GradScaler):
 
 
 def test_a_call_that_a_subclass_passes_on_is_one_call():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         scaled_loop(model, optimizer, PassingOn("cpu", init_scale=8.0), batches(1))
     scale, step, unscale, update = watch.record.scaler_calls()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pytest_trainloop.recording.events import Backward, Forward, GradWrite, LossCall, Step
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import batches, code, names, net, values
+from tests.helpers.watched_runs import batches, code, names, net, net_and_sgd, values
 
 
 def train(model, optimizer, count=2):
@@ -42,8 +42,7 @@ def test_what_the_step_consumed_left_and_moved(declared):
 
 
 def test_a_parameter_without_gradient_is_read_as_none_and_does_not_move():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         model[0](torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -54,8 +53,7 @@ def test_a_parameter_without_gradient_is_read_as_none_and_does_not_move():
 
 
 def test_values_changed_by_other_hands_are_told_from_steps():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         train(model, optimizer, 1)
         with torch.no_grad():
@@ -168,44 +166,6 @@ def test_a_closure_given_to_adam_runs_once_under_its_own_name(by_name):
     assert loss.item() == watch.record.of(LossCall)[0].value
     assert len(step.reads) == 1
     assert step.reads[0].grads[0].same(watch.record.of(Backward)[0].arrivals[0][0].incoming)
-
-
-class SAM(torch.optim.Optimizer):
-    """The widespread implementation: an optimizer around another one, stepped inside its own step."""
-
-    def __init__(self, params, base, rho=0.05, **kwargs):
-        super().__init__(params, {"rho": rho, **kwargs})
-        self.base = base(self.param_groups, **kwargs)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure):
-        closure = torch.enable_grad()(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["ascent"] = 0.05 * p.grad / p.grad.norm()
-            p.add_(self.state[p]["ascent"])
-        self.zero_grad()
-        closure()
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.sub_(self.state[p]["ascent"])
-        self.base.step()
-
-
-def test_of_nested_steps_only_the_innermost_consumes():
-    model = net()
-    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
-    ((x, y),) = batches(1)
-    with Watch({"": model}, [optimizer]) as watch:
-        F.mse_loss(model(x), y).backward()
-        optimizer.step(lambda: F.mse_loss(model(x), y).backward())
-    outer, inner = watch.record.of(Step)
-    assert (outer.nested, inner.nested) == (True, False)
-    assert watch.record.innermost_steps() == [inner]
-    assert [(o.kind, o.steps) for o in watch.record.optimizers] == [("SAM", 0), ("SGD", 1)]
-    assert watch.record.steps == 1
-    first, second = watch.record.of(Backward)
-    assert inner.reads[0].grads[0].same(second.arrivals[0][0].incoming)
-    assert any(first.at < m.at <= second.at + 1 and 0 in m.parameters for m in watch.record.moves)
 
 
 def test_steps_fused_into_backward():
@@ -362,8 +322,7 @@ def test_after_a_step_that_raised_and_was_caught_everything_is_seen_again():
 
 
 def test_a_parameter_that_changes_dtype_between_steps():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         train(model, optimizer, 1)
         optimizer.zero_grad()
@@ -396,8 +355,7 @@ def test_before_step_is_called_ahead_of_each_step_and_may_end_the_run():
         if watch.record.steps == 2:
             raise Enough
 
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     watch = Watch({"": model}, [optimizer], before_step=stop)
     with pytest.raises(Enough), watch:
         train(model, optimizer, 5)
@@ -430,8 +388,7 @@ def test_gradients_are_read_after_the_optimizers_own_hooks():
 
 
 def test_nothing_of_ours_is_left_on_an_optimizer_whose_step_raises():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
 
     def refuse(*_):
         raise RuntimeError("not now")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 
 import pytest
@@ -13,11 +12,10 @@ from torch.nn.modules import module as modules
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_trainloop.recording.events import Backward, Forward, GradWrite, LossCall, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
-from tests.helpers.watched_runs import arrived, batches, names, net
+from tests.helpers.watched_runs import batches, net_and_sgd
 
 REGISTRIES = {
     modules: ["_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"],
@@ -47,8 +45,7 @@ def nothing_left():
 
 @pytest.fixture
 def loop():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
 
     def train(count, *, each=lambda n: None):
         for n, (x, y) in enumerate(batches(count)):
@@ -235,103 +232,3 @@ def test_a_mode_left_open_in_a_generator_is_not_mistaken_for_ours(loop, nothing_
         optimizer.step()
     assert [type(mode).__name__ for mode in _get_current_function_mode_stack()] == ["DeviceContext", "Counting"]
     source.close()
-
-
-class Synchronising(TorchDispatchMode):
-    """The operations that would wait for a GPU."""
-
-    waits = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item")
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.waits:
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("tensor_rate", [False, True])
-def test_no_hook_waits_for_the_device(loop, tensor_rate):
-    model, optimizer, train = loop
-    scaler = torch.amp.GradScaler("cpu", enabled=True)
-    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    if tensor_rate:
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-        optimizer.param_groups[0]["foreach"] = True
-
-    def more(n):
-        scaler.scale(model(torch.ones(1, 3)).sum())
-        F.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
-        if not tensor_rate:
-            scheduler.step()
-
-    with Synchronising() as bare:
-        train(2, each=more)
-    with Watch({"": model}, [optimizer]) as watch, Synchronising() as seen:
-        train(FULL_ROUNDS + 2, each=more)
-    assert len(seen.seen) == len(bare.seen) / 2 * (FULL_ROUNDS + 2)
-    assert not seen.seen or tensor_rate  # SGD itself reads a rate that is a tensor
-    assert watch.record.steps == FULL_ROUNDS + 2
-
-
-def test_watching_changes_no_number():
-    results = []
-    for watched in (False, True):
-        model = net()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        random = torch.get_rng_state()
-        with Watch({"": model}, [optimizer]) if watched else warnings.catch_warnings():
-            for x, y in batches(FULL_ROUNDS + 3):
-                optimizer.zero_grad()
-                F.mse_loss(F.dropout(model(x), 0.5), y).backward()
-                optimizer.step()
-        results.append([p.detach().clone() for p in model.parameters()] + [torch.get_rng_state()])
-        torch.set_rng_state(random)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_two_threads_that_train_at_once(loop, nothing_left):
-    model, optimizer, train = loop
-    beside = net()
-    other = torch.optim.SGD(beside.parameters(), lr=0.1)
-    errors = []
-    started, enough = threading.Event(), threading.Event()
-
-    def work():
-        try:
-            while not enough.is_set():
-                other.zero_grad()
-                beside(torch.ones(4, 3)).sum().backward()
-                other.step()
-                started.set()
-        except BaseException as error:  # handed to the test's own thread
-            errors.append(error)
-
-    with Watch({"": model, "beside": beside}, [optimizer, other]) as watch:
-        thread = threading.Thread(target=work)
-        thread.start()
-        started.wait(10)
-        train(40)
-        enough.set()
-        thread.join()
-    assert errors == []
-    record = watch.record
-    assert record.optimizers[0].steps == 40
-    assert record.optimizers[1].steps >= 1
-    assert not any(s.nested for s in record.of(Step))
-    assert all(s.until for s in record.of(Step))
-
-
-def test_a_loop_in_another_thread_is_watched_but_for_its_function_calls(loop, nothing_left):
-    model, optimizer, train = loop
-    with Watch({"": model}, [optimizer]) as watch:
-        thread = threading.Thread(target=train, args=(2,))
-        thread.start()
-        thread.join()
-    record = watch.record
-    assert record.steps == 2
-    assert [arrived(record, b) for b in record.of(Backward)] == [set(names(record))] * 2
-    assert len(record.of(Forward)) == 2
-    assert record.of(LossCall) == []

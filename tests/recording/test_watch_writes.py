@@ -8,13 +8,12 @@ from torch import nn
 
 from pytest_trainloop.recording.events import GradWrite
 from pytest_trainloop.recording.watch import Watch
-from tests.helpers.watched_runs import code, net, values
+from tests.helpers.watched_runs import code, net_and_sgd, values
 
 
 def writes_of(write, *, entries: int = 4):
     """The writes that ``write(model, optimizer)`` makes to gradients of ones, and the model."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch:
         sum(p.sum() for p in model.parameters()).backward()
         write(model, optimizer)

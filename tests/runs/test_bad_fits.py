@@ -33,6 +33,11 @@ REFUSED = {
         fit("train(model, optimizer, batches)\nsys.exit(3)"),
         "fit called sys.exit(3) after 12 steps; return from fit instead",
     ),
+    "fit-exits": (fit("sys.exit()"), "fit called sys.exit() after 0 steps; return from fit instead"),
+    "fit-exits-with-a-text": (
+        fit("sys.exit('no data')"),
+        "fit called sys.exit('no data') after 0 steps; return from fit instead",
+    ),
     "fit-exits-hard": (fit("os._exit(1)"), "fit called os._exit(1) after 0 steps; return from fit instead"),
 }
 
@@ -204,13 +209,14 @@ RIGHT = {
         train(model, optimizer, batches)
     """),
     "forks-and-the-child-exits": fit("""
-        children = [os.fork()]
-        if not children[0]:
-            sys.exit(5)
-        children.append(os.fork())
-        if not children[1]:
-            os._exit(6)
-        assert [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children] == [5, 6]
+        leaves = [lambda: sys.exit(5), lambda: os._exit(6), sys.exit, lambda: sys.exit("no data")]
+        statuses = []
+        for leave in leaves:
+            child = os.fork()
+            if not child:
+                leave()
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        assert statuses == [5, 6, 0, 1]
         train(model, optimizer, batches)
     """),
 }

@@ -163,14 +163,6 @@ def test_a_loop_runs_wholly_in_float64(make):
     assert all(np.isfinite(root.value) for b in record.of(Backward) for root in b.roots)
 
 
-def test_the_process_is_in_single_precision_again():
-    run(MADE["autocast-fp16-scaler"], RunPlan(double=True))
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.ones(1).dtype == torch.float32
-    assert torch.ones(1, dtype=torch.float16).dtype == torch.float16
-    assert torch.amp.GradScaler("cpu", enabled=True).is_enabled()
-
-
 def test_a_default_of_the_users_own_comes_back():
     torch.set_default_dtype(torch.float64)
     try:
@@ -178,12 +170,6 @@ def test_a_default_of_the_users_own_comes_back():
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_a_run_in_its_own_precision_does_not_claim_more():
-    record = run(MADE["plain"], RunPlan())
-    assert not record.double
-    assert {p.dtype for p in record.parameters} == {"float32"}
 
 
 def test_what_stays_in_single_precision_is_told():
@@ -213,14 +199,6 @@ def test_integers_and_booleans_stay():
         assert torch.ones(2, dtype=torch.int32).dtype == torch.int32
         assert torch.ones(2).to(torch.uint8).dtype == torch.uint8
     torch.set_default_dtype(torch.float32)
-
-
-def test_both_runs_start_alike_where_weights_are_drawn_in_one_go():
-    def make():
-        return loop(nn.Linear(4, 1, bias=False))
-
-    single, double = (run(make, RunPlan(double=d)).of(Backward)[0].roots[0].value for d in (False, True))
-    assert np.isfinite([single, double]).all()
 
 
 def test_a_batch_is_widened_where_it_stands():

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from pytest_trainloop.errors import TimeRanOut, UsageError
+from pytest_trainloop.errors import TimeRanOut
 from pytest_trainloop.runs import guard as guards
-from pytest_trainloop.runs.guard import SWALLOWED, Guard, StopFit
+from pytest_trainloop.runs.guard import SWALLOWED, Guard
 
 
 @pytest.fixture(autouse=True)
@@ -36,21 +36,6 @@ def call(fit, seconds=60.0, guard=None, **more):
     return (guard or Guard(seconds)).call(fit, lambda: 2, **more)
 
 
-def test_a_fit_that_comes_back():
-    guard = Guard(60)
-    assert call(lambda: 3, guard=guard) is None
-    assert not guard.stopped
-
-
-def test_what_fit_raised_is_given_back():
-    error = ValueError("bad")
-
-    def fit():
-        raise error
-
-    assert call(fit) is error
-
-
 def test_a_base_exception_of_the_users_own_is_given_back():
     class Done(BaseException):
         pass
@@ -59,37 +44,6 @@ def test_a_base_exception_of_the_users_own_is_given_back():
         raise Done
 
     assert isinstance(call(fit), Done)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), pytest.skip.Exception("no data")], ids=["interrupt", "skip"])
-def test_what_is_for_the_session_passes(error):
-    def fit():
-        raise error
-
-    with pytest.raises(type(error)):
-        call(fit)
-
-
-@pytest.mark.parametrize(
-    ("leave", "said"),
-    [
-        (lambda: sys.exit(), "sys.exit()"),
-        (lambda: sys.exit(0), "sys.exit(0)"),
-        (lambda: sys.exit("no data"), "sys.exit('no data')"),
-        (lambda: os._exit(1), "os._exit(1)"),
-    ],
-    ids=["exit", "exit-0", "exit-text", "hard-exit"],
-)
-def test_leaving_the_process_is_refused(leave, said):
-    with pytest.raises(UsageError) as refused:
-        call(leave)
-    assert str(refused.value) == f"fit called {said} after 2 steps; return from fit instead"
-
-
-def test_a_stop_ends_fit():
-    guard = Guard(60)
-    assert call(guard.stop, guard=guard) is None
-    assert guard.stopped
 
 
 def test_an_except_clause_for_exceptions_lets_a_stop_pass():
@@ -202,15 +156,6 @@ def test_the_time_ends_a_loop_that_swallows_everything(loop, step):
         call(lambda: loop(step), seconds=0.05)
 
 
-def test_a_fit_that_goes_on_after_the_end_of_its_batches():
-    said = (
-        r"^fit got the end of its batches after 2 steps and did not come back in more than 0\.05 s; it must end when "
-        r"they do \(--trainloop-timeout=SECONDS allows more\)$"
-    )
-    with pytest.raises(UsageError, match=said):
-        call(spin, seconds=0.05, at_end=lambda: 7)
-
-
 def test_one_that_asks_for_batches_still_is_only_out_of_time():
     requests = itertools.count()
     with pytest.raises(TimeRanOut):
@@ -297,39 +242,6 @@ def test_outside_the_main_thread_there_is_no_deadline():
     thread.start()
     thread.join()
     assert came_back == [None]
-
-
-def raise_in_child():
-    raise ValueError("in the child")
-
-
-LEAVES = {
-    "returns": (lambda: None, 0),
-    "raises": (raise_in_child, 1),
-    "exits": (lambda: sys.exit(), 0),
-    "exits-5": (lambda: sys.exit(5), 5),
-    "exits-text": (lambda: sys.exit("no data"), 1),
-    "hard": (lambda: os._exit(6), 6),
-}
-
-
-@pytest.mark.parametrize(("leave", "status"), LEAVES.values(), ids=list(LEAVES))
-def test_a_forked_child_leaves_as_it_would_without_us(leave, status):
-    children = []
-
-    def fit():
-        child = os.fork()
-        if not child:
-            leave()
-            return
-        children.append(child)
-
-    assert call(fit) is None
-    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == status
-
-
-def test_a_stop_is_no_exception_that_a_loop_would_catch():
-    assert not issubclass(StopFit, Exception)
 
 
 class Finalized:

@@ -6,29 +6,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from tests.loops import plain
 
 
 def rollouts():
     """A policy that draws its own data with a model call, a gradient and a step of another optimizer."""
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def draw():
         states = torch.randn(6, 3, requires_grad=True)
         (direction,) = torch.autograd.grad(model(states).sum(), states)
         return (states + 0.1 * direction).detach()
 
-    def fit(batches):
-        for states in batches:
-            optimizer.zero_grad()
-            F.mse_loss(model(states), torch.zeros(6, 1)).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batches=lambda n: (draw() for _ in range(n)), fit=fit)
+    return plain.loop(
+        model,
+        None,
+        lambda model, states: F.mse_loss(model(states), torch.zeros(6, 1)),
+        batches=lambda n: (draw() for _ in range(n)),
+    )
 
 
 def test_what_the_project_does_to_draw_a_batch_is_not_recorded():

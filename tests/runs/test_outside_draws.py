@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.outside_draws import outside_draw, told
+from tests.loops import plain
 
 
 def with_numpy(x):
@@ -30,19 +30,7 @@ def with_torch(x):
 
 
 def evidence(change):
-    def make():
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x in batches:
-                model(change(x)).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.ones(4, 3), fit=fit)
-
-    return Evidence(make)
+    return Evidence(lambda: plain.loop(nn.Linear(3, 1), torch.ones(4, 3), lambda model, x: model(change(x)).mean()))
 
 
 @pytest.mark.parametrize(

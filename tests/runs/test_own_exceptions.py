@@ -182,12 +182,3 @@ def test_what_is_put_around_a_run_is_told_from_what_it_is_given():
 
     with pytest.raises(BrokenRun, match=r"fit raised KeyError: 'mine'.* in a run of this check only"):
         evidence.rerun(before_item=before_item)
-
-
-def test_an_error_of_the_loop_is_the_loops():
-    def act(model, x):
-        raise ValueError("no weights file")
-
-    results = judged(loop(act), "step_order")
-    assert results["step_order"].outcome == "error"
-    assert results["step_order"].reason == "fit raised ValueError: no weights file"

@@ -173,25 +173,16 @@ def make(work=None, *, detach=False, raises=False):
     return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(8, 4), torch.randn(8, 1)), fit=fit)
 
 
-def test_after_a_loop_that_passes():
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [({}, ""), ({"detach": True}, "detach()"), ({"raises": True}, "ValueError: bad row")],
+    ids=["passes", "fails-and-ran-in-float64", "raises"],
+)
+def test_after_a_loop(fault, said):
     before = process()
-    report = check_loop(make)
-    assert report.ok
-    assert changed(before) == []
-
-
-def test_after_a_loop_that_fails_and_ran_in_float64_too():
-    before = process()
-    report = check_loop(lambda: make(detach=True), raises=False)
-    assert not report.ok
-    assert "detach()" in str(report)
-    assert changed(before) == []
-
-
-def test_after_a_loop_that_raises():
-    before = process()
-    report = check_loop(lambda: make(raises=True), raises=False)
-    assert "ValueError: bad row" in str(report)
+    report = check_loop(lambda: make(**fault), raises=False)
+    assert report.ok == (not fault)
+    assert said in str(report)
     assert changed(before) == []
 
 

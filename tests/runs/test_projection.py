@@ -12,6 +12,7 @@ from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.projection import Projections, horizon
 from pytest_trainloop.runs.scheduled import Curve, project, rates_of
+from tests.loops import plain
 
 
 def optimizer():
@@ -112,19 +113,8 @@ def test_projecting_draws_nothing_and_leaves_the_classes_as_they_were():
 
 
 def test_no_scheduler_costs_no_run():
-    def make():
-        model = nn.Linear(4, 2)
-        held = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x, y in batches:
-                held.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                held.step()
-
-        return TrainLoop(model=model, optimizer=held, batch=(torch.randn(4, 4), torch.randint(0, 2, (4,))), fit=fit)
-
-    evidence = Evidence(make)
+    batch = (torch.randn(4, 4), torch.randint(0, 2, (4,)))
+    evidence = Evidence(lambda: plain.loop(nn.Linear(4, 2), batch, plain.cross_entropy))
     evidence.run()
     made = evidence.own_steps
     assert evidence.shared(Projections.of).schedulers == ()

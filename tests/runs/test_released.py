@@ -5,12 +5,11 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.runs import released
 from pytest_trainloop.runs.evidence import Evidence
+from tests.loops import plain
 
 
 def loop_in_a_cycle(made):
@@ -20,17 +19,8 @@ def loop_in_a_cycle(made):
         model = nn.Linear(6, 3)
         model.trainer = {"model": model}
         made.append(weakref.ref(model))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(
-            model=model, optimizer=optimizer, batch=(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])), fit=fit
-        )
+        batch = (torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
+        return plain.loop(model, batch, plain.cross_entropy)
 
     return make
 

@@ -4,26 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.battery import Settings, Subject
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs import room
 from pytest_trainloop.runs.evidence import Evidence
+from tests.loops import plain
 
 ENTRIES = 6 * 3 + 3
 
 
 def make():
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def fit(batches):
-        for x in batches:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 6), fit=fit)
+    return plain.loop(nn.Linear(6, 3), torch.randn(4, 6), lambda model, x: model(x).square().mean())
 
 
 @pytest.fixture(scope="module")

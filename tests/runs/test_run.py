@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop, UsageError
-from pytest_trainloop.errors import UserCodeError
-from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.run import RunPlan, run
@@ -53,14 +52,6 @@ def test_a_plain_run():
     assert [p.name for p in record.parameters] == ["weight", "bias"]
 
 
-def test_the_same_seed_gives_the_same_values():
-    def losses(seed):
-        return [r.value for b in run(making(), RunPlan(seed=seed)).of(Backward) for r in b.roots]
-
-    assert losses(1) == losses(1)
-    assert losses(1) != losses(2)
-
-
 def test_fit_is_seeded_whatever_building_drew():
     drawn = []
 
@@ -77,18 +68,6 @@ def test_fit_is_seeded_whatever_building_drew():
     assert drawn[0] == drawn[1]
 
 
-def test_a_function_for_each_batch_is_repeated():
-    def make():
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batch = (torch.randn(4, 3), torch.randn(4, 1))
-        return TrainLoop(
-            model=model, optimizer=optimizer, batch=batch, step=lambda batch: train(model, optimizer, [batch])
-        )
-
-    assert run(make, RunPlan()).steps == FULL_ROUNDS
-
-
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Adam], ids=["none", "one"])
 def test_for_a_loss_alone_a_plain_loop_stands_in(optimizer):
     def make():
@@ -99,12 +78,6 @@ def test_for_a_loss_alone_a_plain_loop_stands_in(optimizer):
     record = run(make, RunPlan())
     assert record.steps == FULL_ROUNDS
     assert record.optimizers[0].kind == ("Adam" if optimizer else "SGD")
-
-
-def test_it_ends_when_enough_was_seen():
-    record = run(making(), RunPlan(enough=lambda record: record.steps >= 3))
-    assert (record.steps, record.items) == (3, 3)
-    assert record.cut_short
 
 
 def test_a_loop_with_a_copy_of_its_batches_is_ended_from_its_own_step():
@@ -127,26 +100,6 @@ def raising_after(steps):
             train(model, optimizer, [batch])
 
     return work
-
-
-def test_what_fit_raised_is_kept_with_its_line():
-    record = run(making(raising_after(3)), RunPlan())
-    assert record.steps == 3
-    assert (record.raised.kind, record.raised.summary) == ("ValueError", "ValueError: bad row")
-    assert record.raised.place.code == 'raise ValueError("bad row")'
-    assert "evidence/run.py" not in record.raised.traceback
-    assert not record.ended
-
-
-def test_what_fit_raises_for_want_of_batches_is_noted_only():
-    def two_epochs(model, optimizer, batches):
-        for _ in range(2):
-            seen = [train(model, optimizer, [batch]) for batch in batches]
-            print(1 / len(seen))
-
-    record = run(making(two_epochs), RunPlan())
-    assert record.raised is None
-    assert record.notes == ["fit raised ZeroDivisionError: division by zero after the batches had ended"]
 
 
 def test_what_fit_raises_after_it_read_ahead_is_put_to_the_test_with_all_batches():
@@ -187,36 +140,6 @@ def test_a_loop_that_never_steps_gets_no_more_than_it_asked_for():
 
     record = Evidence(making(no_steps)).run()
     assert (record.items, record.steps) == (10, 0)
-
-
-def test_an_optimizer_made_in_fit_is_found():
-    def work(model, optimizer, batches):
-        train(model, torch.optim.Adam(model.parameters()), batches)
-
-    record = run(making(work), RunPlan())
-    assert [(o.kind, o.steps) for o in record.optimizers] == [("SGD", 0), ("Adam", FULL_ROUNDS)]
-
-
-def test_a_vector_given_to_backward_is_told_with_its_shape():
-    def work(model, optimizer, batches):
-        for x, y in batches:
-            (model(x) - y).square().backward()
-
-    with pytest.raises(UserCodeError) as raised:
-        run(making(work), RunPlan())
-    assert raised.value.error.stage == "fit"
-    assert raised.value.error.summary.endswith("only for scalar outputs; this one has shape (4, 1): take its mean")
-    assert "(model(x) - y).square().backward()" in raised.value.error.traceback
-
-
-def test_a_fit_without_batches_is_refused():
-    with pytest.raises(UsageError, match=r"^fit came back without taking a batch; it must iterate"):
-        run(making(lambda model, optimizer, batches: None), RunPlan())
-
-
-def test_what_it_asks_of_a_batch_is_refused_inside_fit_too():
-    with pytest.raises(UsageError, match=r"^TrainLoop\.batches\[2\] is None; a batch with at least one tensor"):
-        run(making(batches=[(torch.ones(4, 3), torch.ones(4, 1))] * 2 + [None]), RunPlan())
 
 
 def test_contexts_are_entered_and_left_around_fit():

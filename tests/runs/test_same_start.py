@@ -1,4 +1,4 @@
-"""Runs of one loop from one start, with nothing drawn."""
+"""Runs in which nothing is drawn, and runs of one loop from one start."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.run import RunPlan, run
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
+from tests.loops import plain
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,35 @@ def test_a_norm_without_running_statistics_stays_as_it_is():
         assert torch.equal(norm(x), nn.BatchNorm1d(4, track_running_stats=False)(x))
 
 
+def attention():
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+
+def recurrent():
+    torch.manual_seed(0)
+    return nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+
+def gradients_of(module, call):
+    def part(y):
+        out = module(y, y, y, need_weights=False)[0] if isinstance(module, nn.MultiheadAttention) else module(y)[0]
+        return nn.functional.dropout(out, 0.5)
+
+    x = torch.linspace(-1, 1, 48).view(2, 3, 8).requires_grad_()
+    call(part, x * 1).square().sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("made", [attention, recurrent])
+def test_a_checkpoint_draws_nothing_either(made, reentrant):
+    with NoRandomness():
+        plain = gradients_of(made(), lambda f, x: f(x))
+        again = gradients_of(made(), lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
+    torch.testing.assert_close(plain, again)
+
+
 def make(width=4, extra=False, scale=1.0):
     def built():
         model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
@@ -62,15 +92,7 @@ def make(width=4, extra=False, scale=1.0):
             model.append(nn.Linear(1, 1))
         with torch.no_grad():
             model[0].weight.mul_(scale)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 3), fit=fit)
+        return plain.loop(model, torch.randn(4, 3), lambda model, x: model(x).square().mean())
 
     return built
 

@@ -7,24 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.tracing.loss_slice import CannotReplay, terms
 from pytest_trainloop.tracing.loss_tape import Tapes
+from tests.loops import plain
 
 
 def slices(loss_of, batch=None, model=None):
     def make():
         net = model() if model else nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def fit(batches):
-            for item in batches:
-                optimizer.zero_grad()
-                loss_of(net, item).backward()
-                optimizer.step()
-
-        return TrainLoop(model=net, optimizer=optimizer, batch=batch or (torch.randn(4, 3), torch.randn(4, 2)), fit=fit)
+        return plain.loop(net, batch or (torch.randn(4, 3), torch.randn(4, 2)), loss_of)
 
     return Evidence(make).shared(Tapes.of).slices
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.tracing.made_at import MadeAt
+from tests.loops import plain
 
 
 class Lion(torch.optim.Optimizer):
@@ -43,14 +44,8 @@ def freeze(module):
 
 
 def loop(model, optimizer, batches=None):
-    def fit(given):
-        for x, y in given:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
     data = (torch.randn(8, 4), torch.randint(0, 2, (8,)))
-    return TrainLoop(model=model, optimizer=optimizer, batch=data, batches=batches, fit=fit)
+    return plain.loop(model, data, plain.cross_entropy, optimizer, batches=batches)
 
 
 def made_at(make):
@@ -132,28 +127,19 @@ def test_what_fit_makes_and_what_it_raises():
 
 
 def test_everything_is_put_back():
-    before = [
-        nn.Module.__init__,
-        nn.Module.to,
-        torch.optim.Optimizer.__init__,
-        torch.optim.Optimizer.add_param_group,
-        torch.amp.GradScaler.__init__,
-        DataLoader.__init__,
-    ]
+    def patched():
+        optimizer = torch.optim.Optimizer
+        classes = (nn.Module, optimizer, torch.amp.GradScaler, DataLoader)
+        return [cls.__init__ for cls in classes] + [nn.Module.to, optimizer.add_param_group]
+
+    before = patched()
 
     def make():
         model = nn.Linear(4, 2)
         return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     made_at(make)
-    assert before == [
-        nn.Module.__init__,
-        nn.Module.to,
-        torch.optim.Optimizer.__init__,
-        torch.optim.Optimizer.add_param_group,
-        torch.amp.GradScaler.__init__,
-        DataLoader.__init__,
-    ]
+    assert before == patched()
 
 
 @pytest.mark.parametrize("name", ["optimizer", "scheduler", "scaler", "loader"])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.tracing.mode import WatchingMode
-from tests.helpers.watched_runs import batches, net
+from tests.helpers.watched_runs import batches, net_and_sgd
 
 
 class Names(WatchingMode):
@@ -41,8 +41,7 @@ class Both(Names, Doubling):
 
 @contextlib.contextmanager
 def run(mode):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net_and_sgd()
     with Watch({"": model}, [optimizer]) as watch, contextlib.ExitStack() as stack:
         for context in mode.contexts(watch):
             stack.enter_context(context)

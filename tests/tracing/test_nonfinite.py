@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
+from tests.loops import plain
 
 
 class Net(nn.Module):
@@ -23,16 +23,9 @@ class Net(nn.Module):
 
 def origins(between=torch.tanh, loss_of=lambda out: out.square().mean(), given=None):
     def make():
-        model = Net(between)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                loss_of(model(x)).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(6, 3) if given is None else given, fit=fit)
+        net, batch = Net(between), torch.randn(6, 3) if given is None else given
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        return plain.loop(net, batch, lambda model, x: loss_of(model(x)), optimizer)
 
     made = Evidence(make)
     made.run()

@@ -6,26 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.tracing.root_terms import RootTerms
+from tests.loops import plain
 
 
 def seen(loss_of, steps=1):
-    def make():
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                loss_of(model, x).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 3), fit=fit)
-
     found = RootTerms()
-    Evidence(make).rerun(
+    Evidence(lambda: plain.loop(nn.Linear(3, 2), torch.randn(4, 3), loss_of)).rerun(
         contexts=found.contexts, before_item=found.take_batch, enough=lambda record: record.rounds >= steps
     )
     return found

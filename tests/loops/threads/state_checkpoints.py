@@ -1,4 +1,4 @@
-"""Loops whose resumed run is another than the uninterrupted one."""
+"""Loops whose resumed run is another than the uninterrupted one, or only seems to be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from pytest_trainloop import TrainLoop
-from tests.loops.from_threads import fault
+from tests.loops.from_threads import fault, right
+from tests.loops.nets import relu_mlp
+from tests.loops.threads.shared import cross_entropy_of, stepped
 
 
 def classified(batches=8, rows=8, features=12, classes=4, seed=0):
@@ -25,6 +27,10 @@ def classified(batches=8, rows=8, features=12, classes=4, seed=0):
     return out
 
 
+def held(model, optimizer):
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
 def images(batches=8, rows=8, seed=1):
     g = torch.Generator().manual_seed(seed)
     return [torch.rand(rows, 16, generator=g) for _ in range(batches)]
@@ -35,10 +41,6 @@ def tokens(batches=8, rows=4, length=10, vocab=24, seed=2):
     return [torch.randint(vocab, (rows, length), generator=g) for _ in range(batches)]
 
 
-def mlp(features=12, hidden=24, classes=4):
-    return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
-
-
 @fault(
     "checkpoints",
     "the GradScaler is not in the checkpoint: the scale starts at its first value again",
@@ -46,7 +48,7 @@ def mlp(features=12, hidden=24, classes=4):
     check="resume_equivalence",
 )
 def amp_reference_script():
-    model = mlp(hidden=32)
+    model = relu_mlp(12, 32, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=50)
 
@@ -73,7 +75,7 @@ def amp_reference_script():
         scaler=scaler,
         batches=classified(),
         fit=train_one_epoch,
-        save=lambda path: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path),
+        save=lambda path: torch.save(held(model, optimizer), path),
         load=load,
     )
 
@@ -183,29 +185,20 @@ def lm_recipe():
     check="resume_equivalence",
 )
 def mmap_loading():
-    with torch.device("cpu"):
-        model = mlp()
+    model = relu_mlp(12, 24, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def train(batches):
-        model.train()
-        for x, y in batches:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
 
     def load(path):
         state = torch.load(path, mmap=True, map_location="cpu")
         model.load_state_dict(state["model"], assign=True)
         optimizer.load_state_dict(state["optimizer"])
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        cross_entropy_of(model),
         batches=classified(),
-        fit=train,
-        save=lambda path: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path),
+        save=lambda path: torch.save(held(model, optimizer), path),
         load=load,
     )
 
@@ -241,22 +234,16 @@ def nnclr():
     model = NNCLR()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def train(batches):
-        for x in batches:
-            optimizer.zero_grad()
-            model(x, x.flip(1)).backward()
-            optimizer.step()
-
     def load(state):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
+    return stepped(
+        model,
+        optimizer,
+        lambda x: model(x, x.flip(1)),
         batches=images(),
-        fit=train,
-        save=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        save=lambda: held(model, optimizer),
         load=load,
     )
 
@@ -275,10 +262,6 @@ def transitions(batches=8, rows=16, seed=9):
     ]
 
 
-def q_net():
-    return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
-
-
 @fault(
     "checkpoints",
     "the target network is not saved: it is set to the online network on load",
@@ -288,7 +271,7 @@ def q_net():
 def dqn_agent():
     class DQN:
         def __init__(self, update_target_every=6):
-            self.q, self.target = q_net(), q_net()
+            self.q, self.target = relu_mlp(6, 24, 3), relu_mlp(6, 24, 3)
             self.target.load_state_dict(self.q.state_dict())
             self.optimizer = torch.optim.Adam(self.q.parameters(), lr=5e-3)
             self.every, self.step_counter = update_target_every, 0
@@ -333,7 +316,7 @@ def dqn_agent():
 def point_clouds():
     class Checkpointed:
         def __init__(self, checkpoint=None):
-            self.model = nn.Sequential(nn.Linear(3, 24), nn.ReLU(), nn.Linear(24, 5))
+            self.model = relu_mlp(3, 24, 5)
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-2)
             self.scheduler = self.make_scheduler()
 
@@ -433,7 +416,7 @@ def denoiser():
     check="resume_equivalence",
 )
 def stochastic_weight_averaging():
-    model = mlp()
+    model = relu_mlp(12, 24, 4)
     average = AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -567,10 +550,43 @@ def param_scheduler():
         batches=tokens(),
         fit=train,
         save=lambda: {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            **held(model, optimizer),
             "opt_param_scheduler": scheduler.state_dict(),
             "tokens": total["tokens"],
         },
+        load=load,
+    )
+
+
+@right(
+    "checkpoints",
+    "the noise of a step is seeded by the step's number, which is saved; no generator is",
+    thread="vllm-project/speculators#1027",
+)
+def seeded_by_step():
+    model = relu_mlp(16, 32, 16)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=2e-3, momentum=0.9)
+    run = {"step": 0}
+
+    def fit(batches):
+        for x in batches:
+            g = torch.Generator().manual_seed(1000 + run["step"])
+            noisy = x + 0.3 * torch.randn(x.shape, generator=g)
+            optimizer.zero_grad()
+            F.mse_loss(model(noisy), x).backward()
+            optimizer.step()
+            run["step"] += 1
+
+    def load(state):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        run["step"] = state["step"]
+
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=images(seed=21),
+        fit=fit,
+        save=lambda: {**held(model, optimizer), "step": run["step"]},
         load=load,
     )
