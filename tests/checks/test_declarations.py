@@ -55,3 +55,11 @@ def test_the_verdict_follows_it(check, make, fields, expected):
     assert ([f"{f.cause} {f.level}" for f in result.findings] or [result.outcome if result.applies else "absent"]) == [
         expected
     ]
+
+
+def test_declared_steps_make_slow_learning_a_fault():
+    make, options = PAIRS["plateau_of_saturated_layers"].faulty, {"overfit_one_batch": {"steps": 300}}
+    (result,) = check_loop(make, only=["overfit_one_batch"], options=options, raises=False).results
+    (finding,) = result.faults
+    assert finding.cause == "learns_slowly"
+    assert "steps=300 declares that it is learned by then" in finding.summary
