@@ -9,34 +9,34 @@ import pytest
 
 from pytest_trainloop import check_loop
 from tests.helpers.plugin_sessions import HEAD
-from tests.helpers.refusals import judged
+from tests.helpers.refusals import judged, values_of
 
-NEEDS_TENSOR = "a batch with at least one tensor is needed"
 NEEDS_BATCHES = "a DataLoader, an iterable, or a function batches(n) is needed"
 NEEDS_ROW = "at least one row is needed"
+PARTS_NEEDED = (
+    "a list of 2 batches is needed, each of the kind of the batch: a tuple with tensors of shapes (8, 4), (8, 1)"
+)
+NO_AXIS = "no tensor of the batch has such a dimension (a tuple with tensors of shapes (8, 4), (8, 1))"
 
 BATCH = {
     "batch-without-rows": (
         "loop(batch=rows(0))",
         f"TrainLoop.batch is empty: a tuple with tensors of shapes (0, 4), (0, 1); {NEEDS_ROW}",
     ),
-    "batch-path": ("loop(batch='data.csv')", f"TrainLoop.batch is the string 'data.csv'; {NEEDS_TENSOR}"),
-    "batch-pathlib": (
-        "loop(batch=Path('data.csv'))",
-        f"TrainLoop.batch is a PosixPath without tensors; {NEEDS_TENSOR}",
-    ),
-    "batch-function": ("loop(batch=rows)", f"TrainLoop.batch is the function rows; {NEEDS_TENSOR}"),
-    "batch-class": (
-        "loop(batch=torch.utils.data.DataLoader)",
-        f"TrainLoop.batch is the class DataLoader; {NEEDS_TENSOR}",
-    ),
-    "batch-true": ("loop(batch=True)", f"TrainLoop.batch is True; {NEEDS_TENSOR}"),
-    "batch-empty-dict": ("loop(batch={})", f"TrainLoop.batch is a dict without tensors; {NEEDS_TENSOR}"),
-    "batch-empty-tuple": ("loop(batch=())", f"TrainLoop.batch is a tuple without tensors; {NEEDS_TENSOR}"),
-    "batch-of-none": ("loop(batch=(None, None))", f"TrainLoop.batch is a tuple without tensors; {NEEDS_TENSOR}"),
-    "batch-model": (
-        "loop(batch=nn.Linear(2, 2))",
-        f"TrainLoop.batch is a Linear without tensors; {NEEDS_TENSOR}",
+    **values_of(
+        "batch",
+        "a batch with at least one tensor is needed",
+        {
+            "'data.csv'": "is the string 'data.csv'",
+            "Path('data.csv')": "is a PosixPath without tensors",
+            "rows": "is the function rows",
+            "torch.utils.data.DataLoader": "is the class DataLoader",
+            "True": "is True",
+            "{}": "is a dict without tensors",
+            "()": "is a tuple without tensors",
+            "(None, None)": "is a tuple without tensors",
+            "nn.Linear(2, 2)": "is a Linear without tensors",
+        },
     ),
     "batch-none": ("loop(batch=None)", "TrainLoop got neither batch nor batches; an example batch is needed"),
     "batch-on-meta": (
@@ -52,11 +52,14 @@ BATCH = {
         "TrainLoop.batch cannot be copied (TypeError: cannot pickle '_io.TextIOWrapper' object); a batch of plain data "
         "is needed, since every run gets a fresh copy",
     ),
-    "batches-number": ("loop(batches=5)", f"TrainLoop.batches is 5; {NEEDS_BATCHES}"),
-    "batches-path": ("loop(batches='data.csv')", f"TrainLoop.batches is the string 'data.csv'; {NEEDS_BATCHES}"),
-    "batches-one-batch": (
-        "loop(batches=dict(x=rows()[0]))",
-        f"TrainLoop.batches is a dict with tensors of shapes (8, 4); {NEEDS_BATCHES}",
+    **values_of(
+        "batches",
+        NEEDS_BATCHES,
+        {
+            "5": "is 5",
+            "'data.csv'": "is the string 'data.csv'",
+            "dict(x=rows()[0])": "is a dict with tensors of shapes (8, 4)",
+        },
     ),
     "batches-empty": ("loop(batch=None, batches=[])", "TrainLoop.batches gave no batch; at least one is needed"),
     "batches-empty-loader": (
@@ -65,7 +68,7 @@ BATCH = {
     ),
     "batches-of-strings": (
         "loop(batches=['a', 'b'])",
-        f"TrainLoop.batches[0] is the string 'a'; {NEEDS_TENSOR}",
+        "TrainLoop.batches[0] is the string 'a'; a batch with at least one tensor is needed",
     ),
     "batches-one-without-rows": (
         "loop(batches=[rows(), rows(0)])",
@@ -83,25 +86,18 @@ BATCH = {
         "return loop(batches=lambda: [rows()])  # here",
         "TrainLoop.batches takes (), and is called as batches(n) for n batches",
     ),
-    "dimension-out-of-range": (
-        "loop(batch_dim=7)",
-        "TrainLoop.batch_dim is 7, and no tensor of the batch has such a dimension (a tuple with tensors of shapes "
-        "(8, 4), (8, 1)); the one that its rows lie along is needed",
-    ),
-    "dimension-before-the-first": (
-        "loop(batch_dim=-3)",
-        "TrainLoop.batch_dim is -3, and no tensor of the batch has such a dimension (a tuple with tensors of shapes "
-        "(8, 4), (8, 1)); the one that its rows lie along is needed",
+    **values_of(
+        "batch_dim",
+        "the one that its rows lie along is needed",
+        {"7": f"is 7, and {NO_AXIS}", "-3": f"is -3, and {NO_AXIS}"},
     ),
     "dimension-out-of-range-of-batches": (
         "loop(batch=None, batches=[rows()], batch_dim=2)",
-        "TrainLoop.batch_dim is 2, and no tensor of the batch has such a dimension (a tuple with tensors of shapes "
-        "(8, 4), (8, 1)); the one that its rows lie along is needed",
+        f"TrainLoop.batch_dim is 2, and {NO_AXIS}; the one that its rows lie along is needed",
     ),
     "padded-dimension-out-of-range": (
         "from pytest_trainloop import Padding\nreturn loop(padding=Padding(pad_id=0, dim=2))",
-        "TrainLoop.padding: dim is 2, and no tensor of the batch has such a dimension (a tuple with tensors of shapes "
-        "(8, 4), (8, 1)); the one that is padded is needed",
+        f"TrainLoop.padding: dim is 2, and {NO_AXIS}; the one that is padded is needed",
     ),
     "padded-tensor-that-is-not-there": (
         "from pytest_trainloop import Padding\n"
@@ -118,13 +114,10 @@ BATCH = {
         "padding=[Padding(of='y'), Padding(of=('x', 'z'))])",
         "TrainLoop.padding: the batch has no tensor z: there are x, y",
     ),
-    "dimension-string": (
-        "loop(batch_dim='1')",
-        "TrainLoop.batch_dim is '1'; the number of a dimension is needed, as in batch_dim=1",
-    ),
-    "dimension-true": (
-        "loop(batch_dim=True)",
-        "TrainLoop.batch_dim is True; the number of a dimension is needed, as in batch_dim=1",
+    **values_of(
+        "batch_dim",
+        "the number of a dimension is needed, as in batch_dim=1",
+        {"'1'": "is '1'", "True": "is True"},
     ),
     "split-takes-the-batch-only": (
         "return loop(split_batch=lambda b: b)  # here",
@@ -147,21 +140,12 @@ SPLIT = """
 """
 
 SPLITS = {
-    "split-gives-the-batch": (
-        SPLIT.format("lambda b, k: b"),
-        "TrainLoop.split_batch(batch, 2) gave 2 parts (a tensor of shape (8, 4) among them); a list of 2 "
-        "batches is needed, each of the kind of the batch: a tuple with tensors of shapes (8, 4), (8, 1)",
-    ),
-    "split-gives-one": (
-        SPLIT.format("lambda b, k: [b]"),
-        "TrainLoop.split_batch(batch, 2) gave 1 part; a list of 2 batches is needed, each of the kind of the batch: "
-        "a tuple with tensors of shapes (8, 4), (8, 1)",
-    ),
-    "split-gives-nothing": (
-        SPLIT.format("lambda b, k: None"),
-        "TrainLoop.split_batch(batch, 2) gave None; a list of 2 batches is needed, each of the kind of the batch: "
-        "a tuple with tensors of shapes (8, 4), (8, 1)",
-    ),
+    f"split-gives-{name}": (SPLIT.format(function), f"TrainLoop.split_batch(batch, 2) gave {words}; {PARTS_NEEDED}")
+    for name, function, words in (
+        ("the-batch", "lambda b, k: b", "2 parts (a tensor of shape (8, 4) among them)"),
+        ("one", "lambda b, k: [b]", "1 part"),
+        ("nothing", "lambda b, k: None", "None"),
+    )
 }
 
 TAKEN = {
@@ -179,26 +163,21 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_inputs_that_are_no_tensors_cannot_be_exchanged(name):
+def judged_alone(name, check):
     scope: dict = {}
-    source, kinds = TAKEN[name]
-    exec(textwrap.dedent(HEAD) + "def make():\n" + textwrap.indent(source, "    "), scope)
-    (result,) = check_loop(scope["make"], only=["input_dependence"], raises=False).results
-    assert (result.outcome, result.reason) == (
+    exec(textwrap.dedent(HEAD) + "def make():\n" + textwrap.indent(TAKEN[name][0], "    "), scope)
+    (result,) = check_loop(scope["make"], only=[check], raises=False).results
+    return result.outcome, result.reason
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_rows_are_taken_from_other_data_than_tensors_and_inputs_are_not_exchanged(name):
+    assert judged_alone(name, "batch_independence") == ("passed", "")
+    assert judged_alone(name, "input_dependence") == (
         "skipped",
-        f"the batch holds no tensors but {kinds}, so that its rows cannot be told: hand over tensors "
+        f"the batch holds no tensors but {TAKEN[name][1]}, so that its rows cannot be told: hand over tensors "
         "(torch.from_numpy, ids in place of text) and convert nothing in fit",
     )
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_rows_are_taken_from_other_data_than_tensors(name):
-    scope: dict = {}
-    source, _ = TAKEN[name]
-    exec(textwrap.dedent(HEAD) + "def make():\n" + textwrap.indent(source, "    "), scope)
-    (result,) = check_loop(scope["make"], only=["batch_independence"], raises=False).results
-    assert result.outcome == "passed"
 
 
 REFUSED = {

@@ -7,58 +7,50 @@ import re
 
 import pytest
 
-from tests.helpers.refusals import judged
+from tests.helpers.refusals import judged, values_of
 
 NEEDS_A_MODEL = "a torch.nn.Module is needed, or a list or dict of modules"
 NEEDS_AN_OPTIMIZER = "an optimizer with step() is needed, or a list of them"
 NEEDS_A_SCHEDULER = (
     "a scheduler with step() is needed, or another object that writes the optimizer's learning rates, or a list of them"
 )
-NEEDS_A_SCALER = "a gradient scaler is needed, as in torch.amp.GradScaler()"
-NEEDS_PATHS = "paths of modules or parameters are needed, as in ('backbone.',)"
+TRUE_OR_FALSE = "True or False is needed, or leave it out"
+ONLY_A_MODEL = "TrainLoop({field}={value}, batch=rows(), fit=print)"
 SHARED = (
     "build the model and the optimizer inside the function, so that every call gives a fresh loop (a model from a "
     "fixture or a module-level variable would be trained by every check)"
 )
 
 MODEL = {
-    "model-none": ("TrainLoop(model=None, batch=rows(), fit=print)", f"TrainLoop.model is None; {NEEDS_A_MODEL}"),
-    "model-class": (
-        "TrainLoop(model=nn.Linear, batch=rows(), fit=print)",
-        f"TrainLoop.model is the class Linear; {NEEDS_A_MODEL}",
+    **values_of(
+        "model",
+        NEEDS_A_MODEL,
+        {
+            "None": "is None",
+            "nn.Linear": "is the class Linear",
+            "mlp": "is a function",
+            "'m.pt'": "is a str",
+            "torch.ones(3)": "is a Tensor",
+            "torch.optim.SGD(mlp().parameters(), lr=0.1)": "is a SGD",
+        },
+        given=ONLY_A_MODEL,
     ),
-    "model-function": (
-        "TrainLoop(model=mlp, batch=rows(), fit=print)",
-        f"TrainLoop.model is a function; {NEEDS_A_MODEL}",
+    **values_of(
+        "model",
+        "a torch.nn.Module is needed",
+        {
+            "mlp().state_dict()": "[0.weight] is a Tensor",
+            "list(mlp().parameters())": "[0] is a Parameter",
+            "[mlp(), 3]": "[1] is an int",
+        },
+        given=ONLY_A_MODEL,
     ),
-    "model-path": ("TrainLoop(model='m.pt', batch=rows(), fit=print)", f"TrainLoop.model is a str; {NEEDS_A_MODEL}"),
-    "model-tensor": (
-        "TrainLoop(model=torch.ones(3), batch=rows(), fit=print)",
-        f"TrainLoop.model is a Tensor; {NEEDS_A_MODEL}",
-    ),
-    "model-state-dict": (
-        "TrainLoop(model=mlp().state_dict(), batch=rows(), fit=print)",
-        "TrainLoop.model[0.weight] is a Tensor; a torch.nn.Module is needed",
-    ),
-    "model-parameters": (
-        "TrainLoop(model=list(mlp().parameters()), batch=rows(), fit=print)",
-        "TrainLoop.model[0] is a Parameter; a torch.nn.Module is needed",
-    ),
-    "model-list-with-a-number": (
-        "TrainLoop(model=[mlp(), 3], batch=rows(), fit=print)",
-        "TrainLoop.model[1] is an int; a torch.nn.Module is needed",
-    ),
-    "model-empty-list": (
-        "TrainLoop(model=[], batch=rows(), fit=print)",
-        "TrainLoop.model is empty; at least one torch.nn.Module is needed",
-    ),
-    "model-optimizer": (
-        "TrainLoop(model=torch.optim.SGD(mlp().parameters(), lr=0.1), batch=rows(), fit=print)",
-        f"TrainLoop.model is a SGD; {NEEDS_A_MODEL}",
-    ),
-    "model-without-parameters": (
-        "TrainLoop(model=nn.Tanh(), batch=rows(), fit=print)",
-        "TrainLoop.model (Tanh) has no parameters; a model that can be trained is needed",
+    **values_of("model", "at least one torch.nn.Module is needed", {"[]": "is empty"}, given=ONLY_A_MODEL),
+    **values_of(
+        "model",
+        "a model that can be trained is needed",
+        {"nn.Tanh()": "(Tanh) has no parameters"},
+        given=ONLY_A_MODEL,
     ),
 }
 
@@ -80,31 +72,22 @@ SHARING = {
 }
 
 OPTIMIZER = {
-    "optimizer-generator": (
-        "loop(optimizer=mlp().parameters())",
-        f"TrainLoop.optimizer is a generator; {NEEDS_AN_OPTIMIZER}",
-    ),
-    "optimizer-number-in-a-list": ("loop(optimizer=[0.1])", f"TrainLoop.optimizer is a float; {NEEDS_AN_OPTIMIZER}"),
-    "optimizer-name": ("loop(optimizer='adam')", f"TrainLoop.optimizer is a str; {NEEDS_AN_OPTIMIZER}"),
-    "optimizer-class": (
-        "loop(optimizer=torch.optim.SGD)",
-        f"TrainLoop.optimizer is the class SGD; {NEEDS_AN_OPTIMIZER}",
-    ),
-    "optimizer-function": (
-        "loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))",
-        f"TrainLoop.optimizer is a function; {NEEDS_AN_OPTIMIZER}",
-    ),
-    "optimizer-state-dict": (
-        "loop(optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1).state_dict())",
-        f"TrainLoop.optimizer is a dict; {NEEDS_AN_OPTIMIZER}",
+    **values_of(
+        "optimizer",
+        NEEDS_AN_OPTIMIZER,
+        {
+            "mlp().parameters()": "is a generator",
+            "[0.1]": "is a float",
+            "'adam'": "is a str",
+            "torch.optim.SGD": "is the class SGD",
+            "lambda p: torch.optim.SGD(p, lr=0.1)": "is a function",
+            "torch.optim.SGD(mlp().parameters(), lr=0.1).state_dict()": "is a dict",
+            "torch.amp.GradScaler('cpu')": "is a GradScaler",
+        },
     ),
     "optimizer-scheduler": (
         "o = torch.optim.SGD(mlp().parameters(), lr=0.1)\nreturn loop(optimizer=torch.optim.lr_scheduler.StepLR(o, 3))",
         f"TrainLoop.optimizer is a StepLR; {NEEDS_AN_OPTIMIZER}",
-    ),
-    "optimizer-scaler": (
-        "loop(optimizer=torch.amp.GradScaler('cpu'))",
-        f"TrainLoop.optimizer is a GradScaler; {NEEDS_AN_OPTIMIZER}",
     ),
     "optimizer-twice": (
         "m = mlp()\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
@@ -114,17 +97,17 @@ OPTIMIZER = {
 }
 
 SCHEDULER = {
-    "scheduler-number": ("loop(scheduler=0.1)", f"TrainLoop.scheduler is a float; {NEEDS_A_SCHEDULER}"),
-    "scheduler-name": ("loop(scheduler='cosine')", f"TrainLoop.scheduler is a str; {NEEDS_A_SCHEDULER}"),
-    "scheduler-class": (
-        "loop(scheduler=torch.optim.lr_scheduler.StepLR)",
-        f"TrainLoop.scheduler is the class StepLR; {NEEDS_A_SCHEDULER}",
+    **values_of(
+        "scheduler",
+        NEEDS_A_SCHEDULER,
+        {
+            "0.1": "is a float",
+            "'cosine'": "is a str",
+            "torch.optim.lr_scheduler.StepLR": "is the class StepLR",
+            "torch.optim.SGD(mlp().parameters(), lr=0.1)": "is a SGD",
+            "[0.1, 0.01]": "is a float",
+        },
     ),
-    "scheduler-optimizer": (
-        "loop(scheduler=torch.optim.SGD(mlp().parameters(), lr=0.1))",
-        f"TrainLoop.scheduler is a SGD; {NEEDS_A_SCHEDULER}",
-    ),
-    "scheduler-numbers": ("loop(scheduler=[0.1, 0.01])", f"TrainLoop.scheduler is a float; {NEEDS_A_SCHEDULER}"),
     "scheduler-of-another-optimizer": (
         """
         m = mlp()
@@ -142,39 +125,38 @@ SCHEDULER = {
 }
 
 OTHERS = {
-    "scaler-true": ("loop(scaler=True)", f"TrainLoop.scaler is True; {NEEDS_A_SCALER}"),
-    "scaler-name": ("loop(scaler='dynamic')", f"TrainLoop.scaler is 'dynamic'; {NEEDS_A_SCALER}"),
-    "scaler-number": ("loop(scaler=1024.0)", f"TrainLoop.scaler is 1024.0; {NEEDS_A_SCALER}"),
-    "scaler-class": (
-        "loop(scaler=torch.amp.GradScaler)",
-        f"TrainLoop.scaler is the class GradScaler; {NEEDS_A_SCALER}",
+    **values_of(
+        "scaler",
+        "a gradient scaler is needed, as in torch.amp.GradScaler()",
+        {
+            "True": "is True",
+            "'dynamic'": "is 'dynamic'",
+            "1024.0": "is 1024.0",
+            "torch.amp.GradScaler": "is the class GradScaler",
+            "lambda x: x": "is a function",
+            "[None]": "is None",
+        },
     ),
-    "scaler-function": ("loop(scaler=lambda x: x)", f"TrainLoop.scaler is a function; {NEEDS_A_SCALER}"),
-    "scaler-in-a-list": ("loop(scaler=[None])", f"TrainLoop.scaler is None; {NEEDS_A_SCALER}"),
-    "frozen-matches-nothing": (
-        "loop(frozen=('backbone.',))",
-        "TrainLoop.frozen: no parameter is 'backbone.' or lies below it; the first names are "
-        "0.weight, 0.bias, 2.weight, 2.bias",
+    **values_of(
+        "frozen",
+        "the first names are 0.weight, 0.bias, 2.weight, 2.bias",
+        {
+            "('backbone.',)": ": no parameter is 'backbone.' or lies below it",
+            "['*.bias']": ": no parameter is '*.bias' or lies below it",
+        },
     ),
-    "frozen-pattern": (
-        "loop(frozen=['*.bias'])",
-        "TrainLoop.frozen: no parameter is '*.bias' or lies below it; the first names are "
-        "0.weight, 0.bias, 2.weight, 2.bias",
+    **values_of("frozen", "a tuple of paths is needed: ('0.',)", {"'0.'": "is the string '0.'"}),
+    **values_of(
+        "frozen",
+        "paths of modules or parameters are needed, as in ('backbone.',)",
+        {"(0,)": "names an int", "True": "names a bool", "[nn.Linear(2, 2)]": "names a Linear"},
     ),
-    "frozen-string": (
-        "loop(frozen='0.')",
-        "TrainLoop.frozen is the string '0.'; a tuple of paths is needed: ('0.',)",
+    **values_of("pretrained", "a tuple of paths is needed: ('0.',)", {"'0.'": "is the string '0.'"}),
+    **values_of(
+        "padding",
+        "Padding(pad_id=0) is needed",
+        {"0": "is 0", "'right'": "is 'right'", "{'pad_id': 3}": "is a dict"},
     ),
-    "frozen-number": ("loop(frozen=(0,))", f"TrainLoop.frozen names an int; {NEEDS_PATHS}"),
-    "frozen-true": ("loop(frozen=True)", f"TrainLoop.frozen names a bool; {NEEDS_PATHS}"),
-    "frozen-module": ("loop(frozen=[nn.Linear(2, 2)])", f"TrainLoop.frozen names a Linear; {NEEDS_PATHS}"),
-    "pretrained-string": (
-        "loop(pretrained='0.')",
-        "TrainLoop.pretrained is the string '0.'; a tuple of paths is needed: ('0.',)",
-    ),
-    "padding-number": ("loop(padding=0)", "TrainLoop.padding is 0; Padding(pad_id=0) is needed"),
-    "padding-name": ("loop(padding='right')", "TrainLoop.padding is 'right'; Padding(pad_id=0) is needed"),
-    "padding-dict": ("loop(padding={'pad_id': 3})", "TrainLoop.padding is a dict; Padding(pad_id=0) is needed"),
     "padding-empty-list": (
         "loop(padding=[])",
         "TrainLoop.padding is an empty list; at least one Padding is needed, or leave it out",
@@ -195,50 +177,25 @@ OTHERS = {
         "from pytest_trainloop import Padding\nreturn loop(padding=Padding(pad_id=0, ignore_index=-100.0))  # here",
         "Padding.ignore_index is -100.0; a label, a whole number, is needed",
     ),
-    "first-loss-string": (
-        "loop(expected_init_loss='1.38')",
-        "TrainLoop.expected_init_loss is '1.38'; a finite number is needed, as in math.log(10)",
+    **values_of(
+        "expected_init_loss",
+        "a finite number is needed, as in math.log(10)",
+        {"'1.38'": "is '1.38'", "float('nan')": "is nan", "True": "is True"},
     ),
-    "first-loss-nan": (
-        "loop(expected_init_loss=float('nan'))",
-        "TrainLoop.expected_init_loss is nan; a finite number is needed, as in math.log(10)",
+    **values_of(
+        "steps",
+        "the number of optimizer steps of the whole training is needed, a whole number from 1 on, as in "
+        "steps=len(loader) * epochs // accumulate",
+        {"0": "is 0", "250.0": "is 250.0", "True": "is True"},
     ),
-    "first-loss-true": (
-        "loop(expected_init_loss=True)",
-        "TrainLoop.expected_init_loss is True; a finite number is needed, as in math.log(10)",
+    **values_of(
+        "epochs",
+        "the number of passes over the data of the whole training is needed, a whole number from 1 on, as in epochs=90",
+        {"'90'": "is '90'"},
     ),
-    "steps-zero": (
-        "loop(steps=0)",
-        "TrainLoop.steps is 0; the number of optimizer steps of the whole training is needed, a whole number from 1 "
-        "on, as in steps=len(loader) * epochs // accumulate",
-    ),
-    "steps-divided": (
-        "loop(steps=250.0)",
-        "TrainLoop.steps is 250.0; the number of optimizer steps of the whole training is needed, a whole number from "
-        "1 on, as in steps=len(loader) * epochs // accumulate",
-    ),
-    "steps-true": (
-        "loop(steps=True)",
-        "TrainLoop.steps is True; the number of optimizer steps of the whole training is needed, a whole number from "
-        "1 on, as in steps=len(loader) * epochs // accumulate",
-    ),
-    "epochs-string": (
-        "loop(epochs='90')",
-        "TrainLoop.epochs is '90'; the number of passes over the data of the whole training is needed, a whole number "
-        "from 1 on, as in epochs=90",
-    ),
-    "rows-interact-no": (
-        "loop(rows_interact='no')",
-        "TrainLoop.rows_interact is 'no'; True or False is needed, or leave it out",
-    ),
-    "ordered-zero": (
-        "loop(ordered=0)",
-        "TrainLoop.ordered is 0; True or False is needed, or leave it out",
-    ),
-    "nondeterministic-one": (
-        "loop(nondeterministic=1)",
-        "TrainLoop.nondeterministic is 1; True or False is needed, or leave it out",
-    ),
+    **values_of("rows_interact", TRUE_OR_FALSE, {"'no'": "is 'no'"}),
+    **values_of("ordered", TRUE_OR_FALSE, {"0": "is 0"}),
+    **values_of("nondeterministic", TRUE_OR_FALSE, {"1": "is 1"}),
     "save-without-load": (
         "loop(save=lambda: {})",
         "TrainLoop.save is given without load; both are needed: load(state)",

@@ -14,7 +14,21 @@ FIT_IS_NEEDED = (
 )
 NO_LOOP = "test_it returned {}; it must return a TrainLoop"
 KNOB = "@pytest.mark.trainloop  # here\ndef test_it({}):\n    return loop()"
-WHOLE = "a whole number from 1 on, as in {}=1, is needed"
+WHOLE = "a whole number from 1 on, as in {}=1,"
+DTYPES = '"fp32", "bf16" or "fp16"'
+DEFAULTS = {
+    "accumulate='two'": WHOLE.format("accumulate"),
+    "accumulate=0": WHOLE.format("accumulate"),
+    "accumulate=True": WHOLE.format("accumulate"),
+    "precision=32": DTYPES,
+    "precision='bf16-mixed'": DTYPES,
+    "precision=torch.float32": DTYPES,
+    "checkpoint='no'": "True or False",
+    "compile='off'": "True or False",
+    "device=0": 'the name of a device, as in device="cpu",',
+    "ranks='all'": WHOLE.format("ranks"),
+}
+"""What is needed in place of each default of a knob."""
 
 FUNCTIONS = {
     "returns-none": ("@pytest.mark.trainloop  # here\ndef test_it():\n    loop()", NO_LOOP.format("None")),
@@ -116,6 +130,10 @@ FUNCTIONS = {
         "return loop(fit=None, loss=lambda m, b: 1.5)  # here",
         "TrainLoop.loss returned 1.5; a scalar tensor with a history is needed",
     ),
+    "loss-none": (
+        "return loop(fit=None, loss=lambda m, b: None)  # here",
+        "TrainLoop.loss returned None; a scalar tensor with a history is needed",
+    ),
     "evaluate-number": ("return loop(evaluate=0.9)", "TrainLoop.evaluate is a float; a function is needed"),
     "evaluate-takes-the-model": (
         "return loop(evaluate=lambda model: model.eval())  # here",
@@ -162,62 +180,29 @@ KNOBS = {
         "test_it takes 'device' without a default, and no fixture has that name; a knob needs a default, as in "
         'device="cpu"',
     ),
-    "accumulate-word": (
-        KNOB.format("accumulate='two'"),
-        f"the default of accumulate in test_it is 'two'; {WHOLE.format('accumulate')}",
-    ),
-    "accumulate-zero": (
-        KNOB.format("accumulate=0"),
-        f"the default of accumulate in test_it is 0; {WHOLE.format('accumulate')}",
-    ),
-    "accumulate-true": (
-        KNOB.format("accumulate=True"),
-        f"the default of accumulate in test_it is True; {WHOLE.format('accumulate')}",
-    ),
     "accumulate-mapped": (
         "@pytest.mark.trainloop(knobs={'windows': 'accumulate'})  # here\ndef test_it(windows=2.5):\n    return loop()",
-        f"the default of windows (the knob accumulate) in test_it is 2.5; {WHOLE.format('windows')}",
+        f"the default of windows (the knob accumulate) in test_it is 2.5; {WHOLE.format('windows')} is needed",
     ),
-    "precision-number": (
-        KNOB.format("precision=32"),
-        'the default of precision in test_it is 32; "fp32", "bf16" or "fp16" is needed',
-    ),
-    "precision-of-lightning": (
-        KNOB.format("precision='bf16-mixed'"),
-        'the default of precision in test_it is \'bf16-mixed\'; "fp32", "bf16" or "fp16" is needed',
-    ),
-    "precision-dtype": (
-        KNOB.format("precision=torch.float32"),
-        'the default of precision in test_it is torch.float32; "fp32", "bf16" or "fp16" is needed',
-    ),
-    "checkpoint-no": (
-        KNOB.format("checkpoint='no'"),
-        "the default of checkpoint in test_it is 'no'; True or False is needed",
-    ),
-    "compile-off": (
-        KNOB.format("compile='off'"),
-        "the default of compile in test_it is 'off'; True or False is needed",
-    ),
-    "device-number": (
-        KNOB.format("device=0"),
-        'the default of device in test_it is 0; the name of a device, as in device="cpu", is needed',
-    ),
-    "ranks-word": (KNOB.format("ranks='all'"), f"the default of ranks in test_it is 'all'; {WHOLE.format('ranks')}"),
-    "misspelt-accumulate": (
-        KNOB.format("acumulate=1"),
-        "test_it has a parameter 'acumulate', one letter from the knob 'accumulate'; write accumulate=, or map it: "
-        "knobs={'acumulate': 'accumulate'}",
-    ),
-    "misspelt-checkpoint": (
-        KNOB.format("chekcpoint=False"),
-        "test_it has a parameter 'chekcpoint', one letter from the knob 'checkpoint'; write checkpoint=, or map it: "
-        "knobs={'chekcpoint': 'checkpoint'}",
-    ),
-    "misspelt-precision": (
-        KNOB.format("precission='fp32'"),
-        "test_it has a parameter 'precission', one letter from the knob 'precision'; write precision=, or map it: "
-        "knobs={'precission': 'precision'}",
-    ),
+    **{
+        f"knob-{number}": (
+            KNOB.format(knob),
+            f"the default of {knob.replace('=', ' in test_it is ')}; {needed} is needed",
+        )
+        for number, (knob, needed) in enumerate(DEFAULTS.items())
+    },
+    **{
+        f"misspelt-{knob}": (
+            KNOB.format(f"{slip}={default}"),
+            f"test_it has a parameter '{slip}', one letter from the knob '{knob}'; write {knob}=, or map it: "
+            f"knobs={{'{slip}': '{knob}'}}",
+        )
+        for knob, slip, default in (
+            ("accumulate", "acumulate", "1"),
+            ("checkpoint", "chekcpoint", "False"),
+            ("precision", "precission", "'fp32'"),
+        )
+    },
 }
 
 AT_COLLECTION = {
@@ -263,7 +248,7 @@ def test_refused_once_in_one_sentence(said, name):
     assert plain == sentence
     if name not in AT_COLLECTION:
         assert re.search(r" \(test_loops\.py:(\d+)\)$", failure)[1] == str(found.here) or not found.here
-    if name not in ("loss-vector", "loss-float"):  # without fit the other checks have reasons of their own
+    if name not in ("loss-vector", "loss-float", "loss-none"):  # without fit the other checks have reasons of their own
         assert all(sentence in reason and " (see test_loops.py::" in reason for reason in found.skips)
     assert not found.passed
 

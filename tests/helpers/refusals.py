@@ -31,6 +31,19 @@ class Said:
     """The line of the file that is marked so."""
 
 
+def values_of(
+    field: str, needed: str, values: dict[str, str], *, given: str = "loop({field}={value})"
+) -> dict[str, tuple[str, str]]:
+    """Sources in which a field is given each value, and what is said of each: ``values`` maps code to its words."""
+    return {
+        f"{field}-{number}-{words[:18]}": (
+            f"return {given.format(field=field, value=value)}",
+            f"TrainLoop.{field}{'' if words[0] in ':[' else ' '}{words}; {needed}",
+        )
+        for number, (value, words) in enumerate(values.items())
+    }
+
+
 def marked(name: str, source: str) -> str:
     """A marked function of this name; of a body, or of whole code in which ``test_it`` is it."""
     if "def test_it" not in source:

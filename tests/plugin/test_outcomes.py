@@ -106,34 +106,20 @@ def test_a_skip_stands_at_the_users_line(pytester, run, outcome, reason):
     result.stdout.no_fnmatch_line("*outcome.py*")
 
 
-def test_pytests_own_xfail_marker_holds(pytester, run):
-    pytester.makepyfile(one_check("fault('accumulation', 'not_divided')", "@pytest.mark.xfail(reason='known')"))
+@pytest.mark.parametrize(
+    ("marker", "says", "outcome", "line"),
+    [
+        ("xfail(reason='known')", "fault('accumulation', 'not_divided')", "xfailed", "  xfailed  accumulation: known"),
+        ("xfail(reason='known', strict=True)", "{}", "failed", "  accumulation: [[]XPASS(strict)[]] known"),
+        ("xfail(run=False, reason='hangs')", "{}", "xfailed", "  xfailed  accumulation: *hangs"),
+        ("skipif(True, reason='not today')", "{}", "skipped", "  skipped  accumulation: not today"),
+    ],
+)
+def test_pytests_own_markers_hold(pytester, run, marker, says, outcome, line):
+    pytester.makepyfile(one_check(says, f"@pytest.mark.{marker}"))
     result = run("--trainloop")
-    result.assert_outcomes(xfailed=1)
-    result.stdout.fnmatch_lines(["  xfailed  accumulation: known"])
-
-
-def test_pytests_own_strict_xfail_marker_holds(pytester, run):
-    pytester.makepyfile(one_check("{}", "@pytest.mark.xfail(reason='known', strict=True)"))
-    result = run("--trainloop")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["  accumulation: [[]XPASS(strict)[]] known"])
-
-
-def test_pytests_own_skip_marker_holds(pytester, run):
-    pytester.makepyfile(one_check("{}", "@pytest.mark.skipif(True, reason='not today')"))
-    result = run("--trainloop")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(
-        ["  skipped  accumulation: not today", "trainloop: NOTHING WAS CHECKED: all checks were skipped: 1 x not today"]
-    )
-
-
-def test_an_xfail_marker_that_does_not_run_the_function(pytester, run):
-    pytester.makepyfile(one_check("{}", "@pytest.mark.xfail(run=False, reason='hangs')"))
-    result = run("--trainloop")
-    result.assert_outcomes(xfailed=1)
-    result.stdout.fnmatch_lines(["  xfailed  accumulation: *hangs"])
+    result.assert_outcomes(**{outcome: 1})
+    result.stdout.fnmatch_lines([line])
 
 
 def test_a_fixture_that_skips_and_one_that_fails(pytester, run):

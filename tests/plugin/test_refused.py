@@ -4,143 +4,77 @@ from __future__ import annotations
 
 import pytest
 
+HEAD = """
+import unittest
+import pytest
+from hypothesis import given, strategies as st
+
+"""
+
+OF_A_TESTCASE = (
+    "test_a.py: the trainloop marker is on {} of a unittest.TestCase; it needs a function, or a method of a plain class"
+)
+NO_PLAIN_FUNCTION = (
+    "test_a.py::test_gpt is marked trainloop and is {}; a plain function is needed that returns a TrainLoop"
+)
+ON_FUNCTIONS = "the trainloop marker is on a {}; put it on each function that returns a TrainLoop"
+VARIED = (
+    "test_a.py::test_gpt: parametrize gives values to '{0}', the loop's knob '{1}', which the checks vary; take '{0}' "
+    "out of parametrize, or drop its default to have a plain parameter"
+)
+
 REFUSED = {
     "testcase": (
-        """
-        import unittest
-        import pytest
-
-        class TestOld(unittest.TestCase):
-            @pytest.mark.trainloop
-            def test_gpt(self): ...
-        """,
-        "test_a.py: the trainloop marker is on TestOld.test_gpt of a unittest.TestCase; it needs a function, "
-        "or a method of a plain class",
+        "class TestOld(unittest.TestCase):\n    @pytest.mark.trainloop\n    def test_gpt(self): ...",
+        OF_A_TESTCASE.format("TestOld.test_gpt"),
     ),
     "testcase-class": (
-        """
-        from unittest import TestCase
-        import pytest
-
-        @pytest.mark.trainloop
-        class TestOld(TestCase):
-            def test_gpt(self): ...
-        """,
-        "test_a.py: the trainloop marker is on TestOld of a unittest.TestCase; it needs a function, "
-        "or a method of a plain class",
+        "@pytest.mark.trainloop\nclass TestOld(unittest.TestCase):\n    def test_gpt(self): ...",
+        OF_A_TESTCASE.format("TestOld"),
     ),
     "testcase-module": (
-        """
-        from unittest import TestCase
-        import pytest
-
-        pytestmark = pytest.mark.trainloop
-
-        class TestOld(TestCase):
-            def test_gpt(self): ...
-        """,
-        "test_a.py: the trainloop marker is on TestOld of a unittest.TestCase; it needs a function, "
-        "or a method of a plain class",
+        "pytestmark = pytest.mark.trainloop\nclass TestOld(unittest.TestCase):\n    def test_gpt(self): ...",
+        OF_A_TESTCASE.format("TestOld"),
     ),
     "testcase-mixin": (
-        """
-        import unittest
-        import pytest
-
-        class Mixin:
-            @pytest.mark.trainloop
-            def test_gpt(self): ...
-
-        class TestOld(Mixin, unittest.TestCase): ...
-        """,
-        "test_a.py: the trainloop marker is on TestOld.test_gpt of a unittest.TestCase; it needs a function, "
-        "or a method of a plain class",
+        "class Mixin:\n    @pytest.mark.trainloop\n    def test_gpt(self): ...\n"
+        "class TestOld(Mixin, unittest.TestCase): ...",
+        OF_A_TESTCASE.format("TestOld.test_gpt"),
     ),
     "coroutine": (
-        """
-        import pytest
-
-        @pytest.mark.trainloop
-        async def test_gpt(): ...
-        """,
-        "test_a.py::test_gpt is marked trainloop and is a coroutine function; a plain function is needed that returns "
-        "a TrainLoop",
+        "@pytest.mark.trainloop\nasync def test_gpt(): ...",
+        NO_PLAIN_FUNCTION.format("a coroutine function"),
     ),
     "async-generator": (
-        """
-        import pytest
-
-        @pytest.mark.trainloop
-        async def test_gpt(): yield
-        """,
-        "test_a.py::test_gpt is marked trainloop and is an async generator; a plain function is needed that returns "
-        "a TrainLoop",
+        "@pytest.mark.trainloop\nasync def test_gpt(): yield",
+        NO_PLAIN_FUNCTION.format("an async generator"),
     ),
     "given-inside": (
-        """
-        import pytest
-        from hypothesis import given, strategies as st
-
-        @pytest.mark.trainloop
-        @given(st.integers())
-        def test_gpt(n): ...
-        """,
-        "test_a.py::test_gpt is marked trainloop and is wrapped in hypothesis.given; a plain function is needed that "
-        "returns a TrainLoop",
+        "@pytest.mark.trainloop\n@given(st.integers())\ndef test_gpt(n): ...",
+        NO_PLAIN_FUNCTION.format("wrapped in hypothesis.given"),
     ),
     "given-outside": (
-        """
-        import pytest
-        from hypothesis import given, strategies as st
-
-        @given(st.integers())
-        @pytest.mark.trainloop
-        def test_gpt(n): ...
-        """,
-        "test_a.py::test_gpt is marked trainloop and is wrapped in hypothesis.given; a plain function is needed that "
-        "returns a TrainLoop",
+        "@given(st.integers())\n@pytest.mark.trainloop\ndef test_gpt(n): ...",
+        NO_PLAIN_FUNCTION.format("wrapped in hypothesis.given"),
     ),
     "class": (
-        """
-        import pytest
-
-        @pytest.mark.trainloop
-        class TestLoops:
-            def test_gpt(self): ...
-        """,
-        "test_a.py::TestLoops: the trainloop marker is on a class; put it on each function that returns a TrainLoop",
+        "@pytest.mark.trainloop\nclass TestLoops:\n    def test_gpt(self): ...",
+        f"test_a.py::TestLoops: {ON_FUNCTIONS.format('class')}",
     ),
     "module": (
-        """
-        import pytest
-
-        pytestmark = [pytest.mark.trainloop]
-
-        def test_gpt(): ...
-        """,
-        "test_a.py: the trainloop marker is on a module; put it on each function that returns a TrainLoop",
+        "pytestmark = [pytest.mark.trainloop]\ndef test_gpt(): ...",
+        f"test_a.py: {ON_FUNCTIONS.format('module')}",
     ),
     "knob": (
-        """
-        import pytest
-
-        @pytest.mark.trainloop
-        @pytest.mark.parametrize(("n", "accumulate"), [(1, 2)])
-        def test_gpt(n, accumulate=1): ...
-        """,
-        "test_a.py::test_gpt: parametrize gives values to 'accumulate', the loop's knob 'accumulate', which the checks "
-        "vary; take 'accumulate' out of parametrize, or drop its default to have a plain parameter",
+        "@pytest.mark.trainloop\n@pytest.mark.parametrize(('n', 'accumulate'), [(1, 2)])\n"
+        "def test_gpt(n, accumulate=1): ...",
+        VARIED.format("accumulate", "accumulate"),
     ),
     "mapped-knob": (
-        """
-        import pytest
-
-        @pytest.mark.trainloop(knobs={"use_ckpt": "checkpoint"})
-        @pytest.mark.parametrize(argnames="n, use_ckpt", argvalues=[(1, True)])
-        def test_gpt(n, use_ckpt=False): ...
-        """,
-        "test_a.py::test_gpt: parametrize gives values to 'use_ckpt', the loop's knob 'checkpoint', which the checks "
-        "vary; take 'use_ckpt' out of parametrize, or drop its default to have a plain parameter",
+        "@pytest.mark.trainloop(knobs={'use_ckpt': 'checkpoint'})\n"
+        "@pytest.mark.parametrize(argnames='n, use_ckpt', argvalues=[(1, True)])\n"
+        "def test_gpt(n, use_ckpt=False): ...",
+        VARIED.format("use_ckpt", "checkpoint"),
     ),
 }
 
@@ -148,7 +82,7 @@ REFUSED = {
 @pytest.mark.parametrize("flag", [["--trainloop"], []], ids=["flag", "no-flag"])
 @pytest.mark.parametrize(("source", "sentence"), REFUSED.values(), ids=list(REFUSED))
 def test_refused_in_one_sentence(pytester, run, source, sentence, flag):
-    pytester.makepyfile(test_a=source)
+    pytester.makepyfile(test_a=HEAD + source)
     result = run(*flag)
     result.assert_outcomes(failed=1)
     at = next(i for i, line in enumerate(result.outlines) if line.startswith("____"))

@@ -20,17 +20,26 @@ STALE = "{'step_order': fault('step_order', 'stale')}"
 BOTH = """{"step_order": failed(
     Finding(check="step_order", cause="stale", summary="old"),
     Finding(check="step_order", cause="lost", summary="gone"))}"""
+NOT_FOUND = ["xfail(strict): step_order:stale was not found, but is listed as expected (ticket 12)"]
 
 
-def test_only_in_the_marker(pytester, run):
-    pytester.makepyfile(one_loop("only=['step_order', 'over*']"))
-    run("--trainloop").assert_outcomes(passed=2)
-
-
-def test_only_on_the_command_line_narrows_further(pytester, run):
-    pytester.makepyfile(one_loop("only=['step_order', 'overfit']"))
-    run("--trainloop", "--trainloop-only", "overfit,accumulation").assert_outcomes(passed=1)
-    run("--trainloop", "--trainloop-only=overfit", "--trainloop-only=step_*").assert_outcomes(passed=2)
+@pytest.mark.parametrize(
+    ("marker", "options", "outcomes"),
+    [
+        ("only=['step_order', 'over*']", [], {"passed": 2}),
+        ("only=['step_order', 'overfit']", ["--trainloop-only", "overfit,accumulation"], {"passed": 1}),
+        ("only=['step_order', 'overfit']", ["--trainloop-only=overfit", "--trainloop-only=step_*"], {"passed": 2}),
+        (
+            "skip={'overfit': 'a'})\n@pytest.mark.trainloop(only=['overfit', 'step_order']",
+            [],
+            {"passed": 1, "skipped": 1},
+        ),
+    ],
+    ids=["marker", "narrowed by the command line", "options add up", "markers add up"],
+)
+def test_what_is_chosen(pytester, run, marker, options, outcomes):
+    pytester.makepyfile(one_loop(marker))
+    run("--trainloop", *options).assert_outcomes(**outcomes)
 
 
 def test_choices_that_leave_nothing_say_so(pytester, run):
@@ -63,42 +72,30 @@ def test_a_skipped_cause_leaves_the_other_cause(pytester, run):
     result.stdout.no_fnmatch_line("cause      stale*")
 
 
-def test_xfail_of_a_check(pytester, run):
-    pytester.makepyfile(one_loop("xfail={'step_*': 'ticket 12'}", STALE))
-    result = run("--trainloop", "-rx")
-    result.assert_outcomes(passed=2, xfailed=1)
-    result.stdout.fnmatch_lines(["  xfailed  step_order: ticket 12", "XFAIL *[[]step_order] - ticket 12"])
-
-
-def test_xfail_is_strict_for_a_check_that_passes(pytester, run):
-    pytester.makepyfile(one_loop("xfail={'step_order': 'ticket 12'}"))
-    result = run("--trainloop")
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(
-        ["xfail(strict): step_order passed, but is listed as expected to fail (ticket 12)", "FAILED *xfail(strict)*"]
-    )
-
-
-def test_xfail_of_a_cause(pytester, run):
-    pytester.makepyfile(one_loop("xfail={'step_order:stale': 'ticket 12'}", STALE))
-    run("--trainloop").assert_outcomes(passed=2, xfailed=1)
-
-
-def test_xfail_of_a_cause_does_not_excuse_another(pytester, run):
-    pytester.makepyfile(one_loop("xfail={'step_order:stale': 'ticket 12'}", BOTH))
-    result = run("--trainloop")
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["old (xfail: ticket 12)", "gone"])
-
-
-@pytest.mark.parametrize("says", ["{}", "{'step_order': fault('step_order', 'lost')}"])
-def test_xfail_is_strict_for_a_cause_that_is_not_found(pytester, run, says):
-    pytester.makepyfile(one_loop("xfail={'step_order:stale': 'ticket 12'}", says))
-    result = run("--trainloop")
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(
-        ["xfail(strict): step_order:stale was not found, but is listed as expected (ticket 12)"]
-    )
+@pytest.mark.parametrize(
+    ("name", "says", "outcome", "lines"),
+    [
+        ("step_*", STALE, "xfailed", ["  xfailed  step_order: ticket 12", "XFAIL *[[]step_order] - ticket 12"]),
+        (
+            "step_order",
+            "{}",
+            "failed",
+            [
+                "xfail(strict): step_order passed, but is listed as expected to fail (ticket 12)",
+                "FAILED *xfail(strict)*",
+            ],
+        ),
+        ("step_order:stale", STALE, "xfailed", []),
+        ("step_order:stale", BOTH, "failed", ["old (xfail: ticket 12)", "gone"]),
+        ("step_order:stale", "{}", "failed", NOT_FOUND),
+        ("step_order:stale", "{'step_order': fault('step_order', 'lost')}", "failed", NOT_FOUND),
+    ],
+)
+def test_xfail_is_strict_and_excuses_what_it_names(pytester, run, name, says, outcome, lines):
+    pytester.makepyfile(one_loop(f"xfail={{'{name}': 'ticket 12'}}", says))
+    result = run("--trainloop", "-rxf")
+    result.assert_outcomes(passed=2, **{outcome: 1})
+    result.stdout.fnmatch_lines(lines)
 
 
 @pytest.mark.parametrize("says", ["skipped('step_order')", "raised('step_order')", "UsageError('returned None')"])
@@ -158,11 +155,6 @@ def test_the_marker_goes_before_the_ini_file(pytester, run):
     pytester.makepyfile(one_loop("skip={'overfit': 'mine'}"))
     pytester.makeini("[pytest]\ntrainloop_skip =\n  overfit: theirs\n")
     run("--trainloop", "-rs").stdout.fnmatch_lines(["SKIPPED * mine"])
-
-
-def test_two_markers_on_one_function_add_up(pytester, run):
-    pytester.makepyfile(one_loop("skip={'overfit': 'a'})\n@pytest.mark.trainloop(only=['overfit', 'step_order']"))
-    run("--trainloop").assert_outcomes(passed=1, skipped=1)
 
 
 WRONG = {
@@ -228,26 +220,22 @@ def test_an_ini_line_that_cannot_be_read(pytester, run, key, line, sentence):
 
 
 @pytest.mark.parametrize(
-    ("key", "line", "sentence"),
+    ("ini", "options", "sentence"),
     [
-        ("trainloop_skip", "overfitt: slow", "the ini file: skip names 'overfitt', which matches no check"),
-        ("trainloop_options", "overfit: 3", "the ini file: overfit=3; a dict of options is needed"),
-        ("trainloop_options", "over: {'steps': 3}", "the ini file gives options to 'over', which is no check"),
-        ("trainloop_knobs", "use_it: complie", "knobs maps 'use_it' to 'complie', which is no knob"),
+        ("trainloop_skip = overfitt: slow", [], "the ini file: skip names 'overfitt', which matches no check"),
+        ("trainloop_options = overfit: 3", [], "the ini file: overfit=3; a dict of options is needed"),
+        ("trainloop_options = over: {'steps': 3}", [], "the ini file gives options to 'over', which is no check"),
+        ("trainloop_knobs = use_it: complie", [], "knobs maps 'use_it' to 'complie', which is no knob"),
+        (
+            "",
+            ["--trainloop-only", "overfitt"],
+            "--trainloop-only: only names 'overfitt', which matches no check; the nearest name is 'overfit'",
+        ),
     ],
 )
-def test_an_ini_line_that_matches_nothing(pytester, run, key, line, sentence):
+def test_a_choice_that_matches_nothing(pytester, run, ini, options, sentence):
     pytester.makepyfile(one_loop())
-    pytester.makeini(f"[pytest]\n{key} =\n  {line}\n")
-    result = run("--trainloop")
+    pytester.makeini(f"[pytest]\n{ini}\n")
+    result = run("--trainloop", *options)
     result.assert_outcomes(failed=1)
     assert sentence in result.stdout.str()
-
-
-def test_a_typo_in_trainloop_only(pytester, run):
-    pytester.makepyfile(one_loop())
-    result = run("--trainloop", "--trainloop-only", "overfitt")
-    result.assert_outcomes(failed=1)
-    assert "--trainloop-only: only names 'overfitt', which matches no check; the nearest name is 'overfit'" in (
-        result.stdout.str()
-    )

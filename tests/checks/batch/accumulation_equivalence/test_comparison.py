@@ -42,10 +42,6 @@ def interacting(out, y):
     return (out - out.mean()).square().mean() + F.mse_loss(out, y)
 
 
-def noisy(out, y):
-    return F.mse_loss(out + 0.1 * torch.randn_like(out), y)
-
-
 def noisy_by_numpy(out, y):
     return F.mse_loss(out + 0.1 * torch.as_tensor(np.random.normal(size=(1, 1))).to(out.dtype), y)
 
@@ -56,29 +52,6 @@ def noisy_by_place(out, y):
 
 def unseeded(out, y):
     return F.mse_loss(out + 0.1 * torch.as_tensor(RANDOM.normal(size=(1, 1))).to(out.dtype), y)
-
-
-@pytest.mark.parametrize("k", [2, 3, 4])
-def test_a_right_loop_agrees_to_rounding(k):
-    split = evidence().shared(Accumulation.of).split(k)
-    assert split.equal
-    assert split.precision == "float64"
-    assert max(w.difference for w in split.windows) < 1e-14
-    assert (split.steps, split.steps_expected, split.first_window, split.backwards) == (2, 2, k, k)
-
-
-def test_the_weights_tell_what_was_not_divided():
-    made = evidence(divide=False).shared(Accumulation.of)
-    weighing = made.weigh(made.split(3))
-    assert weighing.one_batch.weights == pytest.approx([1 / 3] * 3)
-    assert weighing.accumulated.weights == pytest.approx([1.0] * 3)
-    assert max(weighing.one_batch.residual, weighing.accumulated.residual) < 1e-13
-
-
-def test_noise_that_torch_draws_is_the_same_for_every_row():
-    assert evidence(noisy, rows=36).shared(Accumulation.of).split(2).equal
-    made = evidence(noisy, rows=36, divide=False).shared(Accumulation.of)
-    assert made.weigh(made.split(2)).accumulated.weights == pytest.approx((1.0, 1.0))
 
 
 def test_rows_decide_the_sizes():
@@ -122,18 +95,3 @@ def test_the_users_own_split_is_used():
 
     assert evidence(split_batch=split).shared(Accumulation.of).split(2).equal
     assert set(cuts) == {2}
-
-
-def test_a_parts_loss_says_what_dividing_would_do():
-    def weighted(model, batch):
-        x, y = batch
-        weights = (x[:, :1] > 0).to(x.dtype) + 0.5
-        return ((model(x) - y).square() * weights).sum() / weights.sum()
-
-    declared = Evidence(lambda: TrainLoop(model=nn.Linear(3, 1), batch=(X, X[:, :1]), loss=weighted))
-    a, b = declared.shared(Accumulation.of_loss).weights_of_halves()
-    assert a + b == pytest.approx(1.0)
-    assert a != pytest.approx(b, rel=1e-3)
-
-
-X = torch.randn(12, 3, generator=torch.Generator().manual_seed(4))

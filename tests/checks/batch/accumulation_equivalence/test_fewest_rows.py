@@ -10,7 +10,6 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
 from pytest_trainloop.checks.batch.accumulation_equivalence.fewest_rows import fewest_rows
-from pytest_trainloop.compositions.search import MOST_STEPS
 from pytest_trainloop.runs.evidence import Evidence
 
 TAGS = 5
@@ -62,10 +61,6 @@ def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
     assert smallest(evidence(counts=COUNTS), 4, by_counts=True) == four
 
 
-def test_counts_that_do_not_matter_are_not_told():
-    assert smallest(evidence(not_divided, counts=COUNTS), 2) == "rows [1] | [4]"
-
-
 @pytest.mark.parametrize(
     ("fewest", "rows", "expected"),
     [
@@ -78,24 +73,8 @@ def test_a_loop_that_refuses_few_rows_is_shown_more(fewest, rows, expected):
     assert smallest(evidence(not_divided, fewest=fewest, rows=rows), 2) == expected
 
 
-def test_another_fault_of_few_rows_is_not_taken_for_this_one():
-    def divide(loss, k, rows):
-        return loss if rows > 1 else loss * 3 / k
-
-    assert smallest(evidence(divide), 2) == "rows [0, 1] | [2, 3]"
-
-
 def test_batches_that_the_project_cuts_are_told_by_their_sizes():
     def halves(batch, k):
         return zip(*(tensor.chunk(k) for tensor in batch), strict=True)
 
     assert smallest(evidence(not_divided, split_batch=halves), 2) == "2 rows as [1, 1]"
-
-
-def test_few_steps_are_made_and_the_verdict_stays():
-    given = evidence(not_divided, fewest=12, rows=96)
-    made = given.shared(Accumulation.of)
-    before, steps = made.split(2), given.own_steps
-    fewest_rows(given, made, before, by_counts=False)
-    assert given.own_steps <= steps + MOST_STEPS + 2
-    assert made.split(2) == before

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import check_loop
-from pytest_trainloop.checks.learning.activations_alive.units import Outputs, Units
+from pytest_trainloop.checks.learning.activations_alive.units import Units
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from tests.checks.learning.activations_alive.faults import Net, loop
 from tests.loops import data
-
-
-def test_a_unit_is_dead_if_all_batches_give_the_same_number():
-    outputs = Outputs()
-    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 2.0]]), 0.0, 0.9, 0)
-    assert outputs.dead == 2
-    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 3.0], [0.0, 2.0]]), 0.0, 0.9, 1)
-    assert outputs.dead == 1
-    assert outputs.saturated == 1
-    assert outputs.batches == {0, 1}
-
-
-def test_values_that_are_not_finite_are_not_dead():
-    outputs = Outputs()
-    outputs.add(torch.full((1, 3), torch.nan), 0.0, 0.9, 0)
-    assert outputs.dead == 0
 
 
 def test_channels_of_convolutions_are_units_and_names_are_those_of_the_layer_before():

@@ -12,7 +12,6 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.api import check_loop
-from pytest_trainloop.checks.loss.loss_components.fits import agree, solved
 from pytest_trainloop.checks.loss.loss_components.terms import Terms
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.evidence import Evidence
@@ -190,15 +189,3 @@ def test_nothing_of_the_users_is_changed_by_the_look_at_its_parts():
     judged(lambda m, b: {"ce": ce(m.eval(), b), "size": (0.1, size(m, b))})
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (torch.get_default_dtype(), torch.is_grad_enabled())
-
-
-def test_weights_agree_but_for_those_that_cannot_be_told():
-    assert agree([0.5, math.nan, 0.5])
-    assert not agree([0.5, 0.25])
-
-
-def test_least_squares_give_none_for_columns_that_depend_on_each_other():
-    assert solved([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]], [1.0, 2.0, 3.0]) is None
-    weights, left = solved([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], [2.0, 3.0, 5.0])
-    assert weights == pytest.approx([2.0, 3.0])
-    assert left < 1e-12

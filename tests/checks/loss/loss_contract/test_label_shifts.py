@@ -1,28 +1,11 @@
 """How sure labels make ``loss_contract`` of a shift."""
 
-import math
-from itertools import permutations
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.api import check_loop
-from pytest_trainloop.checks.loss.loss_contract.label_shifts import chance
 from tests.checks.loss.loss_contract.faults_label_shifts import given, moved_on_again, tuned
-
-
-@pytest.mark.parametrize("labels", [[1, 2, 3], [1, 1, 2], [2, 2]])
-def test_the_chance_is_the_share_of_orders_that_put_the_labels_where_they_are(labels):
-    pool = [1, 1, 2, 2, 3, 4]
-    orders = list(permutations(pool))
-    share = sum(list(order[: len(labels)]) == labels for order in orders) / len(orders)
-    found = chance(torch.tensor(labels), torch.tensor(pool))
-    assert math.exp(found) == pytest.approx(share)
-
-
-def test_equal_labels_in_equal_ids_prove_nothing():
-    assert chance(torch.full((30,), 7), torch.full((60,), 7)) == pytest.approx(0.0)
 
 
 def findings(make):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,17 +23,13 @@ def record_of(change=lambda build: None, steps=3):
     for _ in range(steps):
         build.zero()
         build.backward()
-        build.step()
+        build.step().lrs = (0.1,)
     change(build)
     return build.record()
 
 
 def nth(build, kind, n=1):
     return [e for e in build.events if isinstance(e, kind)][n]
-
-
-def test_two_equal_runs():
-    assert first_difference(record_of(), record_of()) is None
 
 
 def test_what_comes_after_the_last_common_step_is_not_compared():
@@ -59,10 +53,20 @@ def other_start(build):
     build.parameters[1].start = TensorSample(1.0, b"other")
 
 
+def other_rate(build):
+    nth(build, Step).lrs = (0.2,)
+
+
 @pytest.mark.parametrize(
     ("change", "culprit", "step"),
-    [(other_loss, "loss", 1), (other_gradient, "p1", 1), (other_order, "fit", 1), (other_start, "p1", 0)],
-    ids=["loss", "gradient", "order", "start"],
+    [
+        (other_loss, "loss", 1),
+        (other_gradient, "p1", 1),
+        (other_order, "fit", 1),
+        (other_start, "p1", 0),
+        (other_rate, "lr", 1),
+    ],
+    ids=["loss", "gradient", "order", "start", "rate"],
 )
 def test_the_first_difference_is_named(change, culprit, step):
     found = first_difference(record_of(steps=2), record_of(change, steps=2))
@@ -70,28 +74,7 @@ def test_the_first_difference_is_named(change, culprit, step):
     assert (found.culprit, found.step) == (culprit, step)
 
 
-def test_the_learning_rate_is_compared():
-    def slow(build):
-        nth(build, Step).lrs = (0.1,)
-
-    def fast(build):
-        nth(build, Step).lrs = (0.2,)
-
-    found = first_difference(record_of(slow), record_of(fast))
-    assert found is not None
-    assert (found.culprit, found.step) == ("lr", 1)
-
-
 COUNT = itertools.count()
-KEPT = np.random.default_rng(0)
-
-
-def system():
-    return int.from_bytes(os.urandom(2), "little") / 2**16
-
-
-def kept():
-    return float(KEPT.random())
 
 
 def unordered():
@@ -112,22 +95,6 @@ def evidence(draw):
         return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 3), fit=fit)
 
     return Evidence(make)
-
-
-@pytest.mark.parametrize(
-    ("draw", "source"), [(system, "random"), (kept, "kept"), (unordered, "nondeterministic_kernel")]
-)
-def test_the_source_is_found(draw, source):
-    again = evidence(draw).shared(repetition)
-    assert again.difference is not None
-    assert (again.source, again.difference.culprit) == (source, "loss")
-
-
-def test_the_operation_that_differs_first_is_named():
-    op = evidence(system).shared(repetition).first_call
-    assert op is not None
-    assert op.op in ("add", "__add__")
-    assert "model(x + draw())" in str(op.place)
 
 
 def test_the_settings_of_torch_are_restored():
