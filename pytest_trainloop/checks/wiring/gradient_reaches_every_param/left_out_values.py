@@ -40,6 +40,7 @@ def leaves_out(evidence: Evidence, names: Sequence[str]) -> TapedCall | None:
         for at in sorted(leads_to(base, roots))
         if base.calls[at].carries_gradient and not moved[at] and any(i >= 0 and moved[i] for i in base.calls[at].inputs)
     ]
+    found = [call for call in found if not call.name.endswith(("_as", "_like"))]  # of these the shape alone is read
     # a difference does not depend on what is added to both of its sides (odd: siamese_contrastive)
     return found[-1] if found and all(call.name in LEAVES_OUT for call in found) else None
 
