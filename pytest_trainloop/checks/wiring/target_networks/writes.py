@@ -321,7 +321,7 @@ class WeightWrites(WatchingMode):
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     """Where the entries of a tensor are; None where it has no memory of its own."""
     address = storage_of(tensor)
-    return (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if address else None
+    return (address, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()) if address else None
 
 
 def _number(value: Any) -> float | None:
