@@ -108,7 +108,7 @@ class RowTape(ForwardPass):
 
     rows: int = 0
     coarse: bool = False
-    """Whether results are compared in bfloat16: what differs by the rounding of float64 alone is equal then."""
+    """Whether results are compared to eight binary digits: what differs by rounding alone is equal then."""
     shared_draws: bool = False
     """Whether what is drawn is the same for every row; else it is drawn as the loop draws it, under one seed."""
     at_root: Callable[[RowTape], None] = lambda tape: None
@@ -176,9 +176,7 @@ class RowTape(ForwardPass):
                 any(t.requires_grad for t in results),
                 inputs,
                 tuple(tuple(t.shape) for t in results),
-                tuple(
-                    _checksums(t.float() if self.coarse and t.is_floating_point() else t, self.rows) for t in results
-                ),
+                tuple(_checksums(_rounded(t) if self.coarse else t, self.rows) for t in results),
                 given,
             )
         )
@@ -242,6 +240,14 @@ class _AtBackward(FunctionMode):
 
 def _readable(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    """To eight binary digits. A run in float64 turns casts to another dtype away."""
+    if not tensor.is_floating_point():
+        return tensor
+    mantissa, exponent = torch.frexp(tensor.detach())
+    return torch.ldexp((mantissa * 256).round(), exponent)
 
 
 def _rows_axis(tensor: torch.Tensor, rows: int) -> int | None:
