@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_trainloop.checks.numerics.finite.repairs import repair_of
+from pytest_trainloop.checks.numerics.finite.causes import repair_of
 
 
 @pytest.mark.parametrize(
