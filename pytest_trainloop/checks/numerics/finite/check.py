@@ -46,73 +46,24 @@ References
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.checks.numerics.finite.causes import CAUSES, found
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
 from pytest_trainloop.records.nonfinite_repairs import repair_of
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.registry import check
 from pytest_trainloop.wording import be, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.events import GradWrite
-    from pytest_trainloop.recording.record import Parameter, Record
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.records.finiteness import Explosion
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.nonfinite import BadStep, MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
-
-_EXPLAINS = ("overfit_one_batch", "loss_at_init", "update_ratio", "every_param_moves:not_updated")
-
-CAUSES = {
-    "nonfinite_parameter": Cause(
-        proof="a weight is not finite before the first step, and nothing sets it before it is used",
-        repair="initialise it: torch.empty and nn.Parameter(torch.Tensor(n)) hold what was in memory before",
-        explains=_EXPLAINS,
-        change=("module",),
-    ),
-    "made_in_forward": Cause(
-        proof="the first operation with finite inputs and a result that is not lies in the forward pass",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "nonfinite_input": Cause(
-        proof="an operation has an input that is not finite and that no earlier operation made: the batch holds it",
-        repair="look at the batch (assert x.isfinite().all() where it is loaded), and at what comes from numpy",
-        explains=_EXPLAINS,
-    ),
-    "made_in_backward": Cause(
-        proof="forward pass and loss are finite, and the slope of an operation is not",
-        explains=_EXPLAINS,
-        change=("seen",),
-    ),
-    "gradients_explode": Cause(
-        proof="gradients grow a hundredfold over the steps before a value is no longer finite",
-        repair="lower the learning rate, warm it up, or clip: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        explains=_EXPLAINS,
-        change=("optimizer",),
-    ),
-    "weights_lost": Cause(
-        proof="a step leaves weights non-finite that were finite before it, and so were its gradients",
-        repair=(
-            "look at the optimizer's step (a root of zero, a division by zero, a product that overflows its dtype), "
-            "and at what is written to weights in place"
-        ),
-        explains=_EXPLAINS,
-        change=(
-            "step",
-            "optimizer",
-        ),
-    ),
-    "nonfinite_masked": Cause(
-        proof="an operation makes a non-finite loss or gradient finite, and the step is made all the same",
-        repair="fix the operation that it comes from",
-        do_not="skip such batches, or replace what is not finite: the operation stays wrong, and these rows "
-        "teach nothing",
-        explains=_EXPLAINS,
-    ),
-}
+    from pytest_trainloop.tracing.nonfinite import MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
 
 
 @check(needs={"run"}, causes=CAUSES, rank=10, steps=1)
@@ -121,177 +72,85 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 
     record = evidence.run()
-    start = tuple(p.name for p in finiteness.nonfinite_from_the_start(record))
-    if start:
-        yield Finding(
-            cause="nonfinite_parameter",
-            summary=f"{some(start)} {be(start)} not finite before the first step",
-            measured=f"{len(start)} parameters hold NaN or inf when training begins, and still when it ends",
-            shown_by="read before fit was called",
-            culprits=start,
-        )
+    if start := [p.name for p in finiteness.nonfinite_from_the_start(record)]:
+        yield found("nonfinite_parameter", "", start, count=len(start))
         return
-    lost, bad = finiteness.became_nonfinite(record), finiteness.stepped_nonfinite_losses(record)
-    suspicious = record.wary or finiteness.nonfinite_losses(record)
+    lost = [p.name for p in finiteness.became_nonfinite(record)]
+    bad, suspicious = finiteness.stepped_nonfinite_losses(record), finiteness.nonfinite_losses(record)
+    wrong = lost or bad
     if not evidence.repeatable:
-        yield from _in_single_run(record, lost, bad)
-    elif lost or bad or finiteness.never_stepped(record) or (record.raised is not None and suspicious):
-        yield from _spread(record, evidence.shared(NonFiniteOrigins.of), lost, bad, finiteness.explosion(record))
+        if wrong and (grown := finiteness.explosion(record)):
+            yield exploding(record, grown, lost, None)
+        elif wrong:
+            what = f"{some(lost)} {be(lost)} not finite when the run ends" if lost else "a loss is NaN or inf"
+            raise CannotDecide(
+                f"{what}; which operation made it takes further runs: return a TrainLoop from a marked test"
+            )
+        elif cleaned := finiteness.cleaned_gradients(record):
+            yield gradient_masked(cleaned, None)
+        elif suspicious:
+            raise CannotDecide(
+                "a loss is NaN or inf and no weight is; whether it is masked takes further runs: return a TrainLoop "
+                "from a marked test"
+            )
+    elif wrong or finiteness.never_stepped(record) or (record.raised is not None and (record.wary or suspicious)):
+        yield from first_of_all(record, evidence.shared(NonFiniteOrigins.of), lost, bad)
     elif cleaned := finiteness.cleaned_gradients(record):
-        yield _gradient_masked(cleaned, evidence.shared(NonFiniteOrigins.of).gradient)
-    elif suspicious:
-        yield from map(_loss_masked, evidence.shared(NonFiniteOrigins.of).masked[:1])
+        yield gradient_masked(cleaned, evidence.shared(NonFiniteOrigins.of).gradient)
+    elif record.wary or suspicious:
+        yield from map(loss_masked, evidence.shared(NonFiniteOrigins.of).masked[:1])
 
 
-def _in_single_run(record: Record, lost: Sequence[Parameter], bad: int) -> Iterator[Finding]:
-    """What the record shows without the operation that made it."""
-    from pytest_trainloop.records import finiteness
+def first_of_all(record: Record, origins: NonFiniteOrigins, lost: Sequence[str], bad: int) -> Iterator[Finding]:
+    """The first thing that went wrong."""
+    from pytest_trainloop.records.finiteness import explosion
 
-    grown = finiteness.explosion(record) if lost or bad else None
-    if grown is not None:
-        yield _exploding(record, grown, lost, None)
-    elif lost or bad:
-        names = [p.name for p in lost]
-        what = f"{some(names)} {be(names)} not finite when the run ends" if lost else "a loss is NaN or inf"
-        raise CannotDecide(f"{what}; which operation made it takes further runs: return a TrainLoop from a marked test")
-    elif cleaned := finiteness.cleaned_gradients(record):
-        yield _gradient_masked(cleaned, None)
-    elif finiteness.nonfinite_losses(record):
-        raise CannotDecide(
-            "a loss is NaN or inf and no weight is; whether it is masked takes further runs: return a TrainLoop from a "
-            "marked test"
-        )
-
-
-def _spread(
-    record: Record, origins: NonFiniteOrigins, lost: Sequence[Parameter], bad: int, grown: Explosion | None
-) -> Iterator[Finding]:
-    """One finding: the first thing that went wrong."""
-    if grown is not None:
-        yield _exploding(record, grown, lost, origins.first)
-    elif origins.bad_step is not None and origins.bad_step.names:
-        yield _bad_step(record, origins.bad_step)
+    parameters, step = len(record.parameters), origins.bad_step
+    if grown := explosion(record):
+        yield exploding(record, grown, lost, origins.first)
+    elif step is not None and step.names:
+        facts: dict[str, Any] = {"steps": step.step, "kind": step.kind, "largest": step.largest, "state": step.state}
+        facts |= {"lost": len(step.names), "first": step.names[0], "narrow": step.narrow, "weights": step.weights}
+        variant = "narrow state" if step.narrow else "step"
+        yield found("weights_lost", record.step_line(), step.names, variant, **facts)
     elif origins.root is None and origins.masked:
-        yield _loss_masked(origins.masked[0])
-    elif origins.first is not None:
-        yield _operation(record, origins.first, origins.others_like(origins.first), lost, bad)
-    elif origins.from_input is not None:
-        yield _input(origins.from_input, lost, bad)
+        yield loss_masked(origins.masked[0])
+    elif (first := origins.first) is not None:
+        backward = first.direction == "backward"
+        facts = {"origin": first, "value": first.value, "given": first.nonfinite_input and not backward}
+        facts |= {"low": first.low, "high": first.high, "trail": ", ".join(first.trail), "steps": record.steps}
+        facts |= {"lost": len(lost), "bad": 0 if lost else bad, "unseen": not lost and not bad}
+        facts |= {"parameters": parameters, "passes": len(record.backwards())}
+        facts["when"] = f"after {first.step} optimizer steps" if first.step else "before any optimizer step"
+        places = (str(at.place) for at in (first, *origins.others_like(first)))
+        facts["change"] = "\n".join(dict.fromkeys(places))
+        facts["repair"], do_not = repair_of(first.op, first.source, first.low, first.place.code)
+        cause = "made_in_backward" if backward else "made_in_forward"
+        yield replace(found(cause, first, filter(None, (first.op, first.module)), **facts), do_not=do_not)
+    elif (given := origins.from_input) is not None:
+        culprits = filter(None, (given.op, given.module))
+        yield found("nonfinite_input", given, culprits, origin=given, lost=len(lost), bad=bad)
     elif lost:
-        names = tuple(p.name for p in lost)
-        yield Finding(
-            cause="weights_lost",
-            summary=f"{some(names)} {be(names)} not finite after {record.rounds} steps",
-            measured=f"{len(names)} of {len(record.parameters)} parameters were finite before training",
-            shown_by="in a second run every operation of torch gave finite values: a step or a hook made it",
-            culprits=names,
-            where=record.step_line(),
-        )
+        facts = {"steps": record.rounds, "lost": len(lost), "parameters": parameters}
+        yield found("weights_lost", record.step_line(), lost, **facts)
 
 
-def _input(origin: NonFiniteOrigin, lost: Sequence[Parameter], bad: int) -> Finding:
-    return Finding(
-        cause="nonfinite_input",
-        summary=f"an input of {origin} is not finite, and no operation of torch made it",
-        measured=(
-            f"{len(lost)} parameters hold NaN or inf when the run ends"
-            if lost
-            else f"{bad} losses that were backpropagated are not finite"
-        ),
-        shown_by="it is the first operation of the run with such an input",
-        culprits=tuple(name for name in (origin.op, origin.module) if name),
-        where=str(origin.place),
-    )
+def exploding(record: Record, grown: Explosion, lost: Sequence[str], origin: NonFiniteOrigin | None) -> Finding:
+    facts: dict[str, Any] = {"since": grown.since + 1, "lost": len(lost), "origin": origin or ""}
+    facts["peaks"] = ", ".join(f"{peak:.2g}" for peak in grown.peaks[-6:])
+    facts["growth"] = grown.peaks[-1] / grown.peaks[0]
+    return found("gradients_explode", record.step_line(), (grown.name,), **facts)
 
 
-def _bad_step(record: Record, step: BadStep) -> Finding:
-    return Finding(
-        cause="weights_lost",
-        summary=f"step {step.step} of {step.kind} leaves {some(step.names)} non-finite, from finite gradients",
-        measured=f"largest gradient before it {step.largest:.3g}; {len(step.names)} weights are not finite after it"
-        + (f"; state of {step.names[0]}: {step.state}" if step.state else "")
-        + (f"; the weights are {step.weights}" if step.narrow else ""),
-        shown_by="in a second run weights and gradients are finite before this step, and nothing went wrong earlier",
-        culprits=step.names,
-        where=record.step_line(),
-        repair=f"keep {step.narrow} of the optimizer in {step.weights} (or bfloat16): float16 holds no small squares"
-        if step.narrow
-        else "",
-    )
+def loss_masked(masked: MaskedLoss) -> Finding:
+    facts = {"step": masked.step + 1, "origin": "the batch"}
+    if masked.origin:
+        facts |= {"origin": f"{masked.origin} at {masked.origin.place}", "change": str(masked.origin.place)}
+    return found("nonfinite_masked", masked, (masked.op,), **facts)
 
 
-def _operation(
-    record: Record,
-    origin: NonFiniteOrigin,
-    others: Sequence[NonFiniteOrigin],
-    lost: Sequence[Parameter],
-    bad: int,
-) -> Finding:
-    backward = origin.direction == "backward"
-    when = "before any optimizer step" if not origin.step else f"after {origin.step} optimizer steps"
-    made = "non-finite gradients" if backward else origin.value
-    given = "infinite" if origin.nonfinite_input and not backward else "finite"
-    if lost:
-        outcome = f"{len(lost)} of {len(record.parameters)} parameters hold NaN or inf when the run ends"
-    elif bad:
-        outcome = f"{bad} of {len(record.backwards())} losses that were backpropagated are not finite"
-    else:
-        outcome = "fit raised an exception after it" if record.steps else "no step was made"
-    if backward:
-        shown = "the loss is finite; gradients are finite at its result and not at its inputs"
-    elif origin.nonfinite_input:
-        shown = "the first operation of the run that makes NaN, from an infinity that is a literal or an input"
-    else:
-        shown = "the first operation of the run whose result is not finite while all its inputs are"
-    repair = repair_of(origin.op, origin.source, origin.low, origin.place.code)
-    return Finding(
-        cause=f"made_in_{origin.direction}",
-        summary=f"{origin} makes {made} of {given} values, {when}",
-        measured=f"its inputs lie in [{origin.low:.3g}, {origin.high:.3g}]; {outcome}",
-        shown_by=shown + (f"; ranges of values on the way there: {', '.join(origin.trail)}" if origin.trail else ""),
-        culprits=tuple(name for name in (origin.op, origin.module) if name),
-        where=str(origin.place),
-        change="\n".join(dict.fromkeys(str(at.place) for at in (origin, *others))),
-        repair=repair.text,
-        do_not=repair.do_not,
-    )
-
-
-def _exploding(record: Record, grown: Explosion, lost: Sequence[Parameter], origin: NonFiniteOrigin | None) -> Finding:
-    peaks = ", ".join(f"{peak:.2g}" for peak in grown.peaks[-6:])
-    return Finding(
-        cause="gradients_explode",
-        summary=f"the gradients of {grown.name} grow from step {grown.since + 1} on, until nothing is finite",
-        measured=f"largest entry by backward pass: {peaks}"
-        + (f"; {len(lost)} parameters hold NaN or inf when the run ends" if lost else ""),
-        shown_by=f"they had grown {grown.peaks[-1] / grown.peaks[0]:.2g} times before"
-        + (f"; {origin} is the first operation whose result is not finite" if origin else ""),
-        culprits=(grown.name,),
-        where=record.step_line(),
-    )
-
-
-def _loss_masked(masked: MaskedLoss) -> Finding:
-    source = f"{masked.origin} at {masked.origin.place}" if masked.origin else "the batch"
-    return Finding(
-        cause="nonfinite_masked",
-        summary=f"a loss that is not finite is replaced by {masked.op}(), and training goes on without the batch",
-        measured=f"first in step {masked.step + 1}",
-        shown_by=f"the value that was replaced comes from {source}",
-        culprits=(masked.op,),
-        where=str(masked.place),
-        change=str(masked.origin.place) if masked.origin else "",
-    )
-
-
-def _gradient_masked(write: GradWrite, origin: NonFiniteOrigin | None) -> Finding:
-    return Finding(
-        cause="nonfinite_masked",
-        summary="gradients that are not finite are replaced, and the step is made with the rest",
-        measured=f"the gradients of {len(set(write.parameters))} parameters were written by {write.by}",
-        shown_by="gradients arrive with NaN or inf and the step reads them without; they come from "
-        + (f"{origin} at {origin.place}" if origin else "an operation that was not determined"),
-        culprits=(write.by,),
-        where=str(write.place),
-        change=str(origin.place) if origin else "",
-    )
+def gradient_masked(write: GradWrite, origin: NonFiniteOrigin | None) -> Finding:
+    facts = {"written": len(set(write.parameters)), "origin": "an operation that was not determined"}
+    if origin:
+        facts |= {"origin": f"{origin} at {origin.place}", "change": str(origin.place)}
+    return found("nonfinite_masked", write, (write.by,), "gradient", **facts)

@@ -93,6 +93,7 @@ def first_gradient(record: Record, reference: Record | None = None) -> Gradient:
                 found.pop(record.name(index), None)
         if isinstance(event, Backward) and event.kind == "backward":
             factor, other = scale_at(record, event), next(others)
+            # one of two losses goes past the scaler (odd: a_model_past_the_scaler)
             factor = factor if other is None or _carries(factor, event, other) else 1.0
             for index, arrivals in event.arrivals.items():
                 p = record.parameters[index]
@@ -313,7 +314,7 @@ class LowPrecisionRuns:
         found = Parity(dtype=dtype, measured=math.inf, explained=unit, finite=False)
         if finite(gradient):
             found = self._explained(dtype, measured, expected, picks=False)
-            # scores that lie close together change places (odd: mixed_experts)
+            # scores that lie close together change places: for routers, though no stored loop needs it at its seed
             if found.ratio > PASSES and self._picked_otherwise:
                 expected = first_gradient(self._float64(picks=True)[0])
                 other = self._explained(dtype, distance(expected, gradient), expected, picks=True)
