@@ -66,6 +66,16 @@ def test_a_scheduler_of_the_project_itself_may_override_step():
     assert [s.lrs[0] for s in watch.record.of(Step)] == pytest.approx([0.025, 0.05, 0.075])
 
 
+def test_plateau_is_stepped_with_a_metric():
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    with Watch({}, [optimizer]) as watch:
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        optimizer.step()
+        scheduler.step(1.0)
+        scheduler.step(torch.tensor(2.0))
+    assert [(s.scheduler, s.metric) for s in watch.record.of(SchedulerStep)] == [("ReduceLROnPlateau", True)] * 2
+
+
 def test_a_scheduler_that_raises_does_not_hide_the_next_step():
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
     with Watch({}, [optimizer]) as watch:

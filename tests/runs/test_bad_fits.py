@@ -24,10 +24,6 @@ from tests.helpers.plugin_sessions import (  # noqa: F401  some are fixtures
 )
 
 REFUSED = {
-    "fit-takes-no-batch": (
-        fit("return None"),
-        "fit came back without taking a batch; it must iterate over the batches it is given",
-    ),
     "fit-exits-0": (fit("sys.exit(0)"), "fit called sys.exit(0) after 0 steps; return from fit instead"),
     "fit-exits-3-at-the-end": (
         fit("train(model, optimizer, batches)\nsys.exit(3)"),

@@ -102,6 +102,17 @@ def raising_after(steps):
     return work
 
 
+def test_what_fit_raises_for_want_of_batches_is_noted_only():
+    def two_epochs(model, optimizer, batches):
+        for _ in range(2):
+            seen = [train(model, optimizer, [batch]) for batch in batches]
+            print(1 / len(seen))
+
+    record = run(making(two_epochs), RunPlan())
+    assert record.raised is None
+    assert record.notes == ["fit raised ZeroDivisionError: division by zero after the batches had ended"]
+
+
 def test_what_fit_raises_after_it_read_ahead_is_put_to_the_test_with_all_batches():
     def by_index(model, optimizer, batches):
         mine = list(batches)
