@@ -1,4 +1,4 @@
-"""What the comparison of windows says where it cannot compare, and in lower precision."""
+"""What the comparison of windows says where it cannot compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_trainloop.runs.evidence import Evidence
 RANDOM = np.random.default_rng()
 
 
-def evidence(loss=F.mse_loss, *, rows=12, window=lambda accumulate: accumulate, divide=True, **fields):
+def evidence(loss=F.mse_loss, *, rows=12, window=lambda accumulate: accumulate, **fields):
     def make(accumulate=1):
         model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -24,7 +24,7 @@ def evidence(loss=F.mse_loss, *, rows=12, window=lambda accumulate: accumulate, 
         def fit(batches):
             count, size = 0, window(accumulate)
             for x, y in batches:
-                (loss(model(x), y) / (size if divide else 1)).backward()
+                (loss(model(x), y) / size).backward()
                 count += 1
                 if count == size:
                     optimizer.step()

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.batch.padding_invariance.grouped import padding_runs
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.loop import Padding
 from pytest_trainloop.runs.evidence import Evidence
+from tests.loops.plain import loop
 
 RANDOM = np.random.default_rng()
 LENGTHS = torch.tensor([8, 3, 3, 5])
@@ -41,19 +41,7 @@ def wrong(model, item):
 
 
 def evidence(loss=right, given=batch, **fields):
-    def make():
-        model = Tagger()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for item in batches:
-                optimizer.zero_grad()
-                loss(model, item).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=given(), fit=fit, **fields)
-
-    return Evidence(make)
+    return Evidence(lambda: loop(Tagger(), given(), loss, **fields))
 
 
 def padding(made):
