@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from pytest_trainloop import TrainLoop, check_loop
 from tests.loops.corpus import ODD, PAIRS
@@ -32,6 +33,16 @@ def test_the_verdict_follows_it(check, name, fields, expected):
         return loop
 
     assert [f"{f.cause} {f.level}" for f in result_of(check, declared).findings] == [expected]
+
+
+def test_a_shuffled_loader_that_leaves_one_row_makes_a_row_of_length_one_a_fault():
+    def make():
+        loop = PAIRS["a_meter_that_was_read_once_has_no_spread"].faulty()
+        given = loop.batches
+        loop.batches = DataLoader(given.dataset, given.batch_size, shuffle=True, collate_fn=given.collate_fn)
+        return loop
+
+    assert [(f.cause, f.level) for f in result_of("edge_batches", make).findings] == [("nan_at_length_one", "fault")]
 
 
 def test_declared_steps_make_slow_learning_a_fault():

@@ -117,7 +117,5 @@ def test_the_users_own_split_is_used():
 def test_a_difference_that_the_order_of_rows_makes_too_decides_nothing():
     split = SimpleNamespace(steps_too_early=False, windows=(Agreement(1.1, 0.9, 0.3),), bound=2e-13)
     made = SimpleNamespace(weigh=lambda split: None, difference_when_reversed=lambda split: 0.01)
-    with pytest.raises(
-        CannotDecide, match="reversing the rows of one batch changes the gradient .* no equality is due"
-    ):
+    with pytest.raises(CannotDecide, match="reversing the rows of one batch changes the gradient"):
         _explained(None, made, [split], [split])
