@@ -37,12 +37,6 @@ def test_rows_are_what_most_tensors_share():
     assert rows(torch.tensor(1.0)) == 0
 
 
-def test_rows_are_taken_in_their_order():
-    x, y = take((torch.arange(4.0).view(4, 1), torch.arange(4)), [2, 0])
-    assert x.tolist() == [[2.0], [0.0]]
-    assert y.tolist() == [2, 0]
-
-
 def test_what_has_no_row_for_each_is_kept_whole():
     batch = {"x": torch.zeros(6, 2), "y": torch.zeros(6), "class_weights": torch.ones(3), "step": 7, "mask": None}
     taken = take(batch, [1, 2])
@@ -66,11 +60,6 @@ def test_types_stay():
     assert isinstance(take(Pair(torch.zeros(3), torch.zeros(3)), [0]), Pair)
     encoding = take(Encoding(ids=torch.zeros(3, 4), mask=torch.ones(3, 4, dtype=torch.bool)), [0, 1])
     assert (type(encoding), encoding.source, encoding["mask"].dtype) == (Encoding, "here", torch.bool)
-
-
-def test_arrays_are_taken_from_as_well():
-    taken = take({"x": torch.zeros(4, 2), "ids": np.arange(4)}, [3, 0])
-    assert taken["ids"].tolist() == [3, 0]
 
 
 def test_a_list_of_columns_is_no_list_of_rows():

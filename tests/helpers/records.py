@@ -71,23 +71,18 @@ def record(parameters, *, held, gradients, batches=3, changed=()):
 
 
 class FakeEvidence:
-    """Evidence made by hand: ``record`` is the watched run, ``accumulated`` the one with the knob ``accumulate``, and
-    ``shared`` maps each kind of experiment to what it found; where things were made, and what names are asked, is not
-    known. Any other experiment fails the test."""
+    """Evidence made by hand: ``record`` is the watched run, and ``shared`` maps each kind of experiment to what it
+    found; where things were made, and what names are asked, is not known. Any other experiment fails the test."""
 
     offers = frozenset({"fit", "run"})
     repeatable = True
 
-    def __init__(self, record, *, accumulated=None, shared=None):
-        self._record, self._accumulated, self._shared = (
-            record,
-            accumulated,
-            {MadeAt.of: MadeAt(), HandedNames.of: HandedNames(), makes_own_data: False, leak: None, **(shared or {})},
-        )
-        self.knobs = {} if accumulated is None else {"accumulate": "accumulate"}
+    def __init__(self, record, *, shared=None):
+        known = {MadeAt.of: MadeAt(), HandedNames.of: HandedNames(), makes_own_data: False, leak: None}
+        self._record, self._shared, self.knobs = record, {**known, **(shared or {})}, {}
 
-    def run(self, **knobs):
-        return self._accumulated if knobs else self._record
+    def run(self):
+        return self._record
 
     def declared(self, name):
         return None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 LOOP = """
     import pytest
@@ -33,9 +30,10 @@ def test_each_check_is_an_item_in_causal_order(pytester, run):
     result.stdout.no_fnmatch_line("*NOTHING WAS CHECKED*")
 
 
-def test_outcomes_reach_pytest(pytester, run):
+@pytest.mark.parametrize("options", [[], ["--strict-markers"], ["-p", "no:xdist"]])
+def test_outcomes_reach_pytest(pytester, run, options):
     pytester.makepyfile(test_a=LOOP)
-    run("--trainloop").assert_outcomes(passed=2, failed=1)
+    run("--trainloop", *options).assert_outcomes(passed=2, failed=1)
 
 
 def test_without_the_flag_there_is_one_skipped_item_and_the_function_is_not_called(pytester, run, log):
@@ -214,12 +212,5 @@ def test_a_check_of_the_projects_own_is_an_item(pytester, run):
     assert ids(run("--trainloop", "--collect-only", "-q"))[-1] == "test_a.py::test_gpt[mine]"
 
 
-def test_strict_markers_and_the_marker_list(pytester, run):
-    pytester.makepyfile(test_a=LOOP)
-    run("--trainloop", "--strict-markers").assert_outcomes(passed=2, failed=1)
+def test_the_marker_list(run):
     run("--markers").stdout.fnmatch_lines(["@pytest.mark.trainloop(*", "@pytest.mark.trainloop_cuda*"])
-
-
-def test_without_xdist_and_without_randomly(pytester, run):
-    pytester.makepyfile(test_a=LOOP)
-    run("--trainloop", "-p", "no:xdist").assert_outcomes(passed=2, failed=1)

@@ -25,65 +25,36 @@ LOSS = """
         return contract(mean_of_all)
 """
 
+NO_CHECK = "*the {} marker: {} names '{}', which matches no check; the nearest name is *"
+
 REFUSED = {
     "a class": (
-        """
-        import pytest
-        @pytest.mark.trainloop_loss
-        class TestLosses:
-            def test_focal(self): ...
-        """,
+        "@pytest.mark.trainloop_loss\nclass TestLosses:\n    def test_focal(self): ...",
         "*::TestLosses: the trainloop_loss marker is on a class; put it on each function that returns a LossContract",
     ),
     "a TestCase": (
-        """
-        import pytest, unittest
-        class TestLosses(unittest.TestCase):
-            @pytest.mark.trainloop_loss
-            def test_focal(self): ...
-        """,
+        "class TestLosses(unittest.TestCase):\n    @pytest.mark.trainloop_loss\n    def test_focal(self): ...",
         "*the trainloop_loss marker is on TestLosses.test_focal of a unittest.TestCase; it needs a function*",
     ),
     "a coroutine": (
-        """
-        import pytest
-        @pytest.mark.trainloop_loss
-        async def test_focal(): ...
-        """,
+        "@pytest.mark.trainloop_loss\nasync def test_focal(): ...",
         "*::test_focal is marked trainloop_loss and is a coroutine function; a plain function is needed *LossContract",
     ),
     "two markers": (
-        """
-        import pytest
-        @pytest.mark.trainloop
-        @pytest.mark.trainloop_loss
-        def test_focal(): ...
-        """,
+        "@pytest.mark.trainloop\n@pytest.mark.trainloop_loss\ndef test_focal(): ...",
         "*::test_focal is marked trainloop and trainloop_loss; one of them is needed",
     ),
     "a check of loops": (
-        """
-        import pytest
-        @pytest.mark.trainloop_loss(only=["step_order"])
-        def test_focal(): ...
-        """,
-        "*the trainloop_loss marker: only names 'step_order', which matches no check; the nearest name is *",
+        "@pytest.mark.trainloop_loss(only=['step_order'])\ndef test_focal(): ...",
+        NO_CHECK.format("trainloop_loss", "only", "step_order"),
     ),
     "knobs": (
-        """
-        import pytest
-        @pytest.mark.trainloop_loss(knobs={"a": "accumulate"})
-        def test_focal(a=1): ...
-        """,
+        "@pytest.mark.trainloop_loss(knobs={'a': 'accumulate'})\ndef test_focal(a=1): ...",
         "*the trainloop_loss marker has no keyword 'knobs'*",
     ),
     "a check of losses": (
-        """
-        import pytest
-        @pytest.mark.trainloop(skip={"ignored_positions": "no"})
-        def test_gpt(): ...
-        """,
-        "*the trainloop marker: skip names 'ignored_positions', which matches no check; the nearest name is *",
+        "@pytest.mark.trainloop(skip={'ignored_positions': 'no'})\ndef test_gpt(): ...",
+        NO_CHECK.format("trainloop", "skip", "ignored_positions"),
     ),
 }
 
@@ -204,7 +175,7 @@ def test_what_is_no_contract_is_an_error_once(pytester, run):
 @pytest.mark.parametrize("name", REFUSED)
 def test_misuse_is_refused_at_collection(pytester, run, name):
     code, sentence = REFUSED[name]
-    pytester.makepyfile(test_criteria=code)
+    pytester.makepyfile(test_criteria=f"import pytest, unittest\n\n{code}")
     result = run("--trainloop")
     assert result.ret != 0
     result.stdout.fnmatch_lines([sentence])

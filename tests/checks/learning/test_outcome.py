@@ -12,7 +12,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
-from pytest_trainloop.checks.learning.outcome import learning, single_loss
+from pytest_trainloop.checks.learning.outcome import learning
 from pytest_trainloop.errors import CannotDecide, TimeRanOut
 from pytest_trainloop.runs.evidence import Evidence
 
@@ -101,32 +101,3 @@ def test_a_loop_whose_time_runs_out_is_not_judged():
     batch.plan = replace(batch.plan, timeout=1.0)
     with pytest.raises(TimeRanOut, match=r"^time ran out after \d+ steps: give --trainloop-timeout=2 or more"):
         learning(batch)
-
-
-def test_several_losses_for_several_optimizers():
-    def make():
-        nets = {"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets.values()]
-
-        def fit(batches):
-            for x in batches:
-                for net, optimizer in zip(nets.values(), optimizers, strict=True):
-                    optimizer.zero_grad()
-                    net(x).square().mean().backward() if net is nets["a"] else net(x).abs().mean().backward()
-                    optimizer.step()
-
-        return TrainLoop(model=nets, optimizer=optimizers, batch=torch.randn(6, 3), fit=fit)
-
-    with pytest.raises(CannotDecide, match="no single loss"):
-        single_loss(Evidence(make).run())
-
-
-def test_a_loop_that_makes_many_optimizers_does_not_go_on_for_ever():
-    def anew(model, _optimizer, batches):
-        for x, y in batches:
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert evidence(anew).shared(OneBatchRuns).of().curve.steps <= 304

@@ -1,6 +1,9 @@
-"""What the comparison of windows says where it cannot compare, and in lower precision."""
+"""What is said of loops whose windows cannot be compared."""
 
 from __future__ import annotations
+
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,82 +11,96 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
-from pytest_trainloop.errors import CannotDecide, Unreliable
-from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop import TrainLoop, check_loop
+from pytest_trainloop.checks.batch.accumulation_equivalence.check import _explained
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.compare import Agreement
 
 RANDOM = np.random.default_rng()
 
 
-def evidence(loss=F.mse_loss, *, rows=12, window=lambda accumulate: accumulate, divide=True, **fields):
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.RNN(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0])
+
+
+def result_of(loss, *, model=lambda: nn.Linear(3, 1), shape=(36, 3), window=lambda accumulate: accumulate, **fields):
+    """The verdict on a loop; ``loss`` is given outputs, targets, and how many micro-batches came before: 0 in the first
+    window."""
+
     def make(accumulate=1):
-        model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        net, size = model(), window(accumulate)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
         def fit(batches):
-            count, size = 0, window(accumulate)
-            for x, y in batches:
-                (loss(model(x), y) / (size if divide else 1)).backward()
-                count += 1
-                if count == size:
+            for number, (x, y) in enumerate(batches):
+                (loss(net(x), y, number if number >= size else 0) / size).backward()
+                if number % size == size - 1:
                     optimizer.step()
                     optimizer.zero_grad()
-                    count = 0
 
-        x = torch.randn(rows, 3)
-        batch = (x, x.sum(1, keepdim=True))
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit, **fields)
+        x = torch.randn(shape)
+        return TrainLoop(model=net, optimizer=optimizer, batch=(x, x.sum(-1, keepdim=True)), fit=fit, **fields)
 
-    return Evidence(make, knobs={"accumulate": "accumulate"})
+    return check_loop(make, only=["accumulation_equivalence"], raises=False).results[0]
 
 
-def interacting(out, y):
+def right(out, y, _before):
+    return F.mse_loss(out, y)
+
+
+def interacting(out, y, _before):
     return (out - out.mean()).square().mean() + F.mse_loss(out, y)
 
 
-def noisy_by_numpy(out, y):
+def noisy_by_numpy(out, y, _before):
     return F.mse_loss(out + 0.1 * torch.as_tensor(np.random.normal(size=(1, 1))).to(out.dtype), y)
 
 
-def noisy_by_place(out, y):
+def noisy_by_place(out, y, _before):
     return F.mse_loss(out + torch.randn(12, len(out) - 1)[:, -1:].mean(), y)
 
 
-def unseeded(out, y):
+def unseeded(out, y, _before):
     return F.mse_loss(out + 0.1 * torch.as_tensor(RANDOM.normal(size=(1, 1))).to(out.dtype), y)
 
 
-def test_rows_decide_the_sizes():
-    assert evidence(rows=3).shared(Accumulation.of).sizes() == [2, 3]
-    with pytest.raises(CannotDecide, match="micro-batches take at least 2"):
-        evidence(rows=1).shared(Accumulation.of)
+def not_finite(out, y, _before):
+    return F.mse_loss(out, y) * torch.nan
+
+
+def by_a_constant(out, y, _before):
+    return F.mse_loss(out, y, reduction="sum") / 36
+
+
+def growing(out, y, before):
+    return F.mse_loss(out, y) * (1 + before)
 
 
 @pytest.mark.parametrize(
-    ("loss", "error", "words"),
+    ("loss", "given", "outcome", "reason"),
     [
-        (interacting, CannotDecide, "examples interact.* need not be equal$"),
-        (noisy_by_place, CannotDecide, r"the loop draws randn of shape \(12, 35\), .*, where it is not known"),
-        (
-            noisy_by_numpy,
-            CannotDecide,
-            r"draws random numbers from python's or numpy's generators \(numpy, .*test_comparison",
-        ),
-        (unseeded, Unreliable, "two identical runs of the loop differ"),
+        (interacting, {}, "skipped", "examples interact.* need not be equal$"),
+        (noisy_by_place, {}, "skipped", r"the loop draws randn of shape \(12, 35\), .*, where it is not known"),
+        (noisy_by_numpy, {}, "skipped", r"random numbers from python's or numpy's generators \(numpy, .*test_comp"),
+        (unseeded, {}, "unreliable", "two identical runs of the loop differ"),
+        (not_finite, {}, "skipped", "the gradients are not finite"),
+        (by_a_constant, {}, "skipped", "the loss is divided by a constant: .* give split_batch="),
+        (right, {"model": Recurrent, "shape": (5, 12, 3)}, "skipped", "give batch_dim=1, or batch_dim=0 if"),
+        (right, {"shape": (1, 3)}, "skipped", "micro-batches take at least 2"),
+        (right, {"window": lambda accumulate: 2 * accumulate - 1}, "skipped", "where 2 are due"),
+        (growing, {}, "skipped", "some state besides the weights lives on from window to window"),
     ],
+    ids="interacting by_place by_numpy unseeded nan constant second_axis one_row other_windows later_windows".split(),
 )
-def test_what_is_not_meant_to_be_equal_is_skipped(loss, error, words):
-    made = evidence(loss, rows=36).shared(Accumulation.of)
-    split = made.split(2)
-    assert not split.equal
-    with pytest.raises(error, match=words):
-        made.weigh(split)
-
-
-def test_a_loop_that_counts_its_windows_in_another_way():
-    with pytest.raises(CannotDecide, match="where 2 are due"):
-        evidence(window=lambda accumulate: 2 * accumulate - 1).shared(Accumulation.of).split(3)
+def test_what_cannot_be_compared_is_a_skip_that_says_why(loss, given, outcome, reason):
+    result = result_of(loss, **given)
+    assert (result.outcome, result.findings) == (outcome, ())
+    assert re.search(reason, result.reason)
 
 
 def test_the_users_own_split_is_used():
@@ -93,5 +110,12 @@ def test_the_users_own_split_is_used():
         cuts.append(n)
         return list(zip(*(part.chunk(n) for part in batch), strict=True))
 
-    assert evidence(split_batch=split).shared(Accumulation.of).split(2).equal
-    assert set(cuts) == {2}
+    assert result_of(right, split_batch=split).outcome == "passed"
+    assert 2 in cuts
+
+
+def test_a_difference_that_the_order_of_rows_makes_too_decides_nothing():
+    split = SimpleNamespace(steps_too_early=False, windows=(Agreement(1.1, 0.9, 0.3),), bound=2e-13)
+    made = SimpleNamespace(weigh=lambda split: None, difference_when_reversed=lambda split: 0.01)
+    with pytest.raises(CannotDecide, match="reversing the rows of one batch changes the gradient"):
+        _explained(None, made, [split], [split])

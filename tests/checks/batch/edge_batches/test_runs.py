@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.batch.edge_batches.last_batch import ending, last_batch
 from pytest_trainloop.checks.batch.edge_batches.runs import Edges
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.evidence import Evidence
+from tests.loops.plain import loop
 
 
 def rows(count):
@@ -71,19 +71,7 @@ def test_a_dataset_that_does_not_give_the_batch_decides_nothing():
 
 
 def edges(batch, loss):
-    def make():
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for one in batches:
-                optimizer.zero_grad()
-                loss(model, one).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
-
-    return Edges.of(Evidence(make))
+    return Edges.of(Evidence(lambda: loop(nn.Linear(4, 3), batch, loss)))
 
 
 def item_by_item(model, batch):

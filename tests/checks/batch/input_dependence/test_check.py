@@ -6,11 +6,13 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.errors import UsageError
 from tests.loops import data
+from tests.loops.plain import loop
 
 
 def judged(make, **options):
@@ -19,18 +21,8 @@ def judged(make, **options):
 
 def classifier():
     """Reads one of three tensors in the model, another in the loss, and the kind of each row nowhere."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = {"x": torch.randn(8, 6), "kind": torch.arange(8) % 5, "y": torch.arange(8) % 3}
-
-    def fit(batches):
-        for b in batches:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(b["x"]), b["y"]).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+    return loop(nn.Linear(6, 3), batch, lambda model, b: F.cross_entropy(model(b["x"]), b["y"]))
 
 
 @pytest.mark.parametrize("uses", [["batch['knid']"], "batch['kind']"])

@@ -1,4 +1,4 @@
-"""Which parts are compared, and what is said where none can be."""
+"""What is said of loops whose padded and cut rows cannot be compared."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.batch.padding_invariance.grouped import padding_runs
-from pytest_trainloop.errors import CannotDecide, Unreliable
-from pytest_trainloop.loop import Padding
-from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop import check_loop
+from tests.loops.plain import loop
 
 RANDOM = np.random.default_rng()
-LENGTHS = torch.tensor([8, 3, 3, 5])
 
 
 class Tagger(nn.Module):
@@ -27,86 +23,44 @@ class Tagger(nn.Module):
         return self.head(self.embed(ids))
 
 
-def batch():
-    ids = torch.randint(1, 9, (4, 8)) * (torch.arange(8) < LENGTHS[:, None])
-    return {"ids": ids, "mask": (ids != 0).long()}
-
-
-def right(model, item):
-    return F.cross_entropy(model(item["ids"]).transpose(1, 2), (item["ids"] % 3).masked_fill(item["mask"] == 0, -100))
-
-
-def wrong(model, item):
+def over_all(model, item):
     return F.cross_entropy(model(item["ids"]).transpose(1, 2), item["ids"] % 3)
 
 
-def evidence(loss=right, given=batch, **fields):
+def result_of(loss, lengths=(8, 3, 3, 5)):
     def make():
-        model = Tagger()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.randint(1, 9, (4, 8)) * (torch.arange(8) < torch.tensor(lengths)[:, None])
+        return loop(Tagger(), {"ids": ids, "mask": (ids != 0).long()}, loss)
 
-        def fit(batches):
-            for item in batches:
-                optimizer.zero_grad()
-                loss(model, item).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=given(), fit=fit, **fields)
-
-    return Evidence(make)
+    return check_loop(make, only=["padding_invariance"], raises=False).results[0]
 
 
-def padding(made):
-    (runs,) = padding_runs(made)
-    return runs
-
-
-def test_a_loop_without_padding_takes_no_step():
-    made = evidence(given=lambda: {"ids": torch.randint(1, 9, (4, 8)), "mask": torch.ones(4, 8)})
-    with pytest.raises(CannotDecide, match=r"pass padding=Padding\(pad_id="):
-        padding(made)
-    assert made.own_steps == 0
-
-
-def test_a_declared_id_that_does_not_occur_is_named():
-    made = evidence(padding=Padding(pad_id=77))
-    with pytest.raises(CannotDecide, match="declared pad_id 77"):
-        padding(
-            evidence(
-                given=lambda: {"ids": batch()["ids"] + 1, "mask": batch()["mask"] * 0 + 1}, padding=Padding(pad_id=77)
-            )
-        )
-    assert padding(made).reason == "mask is 0 there"
-
-
-def test_as_many_rows_are_given_as_the_loop_needs():
-    def four(model, item):
-        if len(item["ids"]) != 4:
-            raise ValueError("four rows")
-        return wrong(model, item)
-
-    assert padding(evidence(four)).first_difference() is not None
-
-
-def test_what_the_loop_raises_is_the_reason():
-    def fixed(model, item):
-        if item["ids"].shape[1] != 8:
-            raise ValueError("eight positions")
-        return right(model, item)
-
-    with pytest.raises(CannotDecide, match="eight positions"):
-        padding(evidence(fixed)).first_difference()
+def times(factor):
+    return lambda model, item: over_all(model, item) * factor(item["ids"])
 
 
 @pytest.mark.parametrize(
-    ("noise", "refused", "match"),
+    ("loss", "lengths", "outcome", "reason"),
     [
-        (lambda ids: float(torch.randint(100, ids.shape)[0].double().mean()), CannotDecide, "randint"),
-        (lambda ids: float(np.random.normal()), CannotDecide, "numpy"),
-        (lambda ids: float(RANDOM.normal()), Unreliable, "determinism"),
+        (times(lambda ids: 1 + torch.randint(100, ids.shape)[0].double().mean()), (8, 3, 3, 5), "skipped", "randint"),
+        (times(lambda ids: 1 + float(np.random.normal())), (8, 3, 3, 5), "skipped", "numpy"),
+        (times(lambda ids: 1 + float(RANDOM.normal())), (8, 3, 3, 5), "unreliable", "determinism"),
+        (times(lambda ids: torch.nan), (8, 3, 3, 5), "skipped", "is not finite"),
+        (over_all, (8, 7, 7, 8), "skipped", "which may be the end of a text"),
+        (over_all, (8, 8, 8, 8), "skipped", "pass padding=Padding(pad_id="),
     ],
+    ids="draws_by_length numpy unseeded nan one_position no_padding".split(),
 )
-def test_draws_by_length_or_of_other_generators_are_not_compared(noise, refused, match):
-    made = padding(evidence(lambda model, item: wrong(model, item) * (1 + noise(item["ids"]))))
-    with pytest.raises(refused, match=match):
-        made.require_comparable(made.first_difference())
+def test_what_cannot_be_compared_is_a_skip_that_says_why(loss, lengths, outcome, reason):
+    result = result_of(loss, lengths)
+    assert (result.outcome, result.findings) == (outcome, ())
+    assert reason in result.reason
+
+
+def test_as_many_rows_are_given_as_the_loop_needs():
+    def of_four(model, item):
+        if len(item["ids"]) != 4:
+            raise ValueError("four rows")
+        return over_all(model, item)
+
+    assert [f.cause for f in result_of(of_four).findings] == ["padded_targets"]

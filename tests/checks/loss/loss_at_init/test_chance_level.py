@@ -9,23 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLosses, scaled
 from pytest_trainloop.runs.run import RunPlan, run
+from tests.loops.plain import loop
 
 
 def seen(loss_of, *, scale=1.0):
     def make():
-        model = nn.Linear(3, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                loss_of(model(x)).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(8, 3), fit=fit)
+        return loop(nn.Linear(3, 4), torch.randn(8, 3), lambda model, x: loss_of(model(x)))
 
     found = InitialLosses()
     plan = RunPlan(contexts=found.contexts, count=3, prepare=scaled(scale), enough=lambda r: r.rounds >= 2)

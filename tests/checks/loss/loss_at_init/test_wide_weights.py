@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.api import check_loop
-from pytest_trainloop.loop import TrainLoop
+from tests.loops.plain import cross_entropy, loop
 
 
 def draw_all(model):
@@ -28,15 +27,7 @@ def finding_of(draw):
     def make():
         model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
         draw(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(16, 6), torch.arange(16) % 4), fit=fit)
+        return loop(model, (torch.randn(16, 6), torch.arange(16) % 4), cross_entropy)
 
     report = check_loop(make, only=["loss_at_init"], raises=False)
     return next(f for r in report.results for f in r.findings if f.cause == "too_high")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
-from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
+from tests.loops.plain import loop
 
 ROWS, CLASSES, FRAMES = 12, 5, 9
 
@@ -95,15 +95,7 @@ def test_a_loss_of_torch_used_right_breaks_nothing(name, dtype):
 
     def make():
         model = nn.Linear(6, CLASSES).to(dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                criterion(*arguments(model(x.to(dtype)))).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(ROWS, 6), fit=fit)
+        return loop(model, torch.randn(ROWS, 6), lambda model, x: criterion(*arguments(model(x.to(dtype)))))
 
     recorder = Evidence(make).shared(LossCallRecorder.of)
     assert [finding.cause for finding in recorder.findings()] == []

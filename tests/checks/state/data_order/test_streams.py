@@ -1,4 +1,4 @@
-"""Epochs of a stream, and the order that is drawn for them."""
+"""Draws of an order are noted, and nothing stays replaced."""
 
 import random
 import threading
@@ -8,12 +8,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop.checks.state.data_order.draws import orders_drawn, others_noted
-
-X, Y = torch.randn(24, 3), torch.arange(24)
-
-
-def loader(**options):
-    return DataLoader(TensorDataset(X, Y), batch_size=4, **options)
 
 
 def test_draws_of_python_and_numpy_are_noted_and_nothing_stays_replaced():
@@ -32,7 +26,8 @@ def test_draws_of_python_and_numpy_are_noted_and_nothing_stays_replaced():
 
 def test_threads_that_read_at_once_leave_nothing_replaced():
     before = np.random.permutation
-    threads = [threading.Thread(target=lambda: list(loader(shuffle=True))) for _ in range(4)]
+    loader = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=4, shuffle=True)
+    threads = [threading.Thread(target=lambda: list(loader)) for _ in range(4)]
     with others_noted():
         for thread in threads:
             thread.start()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.state.determinism import repeat
 from pytest_trainloop.checks.state.determinism.repeat import first_difference, repetition
 from pytest_trainloop.errors import TimeRanOut
 from pytest_trainloop.recording.events import Backward, Step, TensorSample
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.record_builder import RecordBuilder
+from tests.loops.plain import loop
 
 
 def record_of(change=lambda build: None, steps=3):
@@ -82,19 +82,10 @@ def unordered():
 
 
 def evidence(draw):
-    def make():
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def loss(model, x):
+        return model(x + draw()).square().mean()
 
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                model(x + draw()).square().mean().backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 3), fit=fit)
-
-    return Evidence(make)
+    return Evidence(lambda: loop(nn.Linear(3, 1), torch.randn(4, 3), loss))
 
 
 def test_the_settings_of_torch_are_restored():
@@ -109,20 +100,7 @@ def out_of_time():
 
 @pytest.mark.parametrize(("work", "seconds"), [(out_of_time, 60.0), (lambda: time.sleep(60), 0.1)])
 def test_a_child_whose_time_runs_out_leaves_the_source_undecided(monkeypatch, work, seconds):
-    asked = itertools.count()
-
-    def make():
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x in batches:
-                (model(x) * next(asked)).sum().backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 3), fit=fit)
-
     in_child = repeat._in_child
     monkeypatch.setattr(repeat, "_in_child", lambda _work, _seconds: in_child(work, seconds))
     with pytest.raises(TimeRanOut, match="of a run in a process of its own"):
-        repetition(Evidence(make))
+        repetition(evidence(itertools.count().__next__))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import TrainLoop, observe
+from pytest_trainloop import observe
 from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
 from pytest_trainloop.runs.evidence import Evidence
+from tests.loops.plain import loop
 
 
 def train(*, seeds, steps=9):
@@ -43,24 +44,12 @@ def test_a_run_that_is_observed_once(seeds):
     assert result.reason.startswith("" if seeds else "watching once does not offer evaluate: an evaluation inside fit")
 
 
-def looped(evaluate_of, fit_of=None):
+def looped(evaluate_of, fit_of=lambda fit: fit):
     def make():
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=torch.randn(6, 4),
-            fit=fit_of(fit) if fit_of else fit,
-            evaluate=evaluate_of(model),
-        )
+        made = loop(model, torch.randn(6, 4), lambda model, x: model(x).square().mean(), evaluate=evaluate_of(model))
+        made.fit = fit_of(made.fit)
+        return made
 
     return make
 
