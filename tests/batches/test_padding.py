@@ -110,11 +110,6 @@ def test_a_mask_goes_before_the_pad_id_since_the_first_may_end_a_text():
     )
 
 
-def test_ids_and_features():
-    assert empty({"ids": IDS, "mask": MASK}).of_ids
-    assert not empty({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK, "tags": IDS}).of_ids
-
-
 def test_source_and_target_are_padded_to_lengths_of_their_own():
     target = torch.tensor([[5, 6, 7], [3, 0, 0], [8, 2, 0]])
     found = read_paddings((IDS, target), at_least=Proof.EMPTY, declared=DECLARED)
@@ -192,13 +187,6 @@ def test_labels_are_no_proof_and_no_objection():
     ids = [Ids(IDS)]
     assert read_padding({"y": COUNTED, "mask": MASK}, at_least=Proof.INPUTS, shape=(3, 5), inputs=ids) is not None
     assert read_padding({"labels": LABELS, "mask": MASK}, at_least=Proof.INPUTS, shape=(3, 5)) is None
-
-
-def test_a_text_without_its_last_token():
-    batch = {"ids": IDS, "mask": MASK}
-    found = read_padding(batch, at_least=Proof.INPUTS, shape=(3, 4), inputs=[Ids(IDS[:, :-1])])
-    assert found is not None
-    assert found.lengths == (3, 4, 2)
 
 
 def test_an_id_is_padding_in_its_own_table_only():
