@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from pytest_trainloop.reach.copies import LARGE, same_bits
-from pytest_trainloop.reach.walk import Reach
 from tests.reach.reached import changes, function_with, loop_with, snapshot_of, train
 
 Pair = namedtuple("Pair", ["hidden", "cell"])
@@ -61,65 +60,6 @@ def test_training_is_undone_bit_for_bit_and_goes_the_same_way_again():
     assert set(ends[0].leaves) == set(ends[1].leaves)
     assert all(same_bits(a, ends[1].value(p)) for p in ends[0].leaves if torch.is_tensor(a := ends[0].value(p)))
     assert not optimizer.state
-
-
-def test_mode_gradients_and_requires_grad():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
-    loop = loop_with(model)
-    model(torch.ones(1, 3)).sum().backward()
-    kept = model[0].weight.grad
-
-    def change():
-        model.eval()
-        model.zero_grad()
-        model[0].bias.requires_grad_(False)
-
-    paths = ("model.training", "model.1.training", "model.0.weight.grad", "model.0.bias.requires_grad")
-    before = restored(loop, change, *paths)
-    assert model[0].weight.grad is kept
-    change()
-    before.put_back(["model.0.weight.grad"])
-    assert model[0].weight.grad is kept
-    assert model[0].bias.grad is None
-    assert not model.training
-
-
-def test_data_swapped_for_an_average_comes_back_and_the_average_stays():
-    model = nn.Linear(3, 2)
-    shadow = {"weight": torch.ones(2, 3)}
-    loop = loop_with(model, fit=function_with(model=model, shadow=shadow))
-    address = model.weight.data_ptr()
-
-    def change():
-        model.weight.data = shadow["weight"]
-
-    before = restored(loop, change, "model.weight")
-    assert model.weight.data_ptr() == address
-    assert torch.equal(shadow["weight"], torch.ones(2, 3))
-    change()
-    now = Reach.of(loop)
-    assert set(now.holders(now.value("model.weight"))) == {"model.weight", "shadow['weight']"}
-    before.put_back(["model.weight"])
-    assert not changes(before, loop)
-
-
-def test_optimizer_state_and_groups_loaded_anew():
-    loop = loop_with()
-    optimizer = loop.optimizer
-    loop.fit([torch.randn(4, 3)] * 2)
-
-    def change():
-        saved = optimizer.state_dict()
-        saved["param_groups"][0]["lr"] = 5.0
-        saved["state"].pop(1)
-        optimizer.load_state_dict(saved)
-
-    paths = ("optimizer.param_groups[0]['lr']", "optimizer.state[bias]['exp_avg']", "len(optimizer.state)")
-    before = restored(loop, change, *paths)
-    change()
-    before.put_back(["optimizer.param_groups[0]['lr']"])
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert len(optimizer.state) == 1
 
 
 class Holder:

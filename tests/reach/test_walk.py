@@ -111,35 +111,12 @@ def trainer_loop():
     return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=torch.ones(4, 3), fit=trainer.fit)
 
 
-def test_a_method_of_a_trainer_leads_to_its_attributes_under_the_name_of_the_class():
-    reach = Reach.of(trainer_loop())
-    assert reach.value("Trainer.step") == 0
-    assert reach.leaves["Trainer.step"].component == "Trainer.step"
-    assert reach.leaves["Trainer.ema['0.weight']"].component == "Trainer.ema"
-    assert reach.value("Trainer.model") == "model"
-    assert reach.value("Trainer.itself") == "Trainer"
-
-
 def test_what_a_class_keeps_and_the_globals_of_its_methods_are_reached():
     leaves = Reach.of(trainer_loop()).leaves
     assert leaves["len(Trainer.history)"].kind == "length"
     assert "Trainer.runs" in leaves
     assert leaves["seen_so_far['batches']"].reached_from == {"fit"}
     assert not any("COUNT" in path for path in leaves)
-
-
-def test_modules_in_a_dict_and_in_a_list_have_typable_paths():
-    def nets():
-        return {"generator": nn.Linear(2, 2), "critic-1": nn.Linear(2, 1)}
-
-    model = nets()
-    optimizer = torch.optim.SGD([p for m in model.values() for p in m.parameters()], momentum=0.9, lr=0.1)
-    given = {"optimizer": optimizer, "batch": torch.ones(1), "fit": print}
-    leaves = Reach.of(TrainLoop(model=model, **given)).leaves
-    assert leaves["generator.weight"].component == "weights of generator"
-    assert "model['critic-1'].weight" in leaves
-    leaves = Reach.of(TrainLoop(model=list(model.values()), **given)).leaves
-    assert "model[1].weight" in leaves
 
 
 def test_several_optimizers_and_wrappers_without_the_class_of_one():
