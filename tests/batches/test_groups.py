@@ -57,11 +57,6 @@ def test_two_sentences_by_the_id_of_padding():
     assert groups((SOURCE, TARGET), pad_ids=[0]) == [["0"], ["1"]]
 
 
-def test_a_text_and_its_shifted_targets_are_one():
-    (one,) = groups({"x": SOURCE[:, :-1], "y": SOURCE}, declared=Padding(pad_id=0))
-    assert one == ["x", "y"]
-
-
 def test_a_tensor_that_fits_two_regions_is_asked_about():
     both = torch.where((SOURCE_MASK * TARGET_MASK) == 0, 0, SOURCE)
     batch = {"a": SOURCE, "am": SOURCE_MASK, "b": TARGET, "bm": TARGET_MASK, "c": both}

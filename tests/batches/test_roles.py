@@ -36,25 +36,6 @@ def test_axes_may_differ_from_tensor_to_tensor():
     assert roles_of(channels, Padding(dim=2)) == {"x": ("features", 0, 2), "lengths": ("lengths", 0, None)}
 
 
-def test_classes_of_rows_are_no_lengths():
-    classes = {"ids": IDS, "mask": ~PADDED, "label": torch.tensor([4, 1, 3])}
-    assert roles_of(classes)["label"] == ("labels", 0, None)
-    unnamed = (IDS, ~PADDED, torch.tensor([4, 1, 3]))
-    assert roles_of(unnamed)["batch[2]"] == ("other", 0, None)
-
-
-def test_ctc_has_lengths_of_frames_and_of_labels():
-    batch = {
-        "x": torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0)),
-        "labels": torch.tensor([[1, 2, 3], [4, 1, 0], [2, 0, 0]]),
-        "frames": torch.full((3,), 8),
-        "target_lengths": torch.tensor([3, 2, 1]),
-    }
-    assert roles_of(batch)["frames"] == ("lengths", 0, None)
-    assert roles_of(batch)["labels"] == ("labels", 0, None)
-    assert read(batch).lengths == (8, 8, 8)
-
-
 @pytest.mark.parametrize(
     ("batch", "padding", "reason"),
     [
