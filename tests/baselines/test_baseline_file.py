@@ -18,14 +18,6 @@ def test_a_file_is_recorded_updated_and_left_alone(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["a.kept"]
 
 
-def test_the_rights_of_a_file_stay(tmp_path):
-    file = tmp_path / "a.kept"
-    file.write_text("old", encoding="utf-8")
-    file.chmod(0o640)
-    write(file, "new")
-    assert file.stat().st_mode & 0o777 == 0o640
-
-
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
     (tmp_path / "a.kept").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match=r"the baseline a\.kept cannot be read: it is no text in UTF-8; restore it"):

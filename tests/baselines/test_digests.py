@@ -17,40 +17,6 @@ def digest(*tensors: torch.Tensor) -> Digest:
     return found[0]
 
 
-def close(a: float | None, b: float | None) -> bool:
-    return a == pytest.approx(b, rel=1e-12, abs=1e-12)
-
-
-def test_three_sums_add_up_over_rows_that_are_joined():
-    q, k, v = (torch.randn(5, 7) for _ in range(3))
-    parts, whole = [digest(part) for part in (q, k, v)], digest(torch.cat([q, k, v]))
-    assert close(whole.squares, sum(part.squares for part in parts))
-    assert close(whole.total, sum(part.total for part in parts))
-    assert close(whole.by_row, sum(part.by_row for part in parts))
-    assert not close(whole.ordered, sum(part.ordered for part in parts))
-
-
-def test_a_transposed_tensor_has_the_same_first_two_sums():
-    x = torch.randn(5, 7)
-    a, b = digest(x), digest(x.t())
-    assert close(a.squares, b.squares)
-    assert close(a.total, b.total)
-    assert not close(a.ordered, b.ordered)
-
-
-@pytest.mark.parametrize("moved", [lambda x: x.flip(1), lambda x: x.roll(1, 1), lambda x: x[:, [1, 0, 2, 3, 4]]])
-def test_entries_that_change_places_in_a_row_are_seen(moved):
-    x = torch.randn(3, 5)
-    assert not close(digest(x).by_row, digest(moved(x)).by_row)
-    assert not close(digest(x).ordered, digest(moved(x)).ordered)
-
-
-def test_rows_that_change_places_are_seen_by_the_order_alone():
-    x = torch.randn(3, 5)
-    assert close(digest(x).by_row, digest(x.flip(0)).by_row)
-    assert not close(digest(x).ordered, digest(x.flip(0)).ordered)
-
-
 def test_whole_numbers_are_exact():
     ids = torch.randint(0, 50_000, (64, 128))
     assert digest(ids).total == int(ids.sum())
@@ -77,13 +43,3 @@ def test_every_kind_of_tensor_has_one(tensor, squares):
 def test_what_is_not_finite_stays_so():
     assert digest(torch.tensor([1.0, float("nan")])).squares != digest(torch.ones(1)).squares
     assert digest(torch.tensor([float("inf")])).norm == float("inf")
-
-
-def test_values_are_those_of_the_moment():
-    x = torch.ones(4)
-    found: list[Digest] = []
-    digests = Digests()
-    digests.take([x], found.append)
-    x.mul_(2)
-    digests.resolve()
-    assert found[0].total == 4.0

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pytest_trainloop.baselines.as_json import text_of, trajectory_of
-from pytest_trainloop.baselines.thinned import LADDER, thinned
+from pytest_trainloop.baselines.thinned import thinned
 from pytest_trainloop.baselines.trajectory import (
     IN_FULL,
     LATER,
@@ -58,10 +58,6 @@ def trajectory(tensors, calls):
     return Trajectory(environment=place, made=made, double=course, why="", own=course)
 
 
-def test_the_ladder_falls():
-    assert [kept.numbers for kept in LADDER] == sorted((kept.numbers for kept in LADDER), reverse=True)
-
-
 @pytest.mark.parametrize(
     ("tensors", "steps", "bytes_each"),
     [(10, 15, 2700), (80, 9, 1800), (140, 5, 1200), (250, 3, 800), (2000, 2, 600)],
@@ -80,24 +76,6 @@ def test_calls_are_kept_at_the_first_steps(calls, kept_at):
     kept = thinned(trajectory(4, calls))
     assert [step.number for step in kept.double.steps if step.calls] == kept_at
     assert [step.number for step in kept.own.steps if step.calls] == [1]
-
-
-def test_a_weight_that_stays_as_it_was_is_written_once():
-    made = trajectory(1, calls=0)
-    assert json.loads(text_of(thinned(made)))["float64"]["weights"]
-    still = made.double.tensors["blocks.0.weight"].start
-    course = Course(
-        precision="own",
-        tensors=made.double.tensors,
-        optimizers=(),
-        schedulers=(),
-        batches=(),
-        steps=(Step(number=1, optimizer=0, batches=1, losses=(), rates=(), weights={"blocks.0.weight": still}),),
-    )
-    kept = Trajectory(environment=made.environment, made=made.made, double=course, why="", own=course)
-    text = text_of(kept)
-    assert '"weights": {}' in text
-    assert trajectory_of(text, "", "").own.steps[0].weights == {"blocks.0.weight": still}
 
 
 def test_what_can_be_read_in_a_diff_comes_first():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.batches.episodes import read_episodes, read_transitions
+from pytest_trainloop.batches.episodes import read_episodes
 from tests.loops.segmented import rollout
 
 
@@ -27,47 +27,3 @@ def test_flags_that_are_0_at_the_end():
     batch = rollout()
     batch["not_done"] = 1 - batch.pop("dones")
     assert torch.equal(read_episodes(batch).ends, rollout()["dones"] == 1)
-
-
-def test_flags_of_time_limits_alone():
-    assert read_episodes(renamed(dones="truncated")).limits
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        pytest.param({"rewards": torch.randn(8), "obs": torch.randn(8, 2)}, id="no flags"),
-        pytest.param({"rewards": torch.randn(8), "dones": torch.zeros(8)}, id="no end"),
-        pytest.param({"dones": (torch.arange(8) == 4).float(), "obs": torch.randn(8, 2)}, id="no rewards"),
-        pytest.param(
-            {"dones": (torch.arange(12) == 5).float(), "rewards": torch.cat([torch.randn(6), torch.zeros(6)])},
-            id="padding behind the end",
-        ),
-        pytest.param(
-            {
-                "dones": (torch.arange(12) == 5).float(),
-                "rewards": torch.randn(12),
-                "valid": (torch.arange(12) < 6).float(),
-            },
-            id="a mask leaves out what is behind the end",
-        ),
-    ],
-)
-def test_no_episodes(batch):
-    assert read_episodes(batch) is None
-
-
-def test_ends_are_those_that_no_time_limit_sets():
-    batch = {
-        "rewards": torch.randn(4),
-        "next_obs": torch.randn(4, 2),
-        "done": torch.tensor([0.0, 1.0, 1.0, 0.0]),
-        "truncated": torch.tensor([0.0, 0.0, 1.0, 0.0]),
-    }
-    found = read_transitions(batch)
-    assert found.ends.tolist() == [False, True, False, False]
-    assert found.certain
-    del batch["truncated"]
-    assert not read_transitions(batch).certain
-    batch["done"] = torch.zeros(4)
-    assert read_transitions(batch) is None

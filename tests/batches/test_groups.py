@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.batches.groups import padded_groups, together
+from pytest_trainloop.batches.groups import padded_groups
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.loop import Padding, TrainLoop
-from tests.loops.several_texts import answers, padded_text
+from tests.loops.several_texts import padded_text
 
 SOURCE, SOURCE_MASK = padded_text((8, 4, 5, 6), seed=1)
 TARGET, TARGET_MASK = padded_text((5, 8, 4, 4), seed=2)
@@ -57,17 +57,6 @@ def test_two_sentences_by_the_id_of_padding():
     assert groups((SOURCE, TARGET), pad_ids=[0]) == [["0"], ["1"]]
 
 
-def test_chosen_and_rejected_answers():
-    chosen, rejected = groups(answers())
-    assert chosen == ["chosen_attention_mask", "chosen_input_ids", "chosen_labels"]
-    assert rejected == ["rejected_attention_mask", "rejected_input_ids", "rejected_labels"]
-
-
-def test_a_text_and_its_shifted_targets_are_one():
-    (one,) = groups({"x": SOURCE[:, :-1], "y": SOURCE}, declared=Padding(pad_id=0))
-    assert one == ["x", "y"]
-
-
 def test_a_tensor_that_fits_two_regions_is_asked_about():
     both = torch.where((SOURCE_MASK * TARGET_MASK) == 0, 0, SOURCE)
     batch = {"a": SOURCE, "am": SOURCE_MASK, "b": TARGET, "bm": TARGET_MASK, "c": both}
@@ -75,15 +64,6 @@ def test_a_tensor_that_fits_two_regions_is_asked_about():
         padded_groups(batch)
     declared = Padding.first_of([Padding(of=("a", "am", "c")), Padding(of=("b", "bm"))])
     assert groups(batch, declared=declared) == [["a", "am", "c"], ["b", "bm"]]
-
-
-def test_groups_of_one_width_are_cut_together_where_both_are_padding():
-    both = padded_groups({"a": SOURCE, "am": SOURCE_MASK, "b": TARGET, "bm": TARGET_MASK})
-    assert not any(one.alone for one in both)
-    assert [one.name for one in both] == ["a", "b"]
-    joint = together(both)
-    assert joint is not None
-    assert joint.lengths == (8, 8, 5, 6)
 
 
 def test_several_paddings_are_declared_in_a_list():

@@ -2,16 +2,7 @@
 
 import torch
 
-from pytest_trainloop.batches.other_values import OtherOrder, OtherValues, roll
-
-
-def test_rows_take_the_values_of_the_next_that_differs():
-    batch = {"x": torch.arange(10.0).view(5, 2), "y": torch.tensor([0, 1, 1, 0, 2])}
-    made = OtherValues((1, 3)).apply(batch, 5)
-    assert made["x"][1].tolist() == batch["x"][2].tolist()
-    assert made["x"][[0, 2, 4]].tolist() == batch["x"][[0, 2, 4]].tolist()
-    assert made["y"].tolist() == [0, 2, 1, 2, 2]
-    assert batch["y"].tolist() == [0, 1, 1, 0, 2]
+from pytest_trainloop.batches.other_values import OtherValues
 
 
 def test_masks_lengths_ignored_labels_and_padding_stay():
@@ -31,15 +22,3 @@ def test_masks_lengths_ignored_labels_and_padding_stay():
 def test_one_entry_of_a_row_changes():
     made = OtherValues((0,), position=2).apply(torch.arange(12.0).view(3, 2, 2), 3)
     assert made[0].tolist() == [[0.0, 1.0], [6.0, 3.0]]
-
-
-def test_one_of_several_classes_changes_whole():
-    made = OtherValues((0,)).apply({"y": torch.eye(3)}, 3)
-    assert made["y"][0].tolist() == [0.0, 1.0, 0.0]
-
-
-def test_some_tensors_change_places():
-    batch = {"x": torch.arange(3), "y": torch.arange(3)}
-    made = OtherOrder(roll(3), frozenset({("y",)})).apply(batch, 3)
-    assert made["x"].tolist() == [0, 1, 2]
-    assert made["y"].tolist() == [2, 0, 1]

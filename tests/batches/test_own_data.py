@@ -83,18 +83,6 @@ def test_a_batch_without_numbers_may_be_read():
     assert not makes_own_data(Evidence(lambda: loop(on_the_count, batch=["a", "b"])))
 
 
-def test_the_numbers_that_are_put_in_are_taken_out_of_the_same_tensor():
-    seen = []
-
-    def look(model, batch):
-        seen.append(batch.clone())
-        return on_the_count(model, batch)
-
-    evidence = Evidence(lambda: loop(look, batch=torch.tensor([3, 1, 7])))
-    assert makes_own_data(evidence)
-    assert {tuple(t.tolist()) for t in seen} == {(3, 1, 7), (7, 1, 3)}
-
-
 def summed(model, batch):
     """Micro-batches of a sum are summed: no division is due."""
     x, y = drawn()

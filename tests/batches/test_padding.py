@@ -65,18 +65,6 @@ def test_padding_is_proven_by_what_all_tensors_hold(batch, declared, pads, sourc
     assert (found.lengths, found.side, found.any) == ((3, 5, 2), "right", True)
 
 
-def test_padding_on_the_left():
-    found = empty({"ids": IDS.flip(1), "mask": MASK.flip(1)})
-    assert found is not None
-    assert (found.side, found.lengths) == ("left", (3, 5, 2))
-
-
-def test_rows_along_the_second_axis():
-    found = empty({"ids": IDS.T, "mask": MASK.T}, rows=1)
-    assert found is not None
-    assert torch.equal(found.mask, PADDED)
-
-
 @pytest.mark.parametrize(
     ("batch", "declared"),
     [
@@ -98,32 +86,6 @@ def test_rows_along_the_second_axis():
 )
 def test_nothing_is_proven(batch, declared):
     assert empty(batch, declared) is None
-
-
-def test_a_mask_goes_before_the_pad_id_since_the_first_may_end_a_text():
-    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    batch = {"ids": IDS, "mask": mask}
-    assert empty(batch, DECLARED).lengths == (4, 5, 3)
-    assert read(batch, DECLARED).lengths == (4, 5, 3)
-    assert (
-        Tokens(DECLARED, batch, [Embedded(Ids(IDS, 0), IDS, "0")]).padded((3, 5), None).tolist() == (mask == 0).tolist()
-    )
-
-
-def test_ids_and_features():
-    assert empty({"ids": IDS, "mask": MASK}).of_ids
-    assert not empty({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK, "tags": IDS}).of_ids
-
-
-def test_source_and_target_are_padded_to_lengths_of_their_own():
-    target = torch.tensor([[5, 6, 7], [3, 0, 0], [8, 2, 0]])
-    found = read_paddings((IDS, target), at_least=Proof.EMPTY, declared=DECLARED)
-    assert [one.grid.length for one in found] == [5, 3]
-
-
-def test_a_text_and_its_shifted_targets_are_read_once():
-    found = read_paddings((IDS[:, :-1], IDS), at_least=Proof.EMPTY, declared=DECLARED)
-    assert [one.grid.length for one in found] == [4]
 
 
 def test_the_padding_idx_of_embeddings():
@@ -173,47 +135,6 @@ def test_that_nothing_is_padding(batch, declared, reason):
     assert found is not None
     assert (found.any, found.proof, found.reason) == (False, Proof.SAID, reason)
     assert read_padding(batch, at_least=Proof.INPUTS, declared=declared) is None
-
-
-def test_a_mask_of_the_prompt_is_no_padding():
-    ids = torch.tensor([[5, 6, 7, 8], [3, 9, 2, 4]])
-    answers = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
-    batch = {"input_ids": ids, "loss_mask": answers, "labels": ids.masked_fill(answers == 0, -100)}
-    assert read_padding(batch, at_least=Proof.SAID) is None
-    found = read_padding({**batch, "attention_mask": torch.ones_like(ids)}, at_least=Proof.SAID, declared=DECLARED)
-    assert found is not None
-    assert (found.any, found.lengths) == (False, (4, 4))
-
-
-# inside a loop
-
-
-def test_labels_are_no_proof_and_no_objection():
-    ids = [Ids(IDS)]
-    assert read_padding({"y": COUNTED, "mask": MASK}, at_least=Proof.INPUTS, shape=(3, 5), inputs=ids) is not None
-    assert read_padding({"labels": LABELS, "mask": MASK}, at_least=Proof.INPUTS, shape=(3, 5)) is None
-
-
-def test_a_text_without_its_last_token():
-    batch = {"ids": IDS, "mask": MASK}
-    found = read_padding(batch, at_least=Proof.INPUTS, shape=(3, 4), inputs=[Ids(IDS[:, :-1])])
-    assert found is not None
-    assert found.lengths == (3, 4, 2)
-
-
-def test_an_id_is_padding_in_its_own_table_only():
-    found = read_padding((), at_least=Proof.INPUTS, shape=(3, 5), inputs=[Ids(IDS, 0)])
-    assert found is not None
-    assert found.reason == "the padding_idx 0 stands there"
-    assert read_padding((), at_least=Proof.INPUTS, shape=(3, 5), inputs=[Ids(IDS, 9)]) is None
-
-
-def test_the_first_segment_is_no_padding():
-    segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
-    found = read_padding(
-        (), at_least=Proof.INPUTS, shape=(3, 5), declared=DECLARED, inputs=[Ids(COUNTED + 1), Ids(segments)]
-    )
-    assert found is None or not found.any
 
 
 # every user

@@ -13,7 +13,6 @@ from tests.helpers.padded_batches import (
     CLASSES,
     FEATURES,
     IDS,
-    KINDS,
     LABELS,
     LENGTHS,
     PADDED,
@@ -27,30 +26,6 @@ def roles_of(batch, padding=None):
     return {part.name: (part.role, part.row, part.time) for part in read(batch, padding).parts}
 
 
-def test_the_roles_of_a_batch_of_text():
-    more = {"token_type_ids": torch.zeros(3, 5, dtype=torch.long), "position_ids": torch.arange(5).expand(3, 5)}
-    assert read(text(**more)).undecided == ""
-    assert roles_of(text(**more)) == {
-        "input_ids": ("ids", 0, 1),
-        "attention_mask": ("mask", 0, 1),
-        "labels": ("labels", 0, 1),
-        "token_type_ids": ("other", 0, 1),
-        "position_ids": ("other", 0, 1),
-    }
-
-
-@pytest.mark.parametrize(
-    ("batch", "fills"),
-    [
-        (text(), {"input_ids": 0, "attention_mask": 0, "labels": -100}),
-        ((FEATURES, PADDED), {"batch[0]": 0, "batch[1]": 1}),
-        (KINDS["additive"], {"x": 0, "mask": float("-inf")}),
-    ],
-)
-def test_what_stands_at_padded_positions(batch, fills):
-    assert {part.name: part.fill for part in read(batch).parts} == fills
-
-
 def test_axes_may_differ_from_tensor_to_tensor():
     assert roles_of((FEATURES.transpose(0, 1), PADDED, CLASSES)) == {
         "batch[0]": ("features", 1, 0),
@@ -59,32 +34,6 @@ def test_axes_may_differ_from_tensor_to_tensor():
     }
     channels = {"x": FEATURES.transpose(1, 2), "lengths": LENGTHS}
     assert roles_of(channels, Padding(dim=2)) == {"x": ("features", 0, 2), "lengths": ("lengths", 0, None)}
-
-
-def test_the_declared_padding_is_enough():
-    roles = read((IDS, LABELS), Padding(pad_id=0, ignore_index=-100))
-    assert roles.undecided == ""
-    assert roles.lengths == (3, 5, 2)
-    assert [part.role for part in roles.parts] == ["ids", "labels"]
-
-
-def test_classes_of_rows_are_no_lengths():
-    classes = {"ids": IDS, "mask": ~PADDED, "label": torch.tensor([4, 1, 3])}
-    assert roles_of(classes)["label"] == ("labels", 0, None)
-    unnamed = (IDS, ~PADDED, torch.tensor([4, 1, 3]))
-    assert roles_of(unnamed)["batch[2]"] == ("other", 0, None)
-
-
-def test_ctc_has_lengths_of_frames_and_of_labels():
-    batch = {
-        "x": torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0)),
-        "labels": torch.tensor([[1, 2, 3], [4, 1, 0], [2, 0, 0]]),
-        "frames": torch.full((3,), 8),
-        "target_lengths": torch.tensor([3, 2, 1]),
-    }
-    assert roles_of(batch)["frames"] == ("lengths", 0, None)
-    assert roles_of(batch)["labels"] == ("labels", 0, None)
-    assert read(batch).lengths == (8, 8, 8)
 
 
 @pytest.mark.parametrize(

@@ -51,53 +51,6 @@ def test_documents(batch, expected):
     assert found.ids.tolist() == expected
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        pytest.param({"segment_ids": torch.tensor([[0, 0, 1], [0, 1, 1]])}, id="two sentences"),
-        pytest.param({"position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 0, 1]])}, id="an answer in each row"),
-        pytest.param({"position_ids": torch.arange(6).expand(3, -1)}, id="positions of whole rows"),
-        pytest.param({"x": NODES, "hour": graph_of()}, id="numbers that are in order"),
-        pytest.param({"x": NODES, "batch": torch.zeros(sum(SIZES), dtype=torch.long)}, id="one graph"),
-        pytest.param({"lengths": torch.tensor([3, 2]), "x": torch.randn(2, 5)}, id="lengths of padded rows"),
-        pytest.param(
-            {"a": {"x": NODES, "batch": graph_of()}, "b": {"x": NODES[:4], "batch": torch.tensor([0, 0, 1, 1])}},
-            id="two kinds of nodes",
-        ),
-    ],
-)
-def test_no_segments(batch):
-    assert segments.read(batch) is None
-
-
-def test_the_segment_of_each_entry_edge_and_row():
-    found = segments.read(graphs())
-    assert torch.equal(found.of(torch.zeros(sum(SIZES), 3)), graph_of())
-    assert torch.equal(found.of(torch.zeros(1, sum(SIZES), 3)), graph_of()[None])
-    assert torch.equal(found.of(torch.zeros(rings().shape[1])), graph_of()[rings()[0]])
-    assert found.of(torch.zeros(len(SIZES), 3)).tolist() == [0, 1, 2, 3]
-    assert found.of(torch.zeros(sum(SIZES) - 1)) is None
-    assert found.of(torch.zeros(())) is None
-
-
-def test_some_graphs_of_a_batch():
-    batch = graphs()
-    few = segments.take(batch, segments.read(batch), [2, 0])
-    assert torch.equal(few.x, torch.cat([batch.x[8:12], batch.x[:3]]))
-    assert set(map(tuple, few.edge_index.T.tolist())) == set(map(tuple, rings((4, 3)).T.tolist()))
-    assert few.batch.tolist() == [0] * 4 + [1] * 3
-    assert few.ptr.tolist() == [0, 4, 7]
-    assert few.y.tolist() == [2, 0]
-    assert len(batch.x) == sum(SIZES)
-
-
-def test_some_documents_of_a_row():
-    batch = packed_documents((2, 3, 4))
-    few = segments.take(batch, segments.read(batch), [1, 2])
-    assert torch.equal(few["input_ids"], batch["input_ids"][:, 2:])
-    assert few["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
-
-
 def test_nothing_is_taken_where_lengths_do_not_tell_what_is_what():
     batch = graphs((2, 2), edges=torch.tensor([[0, 1], [1, 0]]))
     assert segments.take(batch, segments.read(batch), [0]) is None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_trainloop.batches.valid_targets import ValidTargets, valid_targets
-from pytest_trainloop.loop import Padding
+from pytest_trainloop.batches.valid_targets import valid_targets
 from pytest_trainloop.recording.events import LossCall, Place
 from pytest_trainloop.recording.record import Record
 
@@ -33,37 +32,11 @@ def labels(*lengths, width=6, ignored=-100):
     return rows.masked_fill(torch.arange(width) >= torch.tensor(lengths)[:, None], ignored)
 
 
-def test_rows_with_few_targets_come_first():
-    valid = valid_targets({"y": labels(5, 2, 6, 3)}, 4, 0, None, saw_ignoring(-100))
-    assert valid.order == (1, 3, 0, 2)
-    assert (5, 2, 6, 3) in valid.counts
-
-
 def test_what_the_loss_ignores_is_read_off_its_call():
     assert valid_targets({"y": labels(5, 2, ignored=7)}, 2, 0, None, saw_ignoring(7)).order == (1, 0)
     assert valid_targets({"y": labels(5, 2, ignored=7)}, 2, 0, None, NOTHING).counts == ()
 
 
-def test_what_was_declared_as_padding_counts():
-    padded = {"ids": labels(5, 2, ignored=0)}
-    assert valid_targets(padded, 2, 0, Padding(pad_id=0), NOTHING).order == (1, 0)
-
-
-def test_a_mask_counts():
-    mask = (labels(4, 6, 2) > 0).long()
-    assert valid_targets({"x": torch.randn(3, 6, 2), "mask": mask}, 3, 0, None, NOTHING).order == (2, 0, 1)
-
-
 def test_rows_stay_in_place_where_all_are_alike_or_one_is_empty():
     assert valid_targets({"y": labels(4, 4)}, 2, 0, None, saw_ignoring(-100)).order == (0, 1)
     assert valid_targets({"y": labels(4, 0)}, 2, 0, None, saw_ignoring(-100)).order == (0, 1)
-
-
-HALVES = ((0, 1), (2, 3))
-
-
-def test_weights_that_are_shares_of_valid_targets():
-    valid = ValidTargets((0, 1, 2, 3), ((2, 3, 5, 6), (1, 2, 4, 5)))
-    assert valid.explaining([5 / 16, 11 / 16], HALVES)
-    assert valid.explaining([3 / 12, 9 / 12], HALVES)
-    assert valid.explaining([0.5, 0.5], HALVES) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.cards.page import Card, Line
-from pytest_trainloop.cards.words import names, numbered, percent, span, two
+from pytest_trainloop.cards.words import two
 
 LINES = (
     Line(label="model", text="9 weights in 2 tensors, 0 frozen", where="train.py:7"),
@@ -110,17 +110,3 @@ def test_what_was_not_looked_at_counts_as_it_is_stored():
 )
 def test_numbers_have_two_digits(value, shown):
     assert two(value) == shown
-
-
-def test_words():
-    assert span(0.1000001, 0.1) == "0.1"
-    assert span(0.1, 0.2) == "0.1 -> 0.2"
-    assert percent(0.0312) == "3.1 %"
-    assert names(["a", "b", "c", "d"], 2) == "a, b and 2 more"
-    assert [numbered(n, t) for n, t in ((1, "pass"), (2, "pass"), (3, "matrix"), (2, "bias"), (1200, "step"))] == [
-        "1 pass",
-        "2 passes",
-        "3 matrices",
-        "2 biases",
-        "1,200 steps",
-    ]

@@ -34,18 +34,6 @@ def test_as_text(composition, text):
     assert str(composition) == text
 
 
-def test_micro_batches_are_compositions_of_their_own():
-    parts = Composition((3, 1, 1), (1, 2), OneMore()).split()
-    assert parts == (Composition((3,), change=OneMore()), Composition((1, 1), change=OneMore()))
-    assert Composition((3, 1, 1), (1, 2)).whole() == Composition((3, 1, 1))
-
-
-@pytest.mark.parametrize(("rows", "parts"), [((), ()), ((0, 1), (1,)), ((0, 1), (2, 0))])
-def test_parts_that_do_not_add_up_are_refused(rows, parts):
-    with pytest.raises(ValueError, match="cannot be cut"):
-        Composition(rows, parts)
-
-
 def test_a_finding_keeps_it_as_data():
     told = Composition((3, 1), (1, 1), OneMore()).told()
     finding = Finding(cause="c", summary="s", composition=told)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,60 +43,9 @@ def made(**given):
     return evidence(**given).shared(StepGradients.of)
 
 
-def test_equal_compositions_are_made_once():
-    seen = evidence()
-    gradients = seen.shared(StepGradients.of)
-    first = gradients.at(Composition((0, 1)))
-    steps = seen.own_steps
-    assert gradients.at(Composition((0, 1))).record is first.record
-    assert seen.own_steps == steps
-    gradients.at(Composition((0, 1), (1, 1)))
-    assert seen.own_steps == steps + 1
-
-
-@pytest.mark.parametrize("window", [1, 3])
-def test_a_mean_over_rows_is_the_mean_of_their_shares(window):
-    gradients = made(window=window, knob=False)
-    whole, shares = gradients.at(Composition((0, 4, 4))), gradients.shares([0, 4])
-    found = combined(whole, shares, 0)
-    assert gradients.window == window
-    assert found.residual < gradients.bound(whole, *shares)
-    assert found.weights == pytest.approx((1 / 3, 2 / 3))
-    assert whole.value == pytest.approx((shares[0].value + 2 * shares[1].value) / 3)
-
-
-def test_micro_batches_of_equal_size_give_the_whole_batch_and_unequal_ones_do_not():
-    gradients = made()
-    whole, even, uneven = (gradients.at(Composition((0, 1, 2, 3), parts)) for parts in ((), (2, 2), (1, 3)))
-    assert gradients.differ(whole, even) <= gradients.bound(whole, even)
-    assert gradients.differ(whole, uneven) > 1e-3
-
-
 def test_micro_batches_need_the_knob():
     with pytest.raises(CannotDecide, match="accumulate"):
         made(knob=False).at(Composition((0, 1), (1, 1)))
-
-
-def test_a_change_is_made_before_rows_are_taken():
-    @dataclass(frozen=True)
-    class Doubled:
-        def apply(self, batch):
-            return batch[0] * 2, batch[1]
-
-    gradients = made()
-    assert gradients.differ(gradients.at(Composition((1,))), gradients.at(Composition((1,), change=Doubled()))) > 1e-3
-    assert gradients.composed(Composition((1,)))[0][0].equal(gradients.batch[0][1:2])
-
-
-def test_a_loop_that_refuses_few_rows_says_so_and_takes_them_filled_up():
-    gradients = made(least=8)
-    few = Composition((2, 3))
-    assert "at least 8 rows" in gradients.at(few).refused
-    assert gradients.differ(gradients.at(few), gradients.at(few)) == float("inf")
-    assert gradients.filled(few).rows == (2, 3) * 4
-    found = gradients.at(gradients.filled(few))
-    assert not found.refused
-    assert gradients.bound(found) < 1e-9
 
 
 def test_a_loop_that_takes_no_float64_is_run_in_its_own_precision():
@@ -107,21 +53,6 @@ def test_a_loop_that_takes_no_float64_is_run_in_its_own_precision():
     found = gradients.at(Composition((2, 3)))
     assert not found.refused
     assert gradients.bound(found) > 1e-5
-
-
-def test_contexts_are_entered_and_tell_runs_apart():
-    entered = []
-
-    def contexts(watch):
-        entered.append(watch)
-        return (contextlib.nullcontext(),)
-
-    gradients = made()
-    plain = gradients.at(Composition((0,)))
-    watched = [gradients.at(Composition((0,)), contexts=(contexts,)) for _ in range(2)]
-    assert len(entered) == 1
-    assert watched[0].record is watched[1].record is not plain.record
-    assert gradients.differ(plain, watched[0]) == 0.0
 
 
 def noisy(knob, draw):
@@ -166,14 +97,6 @@ def test_a_draw_that_is_no_rows_own_is_named():
     assert named.startswith("randn of shape (4, 5), ")
 
 
-def test_what_draws_nothing_takes_no_further_step():
-    seen = evidence(knob=False)
-    gradients = seen.shared(StepGradients.of)
-    steps = seen.own_steps
-    gradients.at(Composition((0, 1)))
-    assert seen.own_steps == steps + 1
-
-
 @pytest.mark.parametrize("parts", [(), (2, 2)])
 def test_noise_with_rows_behind_its_first_axis_is_the_same_for_all_with_the_knob(parts):
     gradients = noisy(knob=True, draw=lambda out: torch.randn(3, len(out), 5).mean(0)).shared(StepGradients.of)
@@ -182,11 +105,3 @@ def test_noise_with_rows_behind_its_first_axis_is_the_same_for_all_with_the_knob
     made = combined(whole, halves, 0)
     assert made.weights == pytest.approx([0.5, 0.5])
     assert made.residual < 1e-12
-
-
-def test_noise_without_such_an_axis_takes_no_further_step_with_the_knob():
-    seen = noisy(knob=True, draw=torch.randn_like)
-    gradients = seen.shared(StepGradients.of)
-    steps = seen.own_steps
-    gradients.at(Composition((0, 1, 2)))
-    assert seen.own_steps == steps + 1

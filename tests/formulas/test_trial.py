@@ -56,11 +56,6 @@ def test_whether_a_loss_brings_predictions_to_their_targets(loss_of, confirmed):
     assert outcome(loss_of).confirmed is confirmed
 
 
-def test_the_numbers_are_told():
-    text = outcome(lambda p, t: -F.mse_loss(p, t)).text
-    assert text.startswith("40 gradient steps on the outputs from 3 starts: the distance went from ")
-
-
 @pytest.mark.parametrize(("weight", "endless"), [(0.0, True), (0.1, False)])
 def test_what_gets_worse_without_end(weight, endless):
     aim = Aim("the size", lambda p, t: p.abs(), best=0.0, endless=True)

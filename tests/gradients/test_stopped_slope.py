@@ -52,10 +52,6 @@ def evidence_of(model, loss=lambda model, batch: F.cross_entropy(model(batch[0])
     return Evidence(make)
 
 
-def test_nothing_is_stopped_where_each_path_has_its_gradient():
-    assert StoppedSlope.of(evidence_of(lambda: Skip(lambda h: h))) == StoppedSlope(0.0, ())
-
-
 @pytest.mark.parametrize(
     ("stop", "what", "line"),
     [
@@ -75,21 +71,6 @@ def test_passing_through_the_line_brings_back_what_differences_say_is_missing(st
 
 def test_a_rounding_whose_slope_is_passed_on_differs_from_the_slope_of_its_steps():
     assert StoppedSlope.of(evidence_of(lambda: Skip(straight_through))).share > 1e-3
-
-
-def test_dropout_and_batch_norms_are_no_difference():
-    def model():
-        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
-
-    assert StoppedSlope.of(evidence_of(model)).share == 0
-
-
-def test_its_runs_are_not_counted_as_steps_of_the_loop():
-    evidence = evidence_of(lambda: Skip(lambda h: h.detach()))
-    evidence.run()
-    before = evidence.own_steps
-    evidence.shared(StoppedSlope.of)
-    assert evidence.own_steps == before
 
 
 def test_a_loop_without_a_single_loss_cannot_be_asked():

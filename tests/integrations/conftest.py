@@ -46,6 +46,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def a_process_without_accelerators() -> Iterator[None]:
+    """What Accelerate keeps of the process is thrown away behind the test."""
+    yield
+    state = pytest.importorskip("accelerate").state
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()
+
+
+@pytest.fixture
 def run() -> Callable[..., int]:
     """``run(loop, batches=12)``: run the loop bare, give the number of optimizer steps that it took."""
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop.adapters import from_lightning
-from tests.integrations.resuming_loops import Annealed, Average, Module, Rows, hf, labelled, net
+from tests.integrations.resuming_loops import Annealed, Average, Module, hf, labelled, net
 
 # --- HF Trainer ---------------------------------------------------------------------------------------------------
 
@@ -74,49 +74,6 @@ class SeededApart(transformers.Trainer):
             return super().evaluate(*args, **kwargs)
 
 
-class Attacked(transformers.Trainer):
-    """Measures how robust the model is: faulty with ``backward()``, whose gradients the next step takes along."""
-
-    clean = False
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        with torch.enable_grad():
-            x = inputs["x"].detach().requires_grad_()
-            loss = model(x, inputs["labels"])["loss"]
-            if self.clean:
-                (gradient,) = torch.autograd.grad(loss, x)
-            else:
-                loss.backward()
-                gradient = x.grad
-        attacked = {**inputs, "x": (x + 0.1 * gradient.sign()).detach()}
-        return super().prediction_step(model, attacked, prediction_loss_only, ignore_keys)
-
-
-class AttackedClean(Attacked):
-    clean = True
-
-
-class Carried(Rows):
-    """Subtracts the running mean of its features; faulty where evaluation moves it too."""
-
-    guarded = False
-
-    def __init__(self):
-        super().__init__()
-        self.mean = torch.zeros(2)
-
-    def forward(self, x, labels=None):
-        logits = self.net(x)
-        if self.training or not self.guarded:
-            self.mean = 0.9 * self.mean + 0.1 * logits.detach().mean(dim=0)
-        logits = logits - self.mean * torch.tensor([1.0, -1.0])
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-class CarriedGuarded(Carried):
-    guarded = True
-
-
 # --- Lightning ----------------------------------------------------------------------------------------------------
 
 
@@ -155,35 +112,6 @@ class AverageLeft(Average):
         self.kept = None
 
 
-class Remembering(Validated):
-    """Keeps features of what it has seen, and pushes away from them; faulty with those of validation."""
-
-    validation_too = True
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("bank", torch.zeros(8, 2))
-
-    def remember(self, logits):
-        self.bank = torch.cat([logits.detach(), self.bank])[:8]
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        logits = self.net(x)
-        loss = F.cross_entropy(logits, y) + 0.1 * (logits @ self.bank.clone().T).square().mean()
-        self.remember(logits)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        if self.validation_too:
-            self.remember(self.net(batch[0]))
-
-
-class RememberingTraining(Remembering):
-    validation_too = False
-
-
 class SeededValidation(Validated):
     """Faulty: draws the same noise in each validation, for which all generators are seeded."""
 
@@ -198,18 +126,6 @@ class SeededValidation(Validated):
 class SeededValidationApart(SeededValidation):
     def on_validation_start(self):
         self.noise = torch.Generator().manual_seed(0)
-
-
-class Frozen(Validated):
-    """Faulty: freezes the trunk for validation, and thaws nothing."""
-
-    def on_validation_start(self):
-        self.net[0].requires_grad_(False)
-
-
-class FrozenThawed(Frozen):
-    def on_validation_end(self):
-        self.net[0].requires_grad_(True)
 
 
 class HandStepped(Validated):
@@ -271,12 +187,8 @@ FAULTY = {
     "hf-counts-on": (huggingface(kind=AnnealedInEvaluation), "state_left", "seen"),
     "hf-average-left": (huggingface(kind=Averaged, callbacks=[Swapped]), "weights_left", "average"),
     "hf-seeds": (huggingface(kind=Seeded, dropout=0.3), "reseeds", "torch"),
-    "hf-gradients": (huggingface(kind=Attacked), "gradients_left", "net.0.weight"),
-    "hf-running-mean": (huggingface(model=Carried), "state_left", "mean"),
     "lightning-average-left": (lightning(Validated, callbacks=[AverageLeft]), "weights_left", "average"),
-    "lightning-bank": (lightning(Remembering), "buffers_moved_by_evaluation", "bank"),
     "lightning-seeds": (lightning(SeededValidation), "reseeds", "torch"),
-    "lightning-frozen": (lightning(Frozen), "state_left", "requires_grad"),
     "lightning-gradients": (lightning(HandStepped), "gradients_left", ""),
 }
 
@@ -284,14 +196,10 @@ RIGHT = {
     "hf-counts-in-training": huggingface(kind=Annealed),
     "hf-average-swapped-back": huggingface(kind=Averaged, callbacks=[SwappedBack]),
     "hf-seeds-apart": huggingface(kind=SeededApart, dropout=0.3),
-    "hf-attacked-by-autograd-grad": huggingface(kind=AttackedClean),
-    "hf-running-mean-guarded": huggingface(model=CarriedGuarded),
     "hf-accumulating": huggingface(dropout=0.3, gradient_accumulation_steps=2, lr_scheduler_type="cosine"),
     "lightning": lightning(Validated),
     "lightning-everything": lightning(Norms, callbacks=[Average], gradient_clip_val=1.0, accumulate_grad_batches=2),
-    "lightning-bank-of-training": lightning(RememberingTraining),
     "lightning-seeds-apart": lightning(SeededValidationApart),
-    "lightning-frozen-and-thawed": lightning(FrozenThawed),
     "lightning-gradients-cleared": lightning(HandSteppedCleared),
 }
 

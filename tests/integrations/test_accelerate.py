@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 
 import pytest
@@ -17,14 +16,7 @@ from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 
 accelerate = pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(autouse=True)
-def a_process_without_accelerators():
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("a_process_without_accelerators")]
 
 
 def net():
@@ -106,19 +98,14 @@ def precision_as_knob(accumulate=1, precision="fp32"):
     return prepared(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def copied_before_prepare(accumulate=1):
-    """Faulty: the optimizer holds the model as it was before the copy that trains."""
+def trained_with(backward, accumulate, *, both=True):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return prepared(accelerator, copy.deepcopy(model), optimizer)
-
-
-def trained_with(backward, accumulate):
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    if both:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model = accelerator.prepare(model)
 
     def fit(batches):
         for x, y in batches:
@@ -144,19 +131,7 @@ def divided_beside_the_accelerator(accumulate=1):
 
 def optimizer_not_prepared(accumulate=1):
     """Faulty: only the model was prepared, so that the optimizer steps in every micro-batch."""
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model = accelerator.prepare(model)
-
-    def fit(batches):
-        for x, y in batches:
-            with accelerator.accumulate(model):
-                accelerator.backward(F.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=labelled(), fit=fit)
+    return trained_with(lambda accelerator, loss: accelerator.backward(loss), accumulate, both=False)
 
 
 CORRECT = [guide, batches_prepared_as_well, without_accumulation, precision_as_knob]
@@ -172,11 +147,6 @@ def test_an_optimizer_that_was_not_prepared_is_repaired_by_preparing_it(root_fau
     assert "accelerator.prepare(model, optimizer)" in fault.repair
     assert "model = accelerator.prepare(model)" in fault.change
     assert "optimizer.step()" in fault.where
-
-
-def test_an_optimizer_over_the_model_before_its_copy(root_fault):
-    fault = root_fault(copied_before_prepare, "optimizer_holds_every_param:stale_copy")
-    assert {"0.weight", "0.bias", "2.weight", "2.bias"} <= set(fault.culprits)
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,7 @@ def test_half_of_the_parameters_in_no_optimizer(root_fault):
         lambda: from_lightning(HeadOnly(), batch=labelled()), "optimizer_holds_every_param:not_in_optimizer"
     )
     assert set(fault.culprits) == {"trunk.0.weight", "trunk.0.bias"}
+    assert "torch.optim.SGD(self.head.parameters(), lr=0.1)" in fault.change
 
 
 @pytest.mark.parametrize(
@@ -420,10 +421,3 @@ def test_a_cut_generator_is_named_by_its_own_parameters_and_lines(root_fault, to
     assert "detach() at" in fault.do_not
     if toggled:  # else the discriminator's weights give the loss a history
         assert "self.manual_backward(loss)" in fault.where
-
-
-def test_the_line_that_built_the_optimizer_is_the_users(root_fault):
-    fault = root_fault(
-        lambda: from_lightning(HeadOnly(), batch=labelled()), "optimizer_holds_every_param:not_in_optimizer"
-    )
-    assert "torch.optim.SGD(self.head.parameters(), lr=0.1)" in fault.change

@@ -9,13 +9,13 @@ import torch
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.adapters import from_trainer
+from tests.integrations.test_transformers import VOCABULARY, MeanLossTrainer, arguments
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.integration
 
-VOCABULARY = 31
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -52,22 +52,9 @@ def labelled_texts(rows=32):
     return [{"input_ids": row, "labels": row.sum() % 3} for row in torch.randint(1, VOCABULARY, (rows, 12))]
 
 
-class MeanLossTrainer(transformers.Trainer):
-    """For losses that are means over a micro-batch and do not look at ``num_items_in_batch``: the Trainer divides."""
-
-    loss_is_scaled_for_ga = False
-
-
 def trained_by_trainer(model, data, out, accumulate):
-    args = transformers.TrainingArguments(
-        out,
-        gradient_accumulation_steps=accumulate,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        use_cpu=True,
-    )
     kind = transformers.Trainer if data[0]["labels"].dim() else MeanLossTrainer
-    return from_trainer(kind(model=model, args=args, train_dataset=data))
+    return from_trainer(kind(model=model, args=arguments(out, accumulate), train_dataset=data))
 
 
 def train(model, optimizer, batches, accumulate):

@@ -194,13 +194,6 @@ def accelerated(*, prepare, total):
     return make
 
 
-@pytest.fixture
-def a_process_without_accelerators():
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 @pytest.mark.usefixtures("a_process_without_accelerators")
 @pytest.mark.parametrize(("prepare", "expected"), [(False, {"counts_something_else": "fault"}), (True, {})])
 def test_accelerates_prepared_scheduler_waits_for_the_window(prepare, expected):

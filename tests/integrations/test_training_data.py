@@ -18,15 +18,12 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 L = pytest.importorskip("lightning")
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("a_process_without_accelerators")]
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
 
 
 class ByEpoch(Sampler):

@@ -61,19 +61,6 @@ def test_entries_without_gradient_are_not_counted():
     assert (found.share, found.updates, found.sampled) == (1.0, 12, 48)
 
 
-def test_a_warm_up_counts_at_its_peak():
-    def up(optimizer):
-        return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=1000)
-
-    assert [f.share for f in counted(1e-2, schedule=up)] == [0.0]
-    assert [f.share for f in counted(1e-3, schedule=up)] == [1.0]
-
-
-def test_momentum_counts_with_what_is_to_gather():
-    (found,) = counted(1e-3, momentum=0.9)
-    assert found.share == 0.0
-
-
 def test_a_rate_that_rises_to_nobody_knows_where_is_left_out():
     class TrainloopFixture:
         def __init__(self, optimizer):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from pytest_trainloop.pictures.picture import FIELDS, POINTS, Picture, curve, gaps, number, scale_of
+from pytest_trainloop.pictures.picture import FIELDS, POINTS, Picture, curve, gaps, scale_of
 
 
 def test_a_long_curve_keeps_its_ends_and_its_peaks():
@@ -20,22 +20,12 @@ def test_a_long_curve_keeps_its_ends_and_its_peaks():
     assert list(drawn.x) == sorted(drawn.x)
 
 
-def test_a_short_curve_is_kept_as_it_is():
-    assert curve("loss", [1, 2, 3], [1.0, 2.0, 3.0]).x == (1, 2, 3)
-
-
 def test_what_is_not_finite_is_a_gap_with_a_mark():
     drawn = curve("loss", [1, 2, 3], [1.0, math.nan, math.inf])
     assert drawn.y == (1.0, None, None)
     (mark,) = gaps([drawn])
     assert (mark.axis, mark.at, mark.text) == ("x", 2, "loss: not finite from here")
     assert not list(gaps([curve("loss", [1], [1.0])]))
-
-
-def test_numbers_have_a_few_digits():
-    assert number(1 / 3) == 0.3333
-    assert number(math.nan) is None
-    assert number(None) is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pytest_trainloop.errors import BrokenCheck
 from pytest_trainloop.finding import Finding, Result
 from pytest_trainloop.pictures import tensors
 from pytest_trainloop.pictures.looked import MOST_STEPS, Looked, Moment
-from pytest_trainloop.pictures.make import KINDS, card_and_pictures
+from pytest_trainloop.pictures.make import card_and_pictures
 from pytest_trainloop.pictures.sizes import Sizes
 from pytest_trainloop.pictures.step import one_step
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
@@ -428,7 +428,3 @@ def test_what_looks_on_never_fails_the_loop(monkeypatch):
         card, drawn = card_and_pictures(subject, {})
     assert str(card) == str(card_of(Subject("test", plain, settings=Settings())))
     assert "one_step" in {picture.key for picture in drawn}
-
-
-def test_each_kind_is_listed_once():
-    assert len(set(KINDS)) == len(KINDS)

@@ -63,17 +63,6 @@ def test_a_rank_that_waits_for_one_that_has_left():
     assert [(o.number, o.how) for o in hang.others] == [(1, "left")]
 
 
-def test_a_backward_pass_of_ddp_that_waits():
-    def work(rank):
-        model = DistributedDataParallel(nn.Linear(3, 1))
-        for _ in range(3 - rank):
-            model(torch.randn(4, 3)).sum().backward()
-
-    launched = run(work)
-    assert (launched.hang.rank, launched.hang.collective.kind, launched.waiting) == (0, "all_reduce", (0,))
-    assert launched.raised is None
-
-
 def test_a_rank_that_has_left_and_whose_loader_lives_on():
     """Worker processes hold the sockets of the rank that they are forks of."""
 

@@ -11,12 +11,8 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque, name
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.reach.snapshot import differences
@@ -115,64 +111,12 @@ def trainer_loop():
     return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=torch.ones(4, 3), fit=trainer.fit)
 
 
-def test_a_model_has_weights_gradients_modes_and_buffers_by_their_names():
-    leaves = Reach.of(trainer_loop()).leaves
-    assert leaves["model.0.weight"].kind == "weight"
-    assert leaves["model.0.weight"].component == "weights of model"
-    assert leaves["model.0.weight.grad"].kind == "gradient"
-    assert leaves["model.0.weight.grad"].component == "gradients of model"
-    assert leaves["model.0.weight.requires_grad"].kind == "requires_grad"
-    assert leaves["model.1.training"].component == "mode of model.1"
-    assert leaves["model.1.running_mean"].kind == "buffer"
-    assert leaves["model.1.running_mean"].component == "buffers of model.1"
-
-
-def test_a_method_of_a_trainer_leads_to_its_attributes_under_the_name_of_the_class():
-    reach = Reach.of(trainer_loop())
-    assert reach.value("Trainer.step") == 0
-    assert reach.leaves["Trainer.step"].component == "Trainer.step"
-    assert reach.leaves["Trainer.ema['0.weight']"].component == "Trainer.ema"
-    assert reach.value("Trainer.model") == "model"
-    assert reach.value("Trainer.itself") == "Trainer"
-
-
-def test_a_trainer_in_a_variable_goes_by_the_name_of_the_variable():
-    trainer = Trainer()
-    loop = loop_with(trainer.model, trainer.optimizer, fit=trainer.fit, evaluate=lambda: trainer.fit([]))
-    assert Reach.of(loop).value("trainer.step") == 0
-
-
 def test_what_a_class_keeps_and_the_globals_of_its_methods_are_reached():
     leaves = Reach.of(trainer_loop()).leaves
     assert leaves["len(Trainer.history)"].kind == "length"
     assert "Trainer.runs" in leaves
     assert leaves["seen_so_far['batches']"].reached_from == {"fit"}
     assert not any("COUNT" in path for path in leaves)
-
-
-def test_modules_in_a_dict_and_in_a_list_have_typable_paths():
-    def nets():
-        return {"generator": nn.Linear(2, 2), "critic-1": nn.Linear(2, 1)}
-
-    model = nets()
-    optimizer = torch.optim.SGD([p for m in model.values() for p in m.parameters()], momentum=0.9, lr=0.1)
-    given = {"optimizer": optimizer, "batch": torch.ones(1), "fit": print}
-    leaves = Reach.of(TrainLoop(model=model, **given)).leaves
-    assert leaves["generator.weight"].component == "weights of generator"
-    assert "model['critic-1'].weight" in leaves
-    leaves = Reach.of(TrainLoop(model=list(model.values()), **given)).leaves
-    assert "model[1].weight" in leaves
-
-
-def test_an_optimizer_names_its_state_by_parameters():
-    loop = loop_with()
-    loop.fit([torch.ones(4, 3)])
-    reach = Reach.of(loop)
-    leaf = reach.leaves["optimizer.state[weight]['exp_avg']"]
-    assert (leaf.kind, leaf.component) == ("optimizer_state", "optimizer.state")
-    leaf = reach.leaves["optimizer.param_groups[0]['lr']"]
-    assert (leaf.kind, leaf.component) == ("group_value", "optimizer.param_groups")
-    assert reach.value("optimizer.param_groups[0]['params'][1]") == "model.bias"
 
 
 def test_several_optimizers_and_wrappers_without_the_class_of_one():
@@ -194,42 +138,6 @@ def test_several_optimizers_and_wrappers_without_the_class_of_one():
     assert leaves["optimizer[1].param_groups[0]['lr']"].component == "optimizer[1].param_groups"
 
 
-@pytest.mark.parametrize(
-    ("make", "inside"),
-    [
-        (lambda o: LambdaLR(o, lambda step: 0.9**step), "last_epoch"),
-        (lambda o: SequentialLR(o, [StepLR(o, 2), StepLR(o, 3)], [4]), "_schedulers[1].last_epoch"),
-        (lambda o: ReduceLROnPlateau(o), "num_bad_epochs"),
-    ],
-)
-def test_a_scheduler_is_one_component(make, inside):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reach = Reach.of(loop_with(model, optimizer, scheduler=make(optimizer)))
-    leaf = reach.leaves[f"scheduler.{inside}"]
-    assert (leaf.kind, leaf.component) == ("scheduler", "scheduler")
-    assert reach.value("scheduler.optimizer") == "optimizer"
-
-
-def test_a_scheduler_written_by_hand_and_a_scaler():
-    class Warmup:
-        def __init__(self, optimizer):
-            self.optimizer, self.at, self.rates = optimizer, 0, [0.1, 0.2]
-
-        def get_last_lr(self):
-            return self.rates
-
-        def step(self):
-            self.at += 1
-
-    loop = loop_with(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-    warmup = Warmup(loop.optimizer)
-    loop = loop_with(loop.model, loop.optimizer, scaler=loop.scaler, fit=function_with(warmup=warmup))
-    leaves = Reach.of(loop).leaves
-    assert (leaves["warmup.at"].kind, leaves["warmup.at"].component) == ("scheduler", "warmup")
-    assert leaves["scaler._init_scale"].kind == "scaler"
-
-
 def test_variables_of_closures_of_nested_functions_partials_and_arguments():
     total, step = torch.zeros(1), 0
 
@@ -245,15 +153,6 @@ def test_variables_of_closures_of_nested_functions_partials_and_arguments():
     leaves = Reach.of(loop_with(fit=functools.wraps(body)(lambda batches: fit(batches)))).leaves
     assert {"step", "total", "queue[0]", "seen['n']"} <= set(leaves)
     assert leaves["step"].reached_from == {"fit"}
-
-
-def test_each_leaf_says_from_where_it_can_be_reached():
-    shared, own = {"a": 1}, {"b": 2}
-    loop = loop_with(fit=function_with(shared=shared), evaluate=function_with(shared=shared, own=own))
-    leaves = Reach.of(loop).leaves
-    assert leaves["shared['a']"].reached_from == {"fit", "evaluate"}
-    assert leaves["own['b']"].reached_from == {"evaluate"}
-    assert leaves["model.weight"].reached_from == {"model", "optimizer"}
 
 
 def test_two_variables_of_one_name_have_two_paths():
@@ -303,42 +202,6 @@ def test_generators_arrays_and_iterators():
     assert leaves["table"].kind == "array"
 
 
-def test_data_loaders_samplers_and_data_sets():
-    data = TensorDataset(torch.arange(6.0))
-    loader = DataLoader(data, sampler=RandomSampler(data, generator=torch.Generator()))
-    leaves = reach_of(loader=loader).leaves
-    assert leaves["loader.dataset.tensors[0]"].kind == "tensor"
-    assert leaves["loader.sampler.generator"].kind == "generator"
-
-
-def test_averages_of_weights_in_a_module_and_in_a_dict():
-    model = nn.Linear(3, 2)
-    shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-    reach = Reach.of(loop_with(model, fit=function_with(average=AveragedModel(model), shadow=shadow)))
-    assert reach.leaves["average.module.weight"].component == "weights of average"
-    assert reach.leaves["average.n_averaged"].kind == "buffer"
-    assert set(reach.holders(model.weight)) >= {"model.weight", "shadow['weight']", "average.module.weight"}
-
-
-def test_tied_weights_are_one_leaf_and_a_reference():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
-            self.head.weight = self.embed.weight
-            self.register_buffer("mask", torch.ones(1), persistent=False)
-            self.queue = torch.zeros(2)
-            self.outside = [nn.Linear(1, 1)]
-
-    reach = Reach.of(loop_with(Tied()))
-    assert reach.leaves["model.embed.weight"].kind == "weight"
-    assert reach.leaves["model.head.weight"].kind == "reference"
-    assert reach.value("model.head.weight") == "model.embed.weight"
-    assert not reach.leaves["model.mask"].persistent
-    assert reach.leaves["model.queue"].kind == "tensor"
-    assert reach.leaves["model.outside[0].weight"].component == "weights of model.outside[0]"
-
-
 def test_no_code_of_the_project_runs():
     observed = Observed(a=1)
     objects = {"recursing": Recursing(), "raising": Raising(), "observed": observed, "inside": [Raising()]}
@@ -375,38 +238,6 @@ def test_large_containers_are_cut_by_number_and_it_is_said():
     assert "model.weight" in reach.leaves
 
 
-def test_hooks_are_counted_and_what_they_keep_is_reached():
-    model, kept = nn.Linear(3, 2), []
-    model.register_forward_hook(function_with(kept=kept))
-    model.weight.register_hook(lambda gradient: gradient)
-    reach = Reach.of(loop_with(model))
-    assert reach.leaves["model._forward_hooks"].kind == "hooks"
-    assert reach.value("model._forward_hooks") == 1
-    assert reach.value("model.weight._backward_hooks") == 1
-    assert "len(kept)" in reach.leaves
-
-
-def test_a_walk_changes_nothing():
-    loop = trainer_loop()
-    loop.fit([torch.randn(4, 3)])
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    versions = [p._version for p in loop.model.parameters()]
-    before, after = snapshot_of(loop), snapshot_of(loop)
-    assert not differences(
-        before,
-        after,
-        same=lambda a, b: (
-            a is b or bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
-            if isinstance(a, torch.Tensor)
-            else a == b
-        ),
-    )
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1] == random.getstate()
-    assert (states[2] == np.random.get_state()[1]).all()
-    assert versions == [p._version for p in loop.model.parameters()]
-
-
 def test_nothing_is_kept_alive():
     loop = trainer_loop()
     alive = weakref.ref(loop.model)
@@ -434,23 +265,3 @@ def test_modules_whose_attributes_lie_elsewhere():
     assert {"scripted.0.weight", "scripted.training", "scripted.1.training"} <= set(changes(before, loop))
     assert before.put_back() == []
     assert not changes(before, loop)
-
-
-def test_generators_of_the_whole_process_are_left_to_the_runs():
-    sampler = RandomSampler([1], generator=torch.default_generator)
-    variables = {"sampler": sampler, "old": np.random.mtrand._rand, "python": random._inst}
-    assert not [leaf for leaf in reach_of(**variables).leaves.values() if leaf.kind == "generator"]
-
-
-def test_parameters_that_only_the_optimizer_holds():
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    leaf = Reach.of(loop_with(model, optimizer)).leaves["optimizer.param_groups[0]['params'][0]"]
-    assert (leaf.kind, leaf.component) == ("weight", "weights of optimizer")
-
-
-def test_the_gradient_and_other_switches_are_those_of_the_caller():
-    loop = loop_with()
-    with torch.no_grad():
-        assert Reach.of(loop).value("torch.is_grad_enabled()") is False
-    assert Reach.of(loop).value("torch.is_grad_enabled()") is True

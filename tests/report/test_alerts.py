@@ -56,15 +56,6 @@ def test_faults_of_different_lines_or_names_stay_apart(told):
     assert len(told(report(loops))) == 3
 
 
-def test_faults_come_first_then_advice_then_notes(told):
-    found = [
-        result(plain("finite", "a", level="note"), plain("finite", "b", level="advice")),
-        result(stale()),
-        raised(),
-    ]
-    assert [alert.level for alert in told(report({"t::a": found}))] == ["error", "error", "warning", "note"]
-
-
 def test_what_the_project_knows_of_has_its_reason(told):
     known = [
         result(stale(), outcome="xfailed", reason="issue 12"),
@@ -78,13 +69,6 @@ def test_what_the_project_knows_of_has_its_reason(told):
         "nothing_learned": "",
         "x": "issue 13",
     }
-
-
-def test_an_error_of_the_project_stands_at_its_last_frame(told):
-    (alert,) = told(report({"t::a": [raised('  File "train.py", line 3, in train\n    loss = model(batch)\n')]}))
-    assert (alert.title, alert.check, alert.level) == ("loop not judged", "", "error")
-    assert alert.summary == "fit raised ValueError: no data"
-    assert (alert.at.file, alert.at.number) == ("train.py", 3)
 
 
 def test_a_check_that_failed_without_a_finding_says_why(told):
@@ -101,7 +85,3 @@ def test_one_sentence_of_several_loops_without_a_line_is_told_once(told):
     assert alert.loops == tuple(loops)
     raising = [raised(f'  File "train.py", line {number}, in train\n    x\n') for number in (3, 4)]
     assert len(told(report({f"t::{i}": [each] for i, each in enumerate(raising)}))) == 2
-
-
-def test_skips_and_passes_say_nothing(told):
-    assert told(report({"t::a": [result(check="finite"), result(check="causality", outcome="skipped")]})) == []

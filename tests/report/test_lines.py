@@ -34,12 +34,6 @@ def test_a_line_is_read(text, line):
     assert Line.read(text) == line
 
 
-def test_the_last_frame_of_a_traceback_is_read():
-    text = '  File "a.py", line 3, in fit\n    step()\n  File "b.py", line 7, in step\n    raise ValueError\n'
-    assert Line.of_traceback(text) == Line("b.py", 7, "raise ValueError")
-    assert Line.of_traceback("no frame") is None
-
-
 def test_a_path_is_looked_for_where_pytest_was_called_then_at_the_roots(project):
     places = Places(project / "ml" / "checks", project / "ml")
     assert places.root == project
@@ -58,13 +52,6 @@ def test_of_files_with_one_name_the_line_tells_which(project):
     at = places.at(Line("train.py", 3, "loss.backward()  # ml/src/train.py"))
     assert (at.file, at.number, at.source) == ("ml/src/train.py", 3, "    loss.backward()  # ml/src/train.py")
     assert places.at(Line("train.py", 3, "loss.backward()  # other/train.py")).file == "other/train.py"
-
-
-def test_a_file_outside_of_the_repository_keeps_its_path(project, tmp_path_factory):
-    outside = tmp_path_factory.mktemp("else") / "train.py"
-    outside.write_text("x\n", encoding="utf-8")
-    at = Places(project).at(Line(str(outside), 1))
-    assert at.file == outside.as_posix()
 
 
 def test_a_line_that_its_file_has_no_more_keeps_the_text_of_the_message(project):

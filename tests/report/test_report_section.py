@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from pytest_trainloop.finding import Finding, Result, UserError
 from pytest_trainloop.report import Report
 from pytest_trainloop.report.entry import Entry
@@ -33,20 +35,20 @@ def test_a_consequence_stands_under_its_root():
     ]
 
 
-def test_two_causes_that_explain_each_other_keep_the_earlier_as_root():
-    lines = str(Report.of("loop", [fault("a", "x", "b"), fault("b", "y", "a")])).splitlines()
-    assert lines[1:] == ["  a: x! [x]", "    also fails for it: b"]
-
-
-def test_a_later_check_may_name_the_cause_of_an_earlier_one():
-    lines = str(Report.of("loop", [fault("a", "x"), fault("b", "y", "a")])).splitlines()
-    assert lines[1:] == ["  b: y! [y]", "    also fails for it: a"]
-
-
-def test_of_a_ring_the_earliest_is_the_root():
-    ring = [fault("a", "x", "b"), fault("b", "y", "c"), fault("c", "z", "a")]
-    lines = str(Report.of("loop", ring)).splitlines()
-    assert lines[1:] == ["  a: x! [x]", "    also fails for it: b, c"]
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ([fault("a", "x", "b"), fault("b", "y", "a")], ["  a: x! [x]", "    also fails for it: b"]),
+        ([fault("a", "x"), fault("b", "y", "a")], ["  b: y! [y]", "    also fails for it: a"]),
+        (
+            [fault("a", "x", "b"), fault("b", "y", "c"), fault("c", "z", "a")],
+            ["  a: x! [x]", "    also fails for it: b, c"],
+        ),
+    ],
+    ids=["of two that explain each other the earlier", "a later one", "of a ring the earliest"],
+)
+def test_which_cause_is_the_root(found, told):
+    assert str(Report.of("loop", found)).splitlines()[1:] == told
 
 
 def test_a_change_from_the_baseline_follows_from_the_wiring_of_the_same_parameters():

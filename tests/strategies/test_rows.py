@@ -82,14 +82,6 @@ def test_selections_shrink_to_few_rows_in_order(condition, expected):
     assert repr(rows) == f"rows {list(expected)}"
 
 
-@pytest.mark.parametrize("count", [5, 8, 32])
-def test_a_selection_of_all_rows_shrinks_to_the_rows_that_matter(count):
-    strategy = row_selections(torch.arange(count))
-    assert smallest(strategy, lambda r: 3 in r.indices).indices == (3,)
-    assert smallest(strategy, lambda r: {1, 3} <= set(r.indices)).indices == (1, 3)
-    assert smallest(strategy, lambda r: list(r.indices) != sorted(r.indices)).indices == (1, 0)
-
-
 def test_a_failure_names_the_rows_and_not_their_values():
     @settings(REPEATABLE)
     @given(row_selections(BATCH), paddings(text(), only=["more"]))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.errors import CannotDecide, UserCodeError
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.timing import ready_batches
 from pytest_trainloop.timing.step_times import MOST_ROUNDS, WARM_UP, StepTimer, Wanted
@@ -204,24 +204,4 @@ def test_one_step_is_nothing_to_time(clock):
         step(model, optimizer, next(iter(given)))
 
     with pytest.raises(CannotDecide, match=r"fit makes 1 optimizer step in .*; what lies between two steps is timed"):
-        times(loop(work), clock)
-
-
-def test_without_fit_there_is_no_step_of_the_project(clock):
-    make = loop(None)
-
-    def only_a_loss():
-        made = make()
-        made.fit, made.loss = None, lambda model, batch: model(batch["x"]).mean()
-        return made
-
-    with pytest.raises(CannotDecide, match=r"TrainLoop.fit is not given"):
-        times(only_a_loss, clock)
-
-
-def test_what_fit_raises_is_the_projects(clock):
-    def work(model, optimizer, batches):
-        raise ValueError("no data")
-
-    with pytest.raises(UserCodeError, match="fit raised ValueError: no data"):
         times(loop(work), clock)
