@@ -232,12 +232,6 @@ def test_a_loop_takes_one_further_run():
     assert runs(lambda subject: card_and_pictures(subject, {})) == runs(card_of)
 
 
-def test_a_loop_that_cannot_be_run_has_no_pictures():
-    card, drawn = card_and_pictures(Subject("test", lambda: 3, settings=Settings()), {})
-    assert card["run"].startswith("none seen: ")
-    assert drawn == []
-
-
 def test_what_is_not_finite_leaves_a_gap():
     def fit(loop, batches):
         for n, (x, y) in enumerate(batches):
