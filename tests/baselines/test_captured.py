@@ -40,12 +40,19 @@ def make():
     return TrainLoop(model=model, optimizer=optimizer, scheduler=scheduler, batch=batch, fit=fit)
 
 
-def plain(train, model=None):
+def train(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def plain(train, model=None, kind=torch.optim.SGD, **options):
     """A loop of one linear layer that ``train`` trains."""
 
     def make():
         net = nn.Linear(4, 1) if model is None else model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = kind(net.parameters(), lr=0.1, **options)
         batch = torch.randn(8, 4), torch.randn(8, 1)
         return TrainLoop(
             model=net, optimizer=optimizer, batch=batch, fit=lambda batches: train(net, optimizer, batches)
@@ -108,35 +115,23 @@ def test_tied_weights_have_all_their_names():
         def forward(self, x):
             return self.second(self.first(x)).sum(1, keepdim=True)
 
-    def train(model, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-
     found = captured(Evidence(plain(train, Tied)))
     assert found.own.tensors["first.weight"].also == ("second.weight",)
 
 
 def test_a_closure_that_is_called_again_does_not_replace_the_first_gradient():
-    def make():
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    def by_closures(model, optimizer, batches):
+        for x, y in batches:
 
-        def fit(batches):
-            for x, y in batches:
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
 
-                def closure(x=x, y=y):
-                    optimizer.zero_grad()
-                    loss = F.mse_loss(model(x), y)
-                    loss.backward()
-                    return loss
+            optimizer.step(closure)
 
-                optimizer.step(closure)
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(8, 4), torch.randn(8, 1)), fit=fit)
-
-    step = captured(Evidence(make)).double.steps[0]
+    step = captured(Evidence(plain(by_closures, kind=torch.optim.LBFGS, max_iter=3))).double.steps[0]
     assert len(step.losses) == 3
     assert step.losses[0] > step.losses[-1]
     assert step.gradients["weight"].squares > 0
@@ -155,16 +150,12 @@ def test_a_loop_without_steps_has_no_trajectory():
 
 
 def test_a_loop_that_raises_has_no_trajectory():
-    def train(model, optimizer, batches):
-        for number, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            if number == 3:
-                raise KeyError("loss")
+    def raising(model, optimizer, batches):
+        train(model, optimizer, [next(iter(batches))])
+        raise KeyError("loss")
 
     with pytest.raises(CannotDecide, match="fit raises KeyError: 'loss'"):
-        captured(Evidence(plain(train)))
+        captured(Evidence(plain(raising)))
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,20 @@ def test_every_kind_of_tensor_has_one(tensor, squares):
 def test_what_is_not_finite_stays_so():
     assert digest(torch.tensor([1.0, float("nan")])).squares != digest(torch.ones(1)).squares
     assert digest(torch.tensor([float("inf")])).norm == float("inf")
+
+
+def close(a: float | None, b: float | None) -> bool:
+    return a == pytest.approx(b, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("moved", [lambda x: x.flip(1), lambda x: x.roll(1, 1), lambda x: x[:, [1, 0, 2, 3, 4]]])
+def test_entries_that_change_places_in_a_row_are_seen(moved):
+    x = torch.randn(3, 5)
+    assert not close(digest(x).by_row, digest(moved(x)).by_row)
+    assert not close(digest(x).ordered, digest(moved(x)).ordered)
+
+
+def test_rows_that_change_places_are_seen_by_the_order_alone():
+    x = torch.randn(3, 5)
+    assert close(digest(x).by_row, digest(x.flip(0)).by_row)
+    assert not close(digest(x).ordered, digest(x.flip(0)).ordered)

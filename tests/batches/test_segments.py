@@ -54,3 +54,21 @@ def test_documents(batch, expected):
 def test_nothing_is_taken_where_lengths_do_not_tell_what_is_what():
     batch = graphs((2, 2), edges=torch.tensor([[0, 1], [1, 0]]))
     assert segments.take(batch, segments.read(batch), [0]) is None
+
+
+def test_some_graphs_of_a_batch():
+    batch = graphs()
+    few = segments.take(batch, segments.read(batch), [2, 0])
+    assert torch.equal(few.x, torch.cat([batch.x[8:12], batch.x[:3]]))
+    assert set(map(tuple, few.edge_index.T.tolist())) == set(map(tuple, rings((4, 3)).T.tolist()))
+    assert few.batch.tolist() == [0] * 4 + [1] * 3
+    assert few.ptr.tolist() == [0, 4, 7]
+    assert few.y.tolist() == [2, 0]
+    assert len(batch.x) == sum(SIZES)
+
+
+def test_some_documents_of_a_row():
+    batch = packed_documents((2, 3, 4))
+    few = segments.take(batch, segments.read(batch), [1, 2])
+    assert torch.equal(few["input_ids"], batch["input_ids"][:, 2:])
+    assert few["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]

@@ -45,10 +45,6 @@ def test_a_label_gives_its_lines():
         Card(LINES)["loss"]
 
 
-def test_the_marked_lines_are_at_hand():
-    assert [line.label.strip() for line in Card(LINES).odd] == ["group 0"]
-
-
 def test_json_and_back():
     made = Card(LINES)
     assert Card.from_json(made.to_json()) == made

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.finding import Finding, SmallestBatch
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,3 @@ class OneMore:
 )
 def test_as_text(composition, text):
     assert str(composition) == text
-
-
-def test_a_finding_keeps_it_as_data():
-    told = Composition((3, 1), (1, 1), OneMore()).told()
-    finding = Finding(cause="c", summary="s", composition=told)
-    assert told == SmallestBatch((3, 1), (1, 1), "1 more padded position on the left")
-    assert Finding.from_json(finding.to_json()) == finding

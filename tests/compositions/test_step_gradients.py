@@ -105,3 +105,14 @@ def test_noise_with_rows_behind_its_first_axis_is_the_same_for_all_with_the_knob
     made = combined(whole, halves, 0)
     assert made.weights == pytest.approx([0.5, 0.5])
     assert made.residual < 1e-12
+
+
+def test_a_loop_that_refuses_few_rows_says_so_and_takes_them_filled_up():
+    gradients = made(least=8)
+    few = Composition((2, 3))
+    assert "at least 8 rows" in gradients.at(few).refused
+    assert gradients.differ(gradients.at(few), gradients.at(few)) == float("inf")
+    assert gradients.filled(few).rows == (2, 3) * 4
+    found = gradients.at(gradients.filled(few))
+    assert not found.refused
+    assert gradients.bound(found) < 1e-9

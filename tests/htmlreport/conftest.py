@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_trainloop.htmlreport import page
+from tests.helpers.report_data import TRAIN
 from tests.htmlreport import documents
 
 if TYPE_CHECKING:
@@ -18,14 +19,6 @@ ARGUMENTS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
-
-SOURCE = """\
-def train(model, optimizer, batches):
-    for batch in batches:
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-"""
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +40,7 @@ def browser() -> Iterator[Any]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the project's train.py."""
     folder = tmp_path_factory.mktemp("project")
-    (folder / "train.py").write_text(SOURCE, encoding="utf-8")
+    (folder / "train.py").write_text(TRAIN, encoding="utf-8")
     return folder
 
 

@@ -152,16 +152,22 @@ def train(accelerator, model, optimizer, batches, loss=classified, metrics=()):
             kept.append(accelerator.gather_for_metrics(value.detach()).mean().item())
 
 
-def accelerated(accumulate=1, ranks=1):
-    accelerator = fresh_accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    raw = nets.mlp(6, 16, 3)
-    model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2))
+def looped(accelerator, model, optimizer, **how):
     return TrainLoop(
         model=model,
         optimizer=optimizer,
         batch=data.labelled(),
-        fit=lambda batches: train(accelerator, model, optimizer, batches, metrics=([],)),
+        fit=lambda batches: train(accelerator, model, optimizer, batches, **how),
     )
+
+
+def prepared(accelerator, **how):
+    raw = nets.mlp(6, 16, 3)
+    return looped(accelerator, *accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2)), **how)
+
+
+def accelerated(accumulate=1, ranks=1):
+    return prepared(fresh_accelerator(cpu=True, gradient_accumulation_steps=accumulate), metrics=([],))
 
 
 def accelerated_without_the_adapter(accumulate=1, ranks=1):
@@ -169,43 +175,21 @@ def accelerated_without_the_adapter(accumulate=1, ranks=1):
 
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     assert accelerator.num_processes == ranks
-    raw = nets.mlp(6, 16, 3)
-    model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2))
-    return TrainLoop(
-        model=raw,
-        optimizer=optimizer,
-        batch=data.labelled(),
-        fit=lambda batches: train(accelerator, model, optimizer, batches),
-    )
+    loop = prepared(accelerator)
+    loop.model = accelerator.unwrap_model(loop.model)
+    return loop
 
 
 def accelerated_model_not_prepared(accumulate=1, ranks=1):
     """The optimizer is prepared, the model is not: every rank trains its own."""
     accelerator = fresh_accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = nets.mlp(6, 16, 3)
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=data.labelled(),
-        fit=lambda batches: train(accelerator, model, optimizer, batches),
-    )
+    return looped(accelerator, model, accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2)))
 
 
 def accelerated_past_the_wrapper(accumulate=1, ranks=1):
     accelerator = fresh_accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    raw = nets.mlp(6, 16, 3)
-    model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2))
-
-    def unwrapped(model, batch):
-        return classified(accelerator.unwrap_model(model), batch)
-
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=data.labelled(),
-        fit=lambda batches: train(accelerator, model, optimizer, batches, unwrapped),
-    )
+    return prepared(accelerator, loss=lambda model, batch: classified(accelerator.unwrap_model(model), batch))
 
 
 # --- Lightning

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.adapters import fresh_accelerator, from_lightning, from_trainer
-from tests.integrations.test_transformers import arguments, gpt2, token_rows
+from tests.integrations.test_transformers import arguments, gpt2, token_rows, trained
 
 L = pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers")
@@ -155,15 +155,13 @@ class OwnSchedule(transformers.Trainer):
         return self.lr_scheduler
 
 
-@pytest.mark.parametrize(("epochs_only", "expected"), [(True, {"counts_something_else": "fault"}), (False, {})])
-def test_a_trainers_own_schedule(tmp_path, epochs_only, expected):
-    def make():
-        args = arguments(tmp_path, 1, report_to=[], num_train_epochs=5)
-        trainer = OwnSchedule(model=gpt2(), args=args, train_dataset=token_rows())
-        trainer.epochs_only = epochs_only
-        return from_trainer(trainer)
+class BySteps(OwnSchedule):
+    epochs_only = False
 
-    found, result = judged(make)
+
+@pytest.mark.parametrize(("kind", "expected"), [(OwnSchedule, {"counts_something_else": "fault"}), (BySteps, {})])
+def test_a_trainers_own_schedule(tmp_path, kind, expected):
+    found, result = judged(lambda: trained(gpt2(), tmp_path, 1, kind=kind, report_to=[], num_train_epochs=5))
     assert found == expected, result
 
 

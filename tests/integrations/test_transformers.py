@@ -84,6 +84,16 @@ def bert_config():
     )
 
 
+def trained(model, out, accumulate, *, kind=transformers.Trainer, rows=token_rows, given=None, **settings):
+    """A loop of this kind of Trainer; ``given`` are more of its arguments."""
+    args = arguments(out, accumulate, **settings)
+    return from_trainer(kind(model=model, args=args, train_dataset=rows(), **(given or {})))
+
+
+def bert():
+    return transformers.BertForSequenceClassification(bert_config())
+
+
 class MeanLossTrainer(transformers.Trainer):
     """For losses that are means over a micro-batch and do not look at ``num_items_in_batch``: the Trainer divides."""
 
@@ -91,34 +101,25 @@ class MeanLossTrainer(transformers.Trainer):
 
 
 def causal_lm(out, accumulate=1):
-    args = arguments(out, accumulate, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")
-    return from_trainer(transformers.Trainer(model=gpt2(), args=args, train_dataset=token_rows()))
+    return trained(gpt2(), out, accumulate, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")
 
 
 def causal_lm_label_smoothing(out, accumulate=1):
-    args = arguments(out, accumulate, label_smoothing_factor=0.1, max_grad_norm=0.5)
-    return from_trainer(transformers.Trainer(model=llama(), args=args, train_dataset=token_rows()))
+    return trained(llama(), out, accumulate, label_smoothing_factor=0.1, max_grad_norm=0.5)
 
 
 def causal_lm_checkpointed(out, accumulate=1):
-    args = arguments(out, accumulate, activation_checkpointing=True)
-    return from_trainer(transformers.Trainer(model=llama(), args=args, train_dataset=token_rows()))
+    return trained(llama(), out, accumulate, activation_checkpointing=True)
 
 
 def causal_lm_full_precision(out, accumulate=1):
-    args = arguments(out, accumulate, bf16=False, fp16=False, optim="adafactor")
-    return from_trainer(transformers.Trainer(model=gpt2(), args=args, train_dataset=token_rows()))
+    return trained(gpt2(), out, accumulate, bf16=False, fp16=False, optim="adafactor")
 
 
 def classifier(out, accumulate=1, trainer_class=MeanLossTrainer):
-    model = transformers.BertForSequenceClassification(bert_config())
-    trainer = trainer_class(
-        model=model,
-        args=arguments(out, accumulate, eval_strategy="steps", eval_steps=2, save_steps=2, logging_steps=1),
-        train_dataset=labelled_rows(),
-        eval_dataset=labelled_rows(8),
-    )
-    return from_trainer(trainer)
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "logging_steps": 1}
+    given = {"eval_dataset": labelled_rows(8)}
+    return trained(bert(), out, accumulate, kind=trainer_class, rows=labelled_rows, given=given, **settings)
 
 
 class OwnHead(nn.Module):
@@ -136,9 +137,7 @@ class OwnHead(nn.Module):
 
 
 def unused_pooler(out, accumulate=1):
-    return from_trainer(
-        transformers.Trainer(model=OwnHead(), args=arguments(out, accumulate), train_dataset=labelled_rows())
-    )
+    return trained(OwnHead(), out, accumulate, rows=labelled_rows)
 
 
 class Distillation(MeanLossTrainer):
@@ -158,14 +157,7 @@ class Distillation(MeanLossTrainer):
 
 
 def distillation(out, accumulate=1):
-    return from_trainer(
-        Distillation(
-            model=transformers.BertForSequenceClassification(bert_config()),
-            teacher=transformers.BertForSequenceClassification(bert_config()),
-            args=arguments(out, accumulate),
-            train_dataset=labelled_rows(),
-        )
-    )
+    return trained(bert(), out, accumulate, kind=Distillation, rows=labelled_rows, given={"teacher": bert()})
 
 
 def own_optimizer_and_schedule(out, accumulate=1):
@@ -174,20 +166,11 @@ def own_optimizer_and_schedule(out, accumulate=1):
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
-    return from_trainer(
-        transformers.Trainer(
-            model=model,
-            args=arguments(out, accumulate),
-            train_dataset=token_rows(),
-            optimizers=(optimizer, schedule),
-        )
-    )
+    return trained(model, out, accumulate, given={"optimizers": (optimizer, schedule)})
 
 
 def built_by_model_init(out, accumulate=1):
-    return from_trainer(
-        transformers.Trainer(model_init=gpt2, args=arguments(out, accumulate), train_dataset=token_rows())
-    )
+    return trained(None, out, accumulate, given={"model_init": gpt2})
 
 
 class Reweighted(MeanLossTrainer):
@@ -210,13 +193,7 @@ class ReweightedCut(Reweighted):
 
 
 def reweighted(out, accumulate=1, trainer_class=Reweighted):
-    return from_trainer(
-        trainer_class(
-            model=transformers.BertForSequenceClassification(bert_config()),
-            args=arguments(out, accumulate),
-            train_dataset=labelled_rows(),
-        )
-    )
+    return trained(bert(), out, accumulate, kind=trainer_class, rows=labelled_rows)
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -246,13 +223,9 @@ def padded_to_the_longest(rows):
 
 
 def dynamic_padding(out, accumulate=1):
-    trainer = MeanLossTrainer(
-        model=transformers.BertForSequenceClassification(bert_config()),
-        args=arguments(out, accumulate, per_device_train_batch_size=16, remove_unused_columns=False),
-        train_dataset=Sentences(),
-        data_collator=padded_to_the_longest,
-    )
-    return from_trainer(trainer)
+    settings = {"per_device_train_batch_size": 16, "remove_unused_columns": False}
+    given = {"data_collator": padded_to_the_longest}
+    return trained(bert(), out, accumulate, kind=MeanLossTrainer, rows=Sentences, given=given, **settings)
 
 
 CORRECT = [
@@ -304,8 +277,7 @@ def test_fit_goes_once_over_the_batches(make, accumulate, batches, steps, tmp_pa
 
 @pytest.mark.parametrize("settings", [{"max_steps": 5}, {"max_steps": 500}, {"num_train_epochs": 7}], ids=str)
 def test_the_users_length_does_not_count(settings, tmp_path, run):
-    args = arguments(tmp_path, 1, **settings)
-    assert run(from_trainer(transformers.Trainer(model=gpt2(), args=args, train_dataset=token_rows()))) == 12
+    assert run(trained(gpt2(), tmp_path, 1, **settings)) == 12
 
 
 class Interrupt(BaseException):
@@ -437,14 +409,11 @@ def test_a_collator_that_sorts_texts_and_not_their_tags(tmp_path, masked):
             vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
             num_labels=5,
         )  # fmt: skip
-        return from_trainer(
-            transformers.Trainer(
-                model=transformers.BertForTokenClassification(config),
-                args=arguments(tmp_path, 1, per_device_train_batch_size=8),
-                train_dataset=rows,
-                data_collator=partial(sorted_ids, masked=masked),
-            )
+        model, given = (
+            transformers.BertForTokenClassification(config),
+            {"data_collator": partial(sorted_ids, masked=masked)},
         )
+        return trained(model, tmp_path, 1, rows=lambda: rows, given=given, per_device_train_batch_size=8)
 
     report = check_loop(make, only=["data_order"], raises=False)
     (found,) = (f for r in report.results for f in r.findings)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -15,7 +16,7 @@ from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.reach.copies import same_bits
 from pytest_trainloop.reach.snapshot import differences
 from pytest_trainloop.reach.walk import Reach
-from tests.reach.reached import function_with, loop_with, snapshot_of
+from tests.reach.reached import changes, function_with, loop_with, snapshot_of
 
 
 @dataclass
@@ -141,3 +142,18 @@ def test_a_weight_whose_memory_another_tensor_shares_in_one_loop_only():
     snapshot = snapshot_of(first)
     assert snapshot.carry_over(Reach.of(second)) == []
     assert not differences(snapshot, snapshot_of(second))
+
+
+@pytest.mark.parametrize(
+    "component",
+    ["weights of model", "optimizer.state", "optimizer.param_groups", "scheduler", "scaler", "Trainer.queue"],
+)
+def test_one_component_alone(component):
+    first, second = make(), make()
+    first.fit(batches())
+    snapshot, before = snapshot_of(first), snapshot_of(second)
+    found = differences(before, snapshot)
+    inside = {d.leaf.path for d in found if d.leaf.component == component}
+    assert inside
+    assert snapshot.carry_over(Reach.of(second), inside) == []
+    assert set(changes(before, second)) == inside

@@ -252,3 +252,17 @@ def test_a_large_data_set_is_copied_once_for_all_snapshots():
     assert third.value("rows") is not first.value("rows")
     first.put_back()
     assert not changes(second, loop)
+
+
+def test_hooks_left_behind():
+    loop = loop_with()
+    handle = None
+
+    def change():
+        nonlocal handle
+        handle = loop.model.register_forward_hook(lambda *given: None)
+        loop.model.weight.register_hook(lambda gradient: gradient)
+
+    restored(loop, change, "model._forward_hooks", "model.weight._backward_hooks")
+    assert not loop.model._forward_hooks
+    handle.remove()

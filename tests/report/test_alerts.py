@@ -20,11 +20,6 @@ def test_a_fault_stands_at_the_line_to_change_with_what_fails_for_it(told, proje
     )
 
 
-def test_without_a_line_to_change_it_stands_where_it_was_seen(told):
-    (alert,) = told(report({"t::a": [result(stale(change=""))]}))
-    assert (alert.at.number, alert.other) == (5, None)
-
-
 def test_without_any_line_it_stands_at_the_test(told):
     for finding in (LATE, stale(change="gone.py:4   x", where="in the loader")):
         (alert,) = told(report({"test_train.py::test_gpt": [result(finding)]}))
@@ -42,13 +37,6 @@ def test_a_line_outside_of_the_repository_comes_after_one_inside(told, tmp_path_
     assert (alert.at.file, alert.at.number, alert.other.path) == ("train.py", 5, outside)
     (alert,) = told(report({"test_train.py::test_gpt": [result(stale(change=f"{outside}:1   x", where=""))]}))
     assert (alert.at.file, alert.at.number, alert.other.path) == ("test_train.py", 4, outside)
-
-
-def test_one_fault_of_several_loops_is_told_once(told):
-    loops = {f"t::a[{depth}]": [result(stale(measured=f"{depth} of 12 steps"))] for depth in (2, 4)}
-    (alert,) = told(report(loops))
-    assert alert.loops == ("t::a[2]", "t::a[4]")
-    assert "measured   2 of 12" in alert.text
 
 
 def test_faults_of_different_lines_or_names_stay_apart(told):

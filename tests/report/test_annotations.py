@@ -23,15 +23,6 @@ def read(command: str) -> tuple[str, dict[str, str], str]:
     return name, {key: plain_again(value, ("%3A", ":"), ("%2C", ",")) for key, value in pairs}, plain_again(data)
 
 
-def test_a_fault_is_an_error_at_its_line(told):
-    (command,) = commands(told(report({"t::a": [result(stale()), result(plain("overfit_one_batch", "x"))]})))
-    name, properties, text = read(command)
-    assert name == "error"
-    assert properties == {"file": "train.py", "line": "4", "title": "step_order:not_zeroed"}
-    assert text.splitlines()[0] == "2 weights are stepped with old gradients"
-    assert text.splitlines()[-2:] == ["also fails for it: overfit_one_batch", "loop: t::a"]
-
-
 @pytest.mark.parametrize("text", ["100 % :: of, a\r\nb", "::error::no", "%0A is no line", "x\n::set-output name=a::b"])
 def test_whatever_a_message_says_is_one_line_and_no_command(told, text):
     finding = plain("finite", "a", summary=text, measured=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class Said:
     status: int
     out: str
     err: str
+
+
+def loaded(file):
+    """The module in a file, under the name of the file."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import sys
 import pytest
 
 from pytest_trainloop import check_loop
+from tests.watching.conftest import loaded
 
 pytestmark = [pytest.mark.integration, pytest.mark.processes]
 
@@ -156,10 +156,7 @@ def test_a_trainer_is_watched_and_its_written_test_runs(watch, folder, library, 
     pytest.importorskip(library)
     said = said_of(watch, source, *arguments, options=["--write-test=test_it.py"])
     assert "wrote test_it.py; run it by pytest --trainloop test_it.py" in said
-    spec = importlib.util.spec_from_file_location("written_test", folder / "test_it.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    report = check_loop(module.test_train, only=["step_order", "optimizer_holds_every_param"])
+    report = check_loop(loaded(folder / "test_it.py").test_train, only=["step_order", "optimizer_holds_every_param"])
     assert [result.outcome for result in report.results] == ["passed", "passed"]
 
 

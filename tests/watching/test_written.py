@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from pytest_trainloop import check_loop
 from pytest_trainloop.watching.written import path_code
-from tests.watching.conftest import TRAIN
+from tests.watching.conftest import TRAIN, loaded
 
 
 @pytest.fixture
@@ -22,10 +21,7 @@ def written(watch, folder):
         file.parent.mkdir(exist_ok=True)
         said = watch(source, "--steps=3", "--trainloop-only=step_order", f"--write-test={file}")
         assert said.status == 0, said
-        spec = importlib.util.spec_from_file_location(name, file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return said, file.read_text(encoding="utf-8"), module.test_train
+        return said, file.read_text(encoding="utf-8"), loaded(file).test_train
 
     return write
 
