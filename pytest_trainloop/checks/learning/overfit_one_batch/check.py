@@ -215,7 +215,7 @@ def _once_learned(batch: OneBatch) -> Finding | None:
         f"{origin.value} of finite values",
         measured=f"loss {finite[0]:.4g} at the start, {finite[-1]:.4g} in step {len(finite)}; "
         + (
-            f"{len(lost)} parameters hold NaN or inf in the end"
+            f"{len(lost)} parameters hold NaN or inf after it"
             if lost
             else "it was backpropagated, and no weight is lost"
         ),

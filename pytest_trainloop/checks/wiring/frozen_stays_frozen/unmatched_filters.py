@@ -37,18 +37,20 @@ def _frozen(record: Record, names: Sequence[str]) -> bool:
     return not {p.name for p in record.parameters if p.trainable}.intersection(names)
 
 
+def set_on_modules(evidence: Evidence) -> list[str]:
+    """The paths of the modules that have an attribute ``requires_grad`` of False."""
+    modules = [m for prefix, root in evidence.fresh_loop().modules.items() for m in members.named_modules(root, prefix)]
+    return [path for path, module in modules if vars(module).get("requires_grad") is False]
+
+
 def attribute_of_a_module(evidence: Evidence) -> Iterator[Finding]:
     """``module.requires_grad = False`` makes an attribute that nothing reads: its parameters are trained."""
     record = evidence.run()
-    for prefix, root in evidence.fresh_loop().modules.items():
-        for path, module in members.named_modules(root, prefix):
-            if vars(module).get("requires_grad") is not False:
-                continue
-            below = f"{path}." if path else ""
-            trained = [p.name for p in record.parameters if p.name.startswith(below) and record.reached(p.index)]
-            moved = record.changed() & {i for o in record.optimizers for i in o.parameters}
-            names = [n for n in trained if any(p.name == n and p.index in moved for p in record.parameters)]
-            if names and not any(map(record.declared_frozen, names)):
-                made = evidence.shared(MadeAt.of).module(path)
-                facts = {"path": path or type(module).__name__, "change": made, "level": "advice"}
-                yield found("freeze_sets_an_attribute", made, names, **facts)
+    moved = record.changed() & {i for o in record.optimizers for i in o.parameters}
+    for path in evidence.shared(set_on_modules):
+        below = [p for p in record.parameters if p.name.startswith(f"{path}." if path else "")]
+        names = [p.name for p in below if p.index in moved and record.reached(p.index)]
+        if names and not any(map(record.declared_frozen, names)):
+            made = evidence.shared(MadeAt.of).module(path)
+            facts = {"path": path or "the model", "change": made, "level": "advice"}
+            yield found("freeze_sets_an_attribute", made, names, **facts)

@@ -6,6 +6,7 @@ of other positions. The calls before it change, and nothing after it does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,10 @@ def leaves_out(evidence: Evidence, names: Sequence[str]) -> TapedCall | None:
         if base.calls[at].carries_gradient and not moved[at] and any(i >= 0 and moved[i] for i in base.calls[at].inputs)
     ]
     found = [call for call in found if not call.name.endswith(("_as", "_like"))]  # of these the shape alone is read
+    # a number that is 0 is written so: a gate, a weight that grows, + 0 * unused.sum() (odd: branch_faded_in_later)
+    products = [call.given for call in found if call.name in MULTIPLICATIONS]
+    if any(len(given) < 2 or min(map(math.prod, given)) == 1 for given in products):
+        return None
     # a difference does not depend on what is added to both of its sides (odd: siamese_contrastive)
     return found[-1] if found and all(call.name in LEAVES_OUT for call in found) else None
 

@@ -50,7 +50,6 @@ pair(
     culprits=("binary_cross_entropy_with_logits", "g", "d"),
     where="lambda picture: picture.detach()",
     mentions=("without detach()",),
-    quick=True,
     faulty=upscaler(lambda picture: picture.detach()),
     fixed=upscaler(lambda picture: picture),
 )

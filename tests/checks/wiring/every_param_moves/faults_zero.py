@@ -37,20 +37,23 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(update * trust, alpha=group["lr"])
 
 
-class Lars(torch.optim.SGD):
+class Lars(torch.optim.Optimizer):
     """SGD with a rate for each tensor; ``spared`` says which tensors get the plain one."""
 
     def __init__(self, params, lr=0.5, momentum=0.9, trust=0.02, spared=lambda p: False):
-        super().__init__(params, lr=lr, momentum=momentum)
+        super().__init__(params, {"lr": lr, "momentum": momentum})
         self.trust, self.spared = trust, spared
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and not self.spared(p):
-                    p.grad.mul_(self.trust * p.norm() / (p.grad.norm() + 1e-9))
-        return super().step(closure)
+                if p.grad is None:
+                    continue
+                rate = 1.0 if self.spared(p) else self.trust * p.norm() / (p.grad.norm() + 1e-9)
+                moving = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                moving.mul_(group["momentum"]).add_(p.grad * rate)
+                p.sub_(moving, alpha=group["lr"])
 
 
 def zero_biases(model):
