@@ -56,20 +56,19 @@ def trains(node: Node) -> bool:
 
     The gradient of what rounds is zero, and a number that was made a tensor anew has none behind it.
     """
-    return bool(trained_below(node))
+    return any(True for _ in trained_below(node))
 
 
-def trained_below(node: Node) -> list[Node]:
+def trained_below(node: Node) -> Iterator[Node]:
     """What its gradient goes to: parameters, and what is not known."""
-    if not node.history:
-        return []
-    reached = below(node, through=lambda n: n.history and n.op not in ROUNDINGS)
-    return [n for n in reached if n.history and not n.parents and n.op not in _NO_WEIGHT]
+    if node.history:
+        reached = below(node, through=lambda n: n.history and n.op not in ROUNDINGS)
+        yield from (n for n in reached if n.history and not n.parents and n.op not in _NO_WEIGHT)
 
 
 def stopped_below(node: Node) -> Iterator[tuple[str, frozenset[int]]]:
-    """The results without a history that it was computed of beside its gradient: the line that detached each, where one
-    did, and the parameters below it."""
+    """The results without a history that it was computed from: the line that detached each, where one did, and the
+    parameters below it."""
     for n in below(node, through=lambda n: n.history):
         if not n.history and (parameters := parameters_below(n)):
             yield str(n.place or "") if n.op == "detach" else "", parameters

@@ -361,7 +361,7 @@ class RootTerms(WatchingMode):
         place, site = next((lineage.places[id(n)] for n in (made, node) if id(n) in lineage.places), _NOWHERE)
         value = lineage.sums.get(id(node), math.nan) if math.isnan(node.value) else node.value
         if id(node) in {id(n) for n in live}:
-            ends = trained_below(node)
+            ends = list(trained_below(node))
             return Term(
                 made.op,
                 place,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.checks.wiring.every_param_moves.causes import found
+from pytest_trainloop.checks.wiring.every_param_moves.unmoved import by_torch
 from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.recording.shards import local
 
@@ -37,8 +38,7 @@ WHOLE = 0.9
 def held_at_zero(evidence: Evidence, unmoved: Sequence[Parameter]) -> Iterator[Finding]:
     """Those that start at zero and whose steps are a share of their own size."""
     record = evidence.run()
-    held = {p.name: record.held.get(p.index, ()) for p in unmoved if p.start.zero}
-    zeros = [name for name, by in held.items() if not all(record.optimizers[o].from_torch for o in by)]
+    zeros = [p.name for p in unmoved if p.start.zero and not by_torch(record, p)]
     if not zeros:
         return
     large, small = (_relative_changes(evidence.rerun(prepare=_started_at(zeros, size)), zeros) for size in SIZES)

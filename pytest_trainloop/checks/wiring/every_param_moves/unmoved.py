@@ -83,7 +83,7 @@ def depending(evidence: Evidence, names: Sequence[str]) -> list[str]:
     return [n for n in names if influence[n].change > influence[n].bound]
 
 
-def _by_torch(record: Record, p: Parameter) -> bool:
+def by_torch(record: Record, p: Parameter) -> bool:
     """Whether only optimizers of torch's own hold the parameter."""
     return all(record.optimizers[o].from_torch for o in record.held.get(p.index, ()))
 
@@ -119,7 +119,7 @@ def most_entries(evidence: Evidence) -> Iterator[Finding]:
     and half a ULP at its value is more than the largest entry of any step on its tensor in float64, at the learning
     rate that a warm-up leads to."""
     native = evidence.run()
-    low = [p for p in low_precision_stepped(native, LOW) if _by_torch(native, p)]
+    low = [p for p in low_precision_stepped(native, LOW) if by_torch(native, p)]
     if not low:
         return
     double, shares = evidence.shared(float64_run), dict[str, float]()
@@ -148,7 +148,7 @@ def left_out(evidence: Evidence, unmoved: Sequence[Parameter]) -> Iterator[Findi
     that holds them must move others, or no parameter may move at all."""
     record = evidence.run()
     moving = {move.by for move in record.moves if move.parameters}
-    held = {p.name: record.held.get(p.index, ()) for p in unmoved if not _by_torch(record, p)}
+    held = {p.name: record.held.get(p.index, ()) for p in unmoved if not by_torch(record, p)}
     names = [name for name, holders in held.items() if not record.moves or not moving.isdisjoint(holders)]
     faster = {"contexts": lr_times(RAISED), "varied": "with a higher learning rate"}
     for times, changes in ((LONGER, {}), (5, faster)):
@@ -179,7 +179,7 @@ def whole_tensors(evidence: Evidence, unmoved: Sequence[Parameter]) -> Iterator[
     record = evidence.run()
     measured = _measured(evidence, unmoved) if unmoved else []
     lost = [m for m in measured if 0.0 < m["update"] < m["ulp"] / 2]
-    sure = {p.name for p in unmoved if p.dtype in LOW and _by_torch(record, p)}
+    sure = {p.name for p in unmoved if p.dtype in LOW and by_torch(record, p)}
     if any(m["first"] not in sure and m["dtype"] in LOW for m in lost):
         # an optimizer may keep what rounding takes: then updates below half a ULP move other weights in the long run
         names = [p.name for p in low_precision_stepped(record, LOW)]

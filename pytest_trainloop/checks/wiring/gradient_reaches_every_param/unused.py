@@ -70,6 +70,12 @@ def uncalled_modules(evidence: Evidence) -> Iterator[Finding]:
             yield found("module_uncalled", first, (name,), **facts)
 
 
+def declared_to_train(evidence: Evidence) -> str:
+    """What ``frozen=`` names, where all else is declared to train whatever batches come; else empty."""
+    frozen = evidence.run().frozen
+    return str(frozen) if frozen == () or (frozen is not None and "batches" in evidence.offers) else ""
+
+
 def unused_results(evidence: Evidence, independent: Sequence[Parameter]) -> Iterator[Finding]:
     """Parameters that no gradient arrives at and no loss depends on: their result is dropped or given out, or they take
     no part."""
@@ -95,8 +101,7 @@ def unused_results(evidence: Evidence, independent: Sequence[Parameter]) -> Iter
             facts = {"target": target, "declared": declared, "sure": sure, "level": "fault" if sure else "advice"}
             yield found("parameter_unused", "", names, "given out", **facts)
     if never := [p.name for p in independent if p.name not in unused]:
-        whatever_comes = record.frozen == () or (record.frozen is not None and "batches" in evidence.offers)
-        declared = str(record.frozen) if whatever_comes else ""
+        declared = declared_to_train(evidence)
         level = "fault" if declared else "advice"
         yield found("parameter_unused", "", never, "no part", declared=declared, level=level)
 

@@ -16,6 +16,7 @@ from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.causes import found
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cuts import arriving, search
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.left_out_values import leaves_out
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.unused import declared_to_train
 from pytest_trainloop.gradients.dependence import (
     Dependences,
     moved_a_little,
@@ -91,10 +92,9 @@ def _unexplained(evidence: Evidence, names: list[str]) -> Iterator[Finding]:
             several = len(depending) > 1
             yield found("gradient_vanished", "", depending, "flat", several=several, level="advice")
     elif evidence.repeatable and (call := leaves_out(evidence, names)) is not None:
-        record = evidence.run()
-        whatever_comes = record.frozen == () or (record.frozen is not None and "batches" in evidence.offers)
-        facts = {"call": call.named, "passes": len(record.autograd_passes()), "change": str(call.place)}
-        facts["level"], facts["declared"] = ("fault", str(record.frozen)) if whatever_comes else ("advice", "")
+        declared, passes = declared_to_train(evidence), len(evidence.run().autograd_passes())
+        facts = {"call": call.named, "passes": passes, "change": str(call.place), "declared": declared}
+        facts["level"] = "fault" if declared else "advice"
         yield found("parameter_unused", call.place, names, "left out", **facts)
 
 

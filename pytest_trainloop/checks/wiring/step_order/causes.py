@@ -174,13 +174,13 @@ CAUSES = {
         source="https://github.com/NVIDIA/Megatron-LM/pull/6871",
     ),
     "another_loss_kept": _seen(
-        proof="a step uses a pass that another optimizer has stepped with already, beside passes of its own",
+        proof="a step uses its own passes, and one that another optimizer has stepped with already",
         summary=(
             "{names} {names:are} stepped with the gradients of another loss too: another optimizer ({other}) had "
             "stepped with that loss already, and nothing zeroed what it left here"
         ),
         measured="{kept} of {steps} steps of {kind} used what the backward pass at {line} had left",
-        repair="zero_grad() of this optimizer before this line: what another loss left in .grad is not meant for it",
+        repair="zero_grad() of this optimizer before this line: another loss left gradients that are not for its step",
         explains=("adversaries_oppose:gradients_mixed",),
         source="https://github.com/GaParmar/img2img-turbo/issues/56",
     ),

@@ -23,8 +23,8 @@ How it decides
     only. What else it leaves out is advice: it may be meant. So is what a pass over the data leaves in ``.grad`` for
     the next one, a fault with the project's own loader whose number of batches does not divide. Weights that are
     pulled back to a point that never moves, so that they stay within four steps of it, cannot train.
-    A step that uses, beside passes of its own, one that another optimizer has stepped with already is advice: the
-    gradients of a generator's loss in the step of its discriminator, or a sum that is meant.
+    A step that uses its own passes and one that another optimizer has stepped with already is advice: the gradients of
+    a generator's loss in the step of its discriminator, or an intended sum.
     A loop trains nothing if 400 batches bring neither backward pass nor step. Weights or buffers that it changes itself
     (closed forms, evolution), ``autograd.grad`` and tensors besides the model that get gradients excuse it.
 
@@ -74,8 +74,9 @@ NOT_OF_ORDER = ("scheduler_before_optimizer", "step_taken_back")
 def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.records.gradient_ledger import Ledger
 
+    order = None
     for finding in _rules(evidence):
-        order = Ledger(evidence.run()).order_seen()
+        order = Ledger(evidence.run()).order_seen() if order is None else order
         said = not order or "order seen" in finding.shown_by or finding.cause in NOT_OF_ORDER
         yield finding if said else replace(finding, shown_by=f"{finding.shown_by}; order seen: {order}")
 

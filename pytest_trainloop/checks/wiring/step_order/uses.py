@@ -355,8 +355,8 @@ def _moved_after(ledger: Ledger, one: Pass) -> bool:
 
 
 def another_loss_kept(ledger: Ledger) -> About:
-    """Steps that use what a pass left for which another optimizer has stepped already, beside passes of their own: a
-    generator's loss in the step of its discriminator. It may be meant, as a sum of two losses."""
+    """Steps that use their own passes, and what a pass left with which another optimizer has stepped already: a
+    generator's loss in the step of its discriminator. It may be intended, as a sum of two losses."""
     record = ledger.record
     for optimizer in record.optimizers:
         # of what several optimizers hold it is not known which one used it (odd: codes_to_be_found_again)
