@@ -71,6 +71,9 @@ class FunctionMode(TorchFunctionMode):
     is tracing (``is_traced``).
     """
 
+    in_steps = True
+    """Whether it looks at what one of torch's optimizers calls while it steps."""
+
     _on = False
     """Whether it was put on by hand."""
 

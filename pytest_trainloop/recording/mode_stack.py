@@ -78,6 +78,13 @@ def _modes() -> list[TorchFunctionMode]:
     return found[::-1]
 
 
+def looks_into_steps() -> bool:
+    """Whether a function mode of this thread wants the calls that one of torch's optimizers makes while it steps: one
+    of the project's, or one of this package that says so. True as well where torch calls no mode now."""
+    off = _dispatch_to_python() != torch._C._TorchFunctionState.ENABLED  # type: ignore[attr-defined]
+    return off or any(getattr(mode, "in_steps", True) for mode in _modes())
+
+
 def _dispatch_to_python() -> Any:
     """What torch dispatches to Python in this thread: to function modes and subclasses, to modes alone, or nothing."""
     return torch._C._get_torch_function_state()  # type: ignore[attr-defined]

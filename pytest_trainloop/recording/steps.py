@@ -8,11 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from pytest_trainloop.recording.autocast import open_blocks
-from pytest_trainloop.recording.events import Read, Step, TensorSample
+from pytest_trainloop.recording.events import GradWrite, Read, Step, TensorSample
 from pytest_trainloop.recording.hooks import after_steps, before_steps
+from pytest_trainloop.recording.mode_stack import looks_into_steps
 from pytest_trainloop.recording.record import Optimizer as Held
 from pytest_trainloop.recording.schedulers import rates_of
 from pytest_trainloop.recording.source import here
@@ -20,6 +22,7 @@ from pytest_trainloop.recording.torch_internals import (
     has_step_hooks,
     has_step_pre_hooks,
     is_initialised,
+    no_torch_function,
     writes_in_place,
 )
 
@@ -46,6 +49,7 @@ class Optimizers:
         self._handles = [before_steps(self._pre), after_steps(self._post)]
 
     def remove(self) -> None:
+        self._seen_again()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -146,12 +150,35 @@ class Optimizers:
                     if wrapped is None:
                         step.reads.append(self._read(held))
                 watch.thread.stepping += 1
+                if wrapped is None and not late and watch.full and self._steps_alone(optimizer, held):
+                    step.asked, step.computed = True, any(g is not None for g in step.reads[-1].grads.values())
+                    watch.thread.unseen = no_torch_function()
+                    watch.thread.unseen.__enter__()
 
             if late:
                 self._late.append(optimizer.register_step_pre_hook(begin))
                 return wrapped
         begin()
         return wrapped
+
+    def _steps_alone(self, optimizer: Optimizer, held: list[int]) -> bool:
+        """Whether nothing but torch's own code runs during a step, and no function mode looks at what it calls: half or
+        more of what a mode costs are the calls of the optimizer."""
+        if self._watch.thread.unseen is not None or not _only_torchs(optimizer) or looks_into_steps():
+            return False
+        tensors = self._watch.table.tensors
+        return all(type(tensors[i]) in (torch.Tensor, nn.Parameter) for i in held)
+
+    def _seen_again(self) -> None:
+        """Let torch call function modes again, after a step that ran without."""
+        thread = self._watch.thread
+        unseen, thread.unseen = thread.unseen, None
+        if unseen is None:
+            return
+        if thread.suspended:  # the end of that block would switch them off again
+            thread.ended = unseen
+        else:
+            unseen.__exit__(None, None, None)
 
     def _with_closure_read(self, step: Step, held: list[int], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The call's arguments with the closure wrapped, so that gradients are read when it returns; None without
@@ -189,6 +216,7 @@ class Optimizers:
         watch, thread = self._watch, self._watch.thread
         if watch.is_suspended or not thread.open:
             return
+        self._seen_again()
         self._drop_late()
         thread.stepping = max(0, thread.stepping - 1)
         with watch.suspended():
@@ -203,9 +231,8 @@ class Optimizers:
     def _left(self, optimizer: Optimizer, read: Read) -> dict[int, TensorSample | None]:
         """The gradients after the step. Torch's own optimizers write to none without that torch counts it: where it
         counted no write, they are what the step read."""
-        own = type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
         before, counts = self._counted
-        if own and before is read and counts == self._counts(read.grads):
+        if _only_torchs(optimizer) and before is read and counts == self._counts(read.grads):
             return dict(read.grads)
         return self._read(list(read.grads)).grads
 
@@ -232,8 +259,25 @@ class Optimizers:
             frame = frame.f_back
         while thread.frames and id(thread.frames[-1]) not in running:
             thread.frames.pop()
-            thread.open.pop()
+            aborted = thread.open.pop()
             thread.stepping = max(0, thread.stepping - 1)
+            if thread.unseen is not None:
+                self._seen_again()
+                self._note_cleared(aborted)
+
+    def _note_cleared(self, aborted: Step) -> None:
+        """Note the gradients that were cleared since a step that an exception ended: no mode saw it."""
+        tensors = self._watch.table.tensors
+        read = aborted.reads[-1].grads if aborted.reads else {}
+        cleared = [i for i, grad in read.items() if grad is not None and tensors[i].grad is None]
+        if cleared:
+            at, place, site = self._watch.tick(), aborted.place, aborted.site
+            self._watch.add(GradWrite(at=at, place=place, site=site, how="none", parameters=cleared, by="zero_grad"))
+
+
+def _only_torchs(optimizer: Any) -> bool:
+    """Whether it is one of torch's own, and no hook of its steps is the project's."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
 
 
 _NOT_READ = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.recording.torch_internals import in_backward, no_torch_function
 
@@ -40,6 +40,10 @@ class Thread(threading.local):
         """The number of scheduler steps that it is in."""
         self.scaling: list[tuple[int, str]] = []
         """The scaler calls that it is in: the scaler's identity, and what is called."""
+        self.unseen: Any = None
+        """The context in which torch calls no function mode, during a step that none of them looks into."""
+        self.ended: Any = None
+        """That context, where such a step was found to have ended while the recording was suspended."""
 
 
 class Trained:
@@ -121,5 +125,9 @@ class Suspended:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        thread = self._thread
         self._past.__exit__(kind, error, trace)
-        self._thread.suspended -= 1
+        thread.suspended -= 1
+        if thread.ended is not None and not thread.suspended:
+            thread.ended.__exit__(None, None, None)
+            thread.ended = None

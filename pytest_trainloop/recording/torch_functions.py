@@ -46,6 +46,8 @@ _WARY = FINITENESS_TESTS | {"isposinf", "nan_to_num", "nansum", "nanmean", "nanm
 class Functions(FunctionMode):
     """The function mode of the full density. Of an optimizer's step it looks at the closure only."""
 
+    in_steps = False
+
     def __init__(self, watch: Observed) -> None:
         super().__init__()
         self._watch = watch

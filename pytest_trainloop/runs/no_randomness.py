@@ -26,6 +26,8 @@ class NoRandomness(FunctionMode):
     A function draws as it is where ``keeps`` says so of its name.
     """
 
+    in_steps = False
+
     def __init__(self, keeps: Callable[[str], bool] = lambda name: False) -> None:
         super().__init__()
         self._keeps = keeps

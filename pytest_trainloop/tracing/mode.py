@@ -21,6 +21,8 @@ class WatchingMode(FunctionMode):
     ``contexts`` is for a run's plan. Where a mode lives no longer than its watch, it may get that when it is made.
     """
 
+    in_steps = False
+
     def __init__(self, watch: Watch | None = None) -> None:
         super().__init__()
         self._watch = watch

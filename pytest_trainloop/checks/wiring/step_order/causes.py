@@ -84,6 +84,24 @@ CAUSES = {
             "no optimizer": {
                 "summary": "{passes} backward passes made gradients, and no optimizer is given, and none was seen",
             },
+            "stops": {
+                "summary": (
+                    "the {kind} makes {steps:step} and then no more: no step uses the {passes} backward passes that "
+                    "follow"
+                ),
+                "measured": "{steps:step}, then {passes} backward passes without one",
+                "shown_by": "the last step is followed by {passes} backward passes that bring gradients",
+                "repair": "let the condition of optimizer.step() hold again: look at what it waits for",
+            },
+            "by the knob": {
+                "summary": (
+                    "with accumulate={size} fit makes {passes} backward passes and no step; by default it makes "
+                    "{steps:step}"
+                ),
+                "measured": "accumulate={size}: {passes} backward passes, 0 steps",
+                "shown_by": "the loop was run with its own value of accumulate, and with accumulate={size}",
+                "repair": "step once for each accumulate micro-batches: `if (i + 1) % accumulate == 0:`",
+            },
             "scaled": {"repair": "call scaler.step(optimizer) and scaler.update() after backward()"},
             "refused": {
                 "summary": (

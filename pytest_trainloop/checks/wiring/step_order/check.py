@@ -106,6 +106,9 @@ def _rules(evidence: Evidence) -> Iterator[Finding]:
     yield from moves.first_gradient_kept(ledger)
     yield from moves.step_taken_back(evidence, ledger)
     accumulates = None if record.raised else further.accumulating(evidence)
+    if never := list(uses.never_steps_with(evidence, ledger)):
+        yield from never
+        return
     if accumulates:
         ledger = Ledger(accumulates)
     yield from clips.inside_windows(ledger, bite=not accumulates)

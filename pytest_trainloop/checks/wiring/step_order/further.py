@@ -92,6 +92,29 @@ def may_step_later(record: Record) -> bool:
     return not places
 
 
+def many_batches(evidence: Evidence) -> Record:
+    """A run over so many batches that a step is due, as long as fewer than usual are made."""
+    return evidence.rerun(count=MANY, read_ahead=None, may_raise=True)
+
+
+def stops_from_other_weights(evidence: Evidence, optimizer: int, steps: int) -> bool:
+    """Whether an optimizer makes this many steps, and no more, from half and from twice the weights as well."""
+    if not evidence.repeatable:
+        return False
+    made = []
+    for factor in (0.5, 2.0):
+
+        def scale(watch: Watch, factor: float = factor) -> None:
+            with watch.suspended(), torch.no_grad():
+                for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
+                    if entry.requires_grad and readable(tensor) and tensor.is_floating_point():
+                        tensor.mul_(factor)
+
+        record = evidence.rerun(prepare=scale, may_raise=True, varied="from other weights")
+        made.append(record.optimizers[optimizer].steps if optimizer < len(record.optimizers) else -1)
+    return made == [steps, steps]
+
+
 class Writes(FunctionMode):
     """Notes the first line that writes to one of these parameters after the first step."""
 
@@ -285,7 +308,7 @@ def leak(evidence: Evidence) -> Finding | None:
     length = len(batches) if hasattr(batches, "dataset") and hasattr(batches, "__len__") else 0
     own = max((len(passes) for _, passes in _windows(Ledger(evidence.run()))), default=1)  # the knob's default
     divides = not (own > 1 and length > own and length % own)
-    condition = _condition(step.place)
+    condition = condition_of(step.place)
     return found(
         "leaks_into_next",
         left[0],
@@ -330,7 +353,7 @@ def _crossing(ledger: Ledger, boundaries: list[int]) -> tuple[Step, list[Backwar
     return None
 
 
-def _condition(place: Place) -> str:
+def condition_of(place: Place) -> str:
     """The innermost ``if`` around a line, as a line of the user's; empty where none is known."""
     around = [n for n in _nodes(place.file) if isinstance(n, ast.If)]
     lines = [n.lineno for n in around if n.lineno < place.line <= (n.body[-1].end_lineno or 0)]

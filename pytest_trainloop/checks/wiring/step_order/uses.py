@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING, TRAINING
 from pytest_trainloop.checks.wiring.step_order.causes import found
-from pytest_trainloop.checks.wiring.step_order.further import may_step_later
+from pytest_trainloop.checks.wiring.step_order.further import (
+    ACCUMULATE,
+    condition_of,
+    many_batches,
+    may_step_later,
+    stops_from_other_weights,
+)
+from pytest_trainloop.errors import Refused
 from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.records.clips import clips_by_site, late
+from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.further_runs import longer_run
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.gradient_ledger import Ledger, Pass, Use
+    from pytest_trainloop.records.gradient_ledger import Pass, Use
     from pytest_trainloop.runs.evidence import Evidence
 
     About = Iterator[tuple[set[int], Finding]]
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 
 def gradient_use(evidence: Evidence, ledger: Ledger) -> Iterator[Finding]:
     judged: set[int] = set()
-    for rule in (no_backward, no_step, empty_steps, late_passes, refused_pass, added_again, used_again, kept):
+    for rule in (no_backward, no_step, empty_steps, late_passes, refused_pass, added_again, used_again, stopped, kept):
         for optimizers, finding in rule(evidence, ledger):
             if not judged & optimizers:
                 yield finding
@@ -78,6 +86,76 @@ def no_step(evidence: Evidence, ledger: Ledger) -> About:
             yield {optimizer.index}, found("not_zeroed", first, ("zero_grad()", *names), "not finite", **facts)
         else:
             yield {optimizer.index}, _step_missing(first, names, "scaled" if "scale" in scaler else "", **facts)
+
+
+LEFT = 64
+"""Backward passes in a row without a step, after which no step is still to come. Windows that grow to twice their size
+(1, 2, 4, ...) leave as many as their last step used: hence also ``LEFT_WINDOWS``."""
+
+LEFT_WINDOWS = 8
+
+
+def stopped(evidence: Evidence, ledger: Ledger) -> About:
+    """Optimizers that step for a while and then never again, while backward passes go on to bring gradients for them.
+
+    A fault where the loop stops after as many steps from other weights, whose losses differ: an early stop, which
+    waits for the loss, is advice (odd: early_stop_without_break)."""
+    record = ledger.record
+    for optimizer in record.optimizers:
+        if not _without_steps(ledger, optimizer.index, 4, 2) or not evidence.repeatable:
+            continue
+        longer = Ledger(evidence.shared(many_batches))
+        left = _without_steps(longer, optimizer.index, LEFT, LEFT_WINDOWS)
+        steps = [w.step for w in longer.windows if w.optimizer == optimizer.index]
+        if not left or len(steps) != optimizer.steps:
+            continue
+        condition = condition_of(steps[-1].place)
+        facts = {"steps": len(steps), "passes": len(left), "kind": optimizer.kind}
+        facts |= {"change": condition} if condition else {}
+        if not stops_from_other_weights(evidence, optimizer.index, len(steps)):
+            facts["level"] = "advice"
+        names = record.names(set(optimizer.parameters))
+        yield {optimizer.index}, _step_missing(left[0].backward, names, "stops", **facts)
+
+
+def _without_steps(ledger: Ledger, index: int, least: int, windows: int) -> list[Pass]:
+    """The backward passes after the last step of an optimizer that bring gradients for it, where they are so many, and
+    as many as so many of its windows; none where something else uses these gradients."""
+    record, mine = ledger.record, set(ledger.record.optimizers[index].parameters)
+    own = [w for w in ledger.windows if w.optimizer == index]
+    by_hand = record.moved_outside_steps() | ledger.assigned
+    if record.raised is not None or not own or mine & by_hand or len(own) != record.optimizers[index].steps:
+        return []
+    # a scaler leaves steps out that are not finite
+    last = max(own[-1].step.at, *(c.at for c in record.scaler_calls() if c.what == "step"), 0)
+    left = [p for p in ledger.passes if p.at > last and p.backward.reached and mine & set(p.backward.arrivals)]
+    enough = len(left) >= max(least, windows * max(len(w.passes) for w in own))
+    # another optimizer steps the same parameters (odd: one_optimizer_after_the_other)
+    return left if enough and not any(mine & p.used for p in left) else []
+
+
+def never_steps_with(evidence: Evidence, ledger: Ledger) -> Iterator[Finding]:
+    """A value of the knob ``accumulate`` with which no step is made, although the loop steps with its own value: the
+    condition of the step is turned round, or counts something else."""
+    by_default = ledger.record
+    if "accumulate" not in evidence.knobs or not by_default.steps or not ledger.windows:
+        return
+    accumulates = max(len(w.passes) for w in ledger.windows) > 1
+    for size in (1, ACCUMULATE) if accumulates else (ACCUMULATE,):
+        try:
+            record = evidence.run(accumulate=size)
+        except Refused:
+            continue
+        passes = [b for b in record.backwards() if b.reached]
+        tried = record.steps or record.scaler_calls() or record.raised is not None
+        if tried or len(passes) < LEFT * size or record.moved_outside_steps() or record.changed():
+            continue
+        step = ledger.windows[0].step
+        condition = condition_of(step.place)
+        facts = {"size": size, "passes": len(passes), "steps": by_default.steps, "change": condition or str(step.place)}
+        names = record.names({i for b in passes for i in b.arrivals})
+        yield _step_missing(passes[0], names, "by the knob", kind="", **facts)
+        return
 
 
 def _step_missing(at: object, names: tuple[str, ...], variant: str, **facts: object) -> Finding:

@@ -310,6 +310,8 @@ class LineProbe(WatchingMode):
         self._scores[id(tensor)] = score
         self._kept.append(tensor)
 
+    in_steps = True
+
     def active(self) -> bool:
         """Inside the calls on the line, and wherever a score may be made of replaced results, also inside steps and
         backward passes."""

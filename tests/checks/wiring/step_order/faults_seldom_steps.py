@@ -1,0 +1,177 @@
+"""A step whose condition is turned round, or never holds again."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+# A trainer with a knob: the remainder is taken for "the window is full".
+
+
+class Trainer:
+    def __init__(self, model, accumulate):
+        self.model, self.accumulate = model, accumulate
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def due(self, index):
+        return (index + 1) % self.accumulate == 0
+
+    def fit(self, batches):
+        self.optimizer.zero_grad()
+        for index, (x, y) in enumerate(batches):
+            loss = F.cross_entropy(self.model(x), y) / self.accumulate
+            loss.backward()
+            if self.due(index):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+class TrainerWithTurnedCondition(Trainer):
+    def fit(self, batches):
+        self.optimizer.zero_grad()
+        for index, (x, y) in enumerate(batches):
+            loss = F.cross_entropy(self.model(x), y) / self.accumulate
+            loss.backward()
+            if (index + 1) % self.accumulate:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+class TrainerCountingExamples(Trainer):
+    """Its window is counted in examples, and its knob is taken for micro-batches of 4,096."""
+
+    def fit(self, batches):
+        seen = 0
+        self.optimizer.zero_grad()
+        for x, y in batches:
+            loss = F.cross_entropy(self.model(x), y) / self.accumulate
+            loss.backward()
+            seen += len(x)
+            if self.accumulate == 1 or seen >= self.accumulate * 4096:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                seen = 0
+
+
+def accumulating(trainer, default):
+    def build(accumulate):
+        made = trainer(mlp(8, 24, 3), accumulate)
+        return TrainLoop(model=made.model, optimizer=made.optimizer, batch=data.labelled(features=8), fit=made.fit)
+
+    def by_four(accumulate=4):
+        return build(accumulate)
+
+    def by_one(accumulate=1):
+        return build(accumulate)
+
+    return by_four if default == 4 else by_one
+
+
+pair(
+    "step_on_the_remainder",
+    "step_order",
+    "step_missing",
+    where="loss.backward()",
+    faulty=accumulating(TrainerWithTurnedCondition, 4),
+    fixed=accumulating(Trainer, 4),
+    quick=True,
+)
+pair(
+    "window_counted_in_examples",
+    "step_order",
+    "step_missing",
+    where="loss.backward()",
+    faulty=accumulating(TrainerCountingExamples, 1),
+    fixed=accumulating(Trainer, 1),
+)
+
+
+# Batches without labelled rows bring no gradient: the guard that passes over one of them is never lifted.
+
+
+class SemiSupervised:
+    """Every fourth batch has no labels at all."""
+
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
+        self.ready = True
+
+    def update(self):
+        self.ready = all(p.grad is not None for p in self.model.parameters())
+        if self.ready:
+            self.optimizer.step()
+
+    def fit(self, batches):
+        for number, (x, y) in enumerate(batches):
+            self.optimizer.zero_grad()
+            if number % 4 != 3:
+                F.cross_entropy(self.model(x), y).backward()
+            self.update()
+
+
+class SemiSupervisedStuck(SemiSupervised):
+    def update(self):
+        if any(p.grad is None for p in self.model.parameters()):
+            self.ready = False
+        if self.ready:
+            self.optimizer.step()
+
+
+class Queued(SemiSupervised):
+    """Gradients are flushed when the queue is full; the count starts again at each flush."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting, self.flushes = 0, 0
+
+    def again(self):
+        self.waiting = 0
+
+    def fit(self, batches):
+        self.optimizer.zero_grad()
+        for x, y in batches:
+            (F.cross_entropy(self.model(x), y) / 2).backward()
+            self.waiting += 1
+            if self.waiting == 2:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.again()
+
+
+class QueuedOnce(Queued):
+    def again(self):
+        self.flushes += 1
+        self.waiting = 0 if self.flushes < 3 else self.waiting
+
+
+def semi_supervised(trainer):
+    def make():
+        made = trainer()
+        return TrainLoop(model=made.model, optimizer=made.optimizer, batch=data.labelled(features=8), fit=made.fit)
+
+    return make
+
+
+pair(
+    "never_ready_again",
+    "step_order",
+    "step_missing",
+    where="F.cross_entropy(self.model(x), y).backward()",
+    faulty=semi_supervised(SemiSupervisedStuck),
+    fixed=semi_supervised(SemiSupervised),
+)
+pair(
+    "queue_is_not_emptied",
+    "step_order",
+    "step_missing",
+    where=".backward()",
+    faulty=semi_supervised(QueuedOnce),
+    fixed=semi_supervised(Queued),
+)
