@@ -27,6 +27,10 @@ How it decides
     a generator's loss in the step of its discriminator, or an intended sum.
     A loop trains nothing if 400 batches bring neither backward pass nor step. Weights or buffers that it changes itself
     (closed forms, evolution), ``autograd.grad`` and tensors besides the model that get gradients excuse it.
+    An optimizer that steps a few times and then lets 64 backward passes (and 8 of its windows) go by has stopped. The
+    run is repeated from half and from twice the weights: where it stops after as many steps there, the losses did not
+    stop it, and it is a fault; else advice. With the knob ``accumulate``, 64 windows without a step are a fault for 1
+    and for 4 micro-batches, where the loop steps with its own value. The finding shows the condition of the step.
 
 Faulty
     >>> for x, y in batches:
