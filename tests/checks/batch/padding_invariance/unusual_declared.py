@@ -54,7 +54,7 @@ def declared_distances_from_the_left_edge() -> TrainLoop:
     return declared(Reader(Sloped()), ("ids", "mask"), next_token, left=True)
 
 
-@odd(notes="declared padding on the left, angles counted from the left edge (RoPE) in a table that numpy made in float32")
+@odd(notes="declared padding on the left, angles from the left edge (RoPE) in a table that numpy made in float32")
 def declared_angles_of_a_table_in_float32() -> TrainLoop:
     place = np.arange(32, dtype=np.float32)[:, None] * np.float32(0.3) ** np.arange(4, dtype=np.float32)
     sin, cos = torch.from_numpy(np.sin(place)), torch.from_numpy(np.cos(place))
