@@ -203,51 +203,6 @@ def mmap_loading():
     )
 
 
-@fault(
-    "checkpoints",
-    "the memory bank is a non-persistent buffer: the queue is the initial one after a resume",
-    thread="lightly-ai/lightly#993",
-    check="resume_equivalence",
-)
-def nnclr():
-    class NNCLR(nn.Module):
-        def __init__(self, size=32, dim=8):
-            super().__init__()
-            self.backbone = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, dim))
-            self.register_buffer("bank", F.normalize(torch.randn(size, dim), dim=1), persistent=False)
-            self.register_buffer("bank_ptr", torch.zeros((), dtype=torch.long), persistent=False)
-
-        @torch.no_grad()
-        def push(self, z):
-            ptr = int(self.bank_ptr)
-            at = (ptr + torch.arange(len(z))) % len(self.bank)
-            self.bank[at] = z
-            self.bank_ptr.fill_((ptr + len(z)) % len(self.bank))
-
-        def forward(self, a, b):
-            za, zb = F.normalize(self.backbone(a), dim=1), F.normalize(self.backbone(b), dim=1)
-            nearest = self.bank[(za @ self.bank.T).argmax(1)]
-            loss = F.cross_entropy(nearest @ zb.T / 0.2, torch.arange(len(a)))
-            self.push(zb.detach())
-            return loss
-
-    model = NNCLR()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def load(state):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    return stepped(
-        model,
-        optimizer,
-        lambda x: model(x, x.flip(1)),
-        batches=images(),
-        save=lambda: held(model, optimizer),
-        load=load,
-    )
-
-
 def transitions(batches=8, rows=16, seed=9):
     g = torch.Generator().manual_seed(seed)
     return [

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import curves, fresh, points
+from tests.loops.random_data import fresh, points
 
 
 def classification_loss(model, batch):
@@ -61,33 +61,6 @@ def one_cycle_made_inside_fit() -> TrainLoop:
         optimizer=optimizer,
         batch=points(),
         fit=lambda batches: train_one_cycle(model, optimizer, batches),
-    )
-
-
-def train_plateau(model, optimizer, scheduler, batches, epochs=2):
-    for _ in range(epochs):
-        seen, total = 0, 0.0
-        for x, y in batches:
-            loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total, seen = total + loss.item(), seen + 1
-        if seen:
-            scheduler.step(total / seen)
-
-
-@odd(notes="the scheduler steps once per epoch, on the mean loss (ReduceLROnPlateau)")
-def reduce_on_plateau_per_epoch() -> TrainLoop:
-    model = relu_mlp(8, 16, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batch=curves(),
-        fit=lambda batches: train_plateau(model, optimizer, scheduler, batches),
     )
 
 
@@ -142,29 +115,6 @@ def hand_written_cosine_rate() -> TrainLoop:
     )
 
 
-def train_warm_restarts(model, optimizer, scheduler, batches, epochs=2):
-    for epoch in range(epochs):
-        for i, batch in enumerate(batches):
-            optimizer.zero_grad()
-            classification_loss(model, batch).backward()
-            optimizer.step()
-            scheduler.step(epoch + i / len(batches))
-
-
-@odd(notes="the scheduler is given a fraction of an epoch at every step and restarts (SGDR)")
-def cosine_warm_restarts_by_fraction() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    scheduler = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=1, T_mult=2, eta_min=0.01)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batch=points(),
-        fit=lambda batches: train_warm_restarts(model, optimizer, scheduler, batches),
-    )
-
-
 class Both:
     def __init__(self, *schedulers):
         self.schedulers = schedulers
@@ -204,51 +154,6 @@ def sequential_warmup_then_cosine() -> TrainLoop:
         batch=points(),
         batches=fresh(points),
         fit=lambda batches: train_with(model, optimizer, scheduler, batches),
-    )
-
-
-class EMA:
-    def __init__(self, model, decay=0.9):
-        self.model, self.decay = model, decay
-        self.shadow = copy.deepcopy(model).eval().requires_grad_(False)
-        self.backup = None
-
-    @torch.no_grad()
-    def update(self):
-        for kept, live in zip(self.shadow.parameters(), self.model.parameters(), strict=True):
-            kept.lerp_(live, 1 - self.decay)
-
-    def swap_in(self):
-        self.backup = copy.deepcopy(self.model.state_dict())
-        self.model.load_state_dict(self.shadow.state_dict())
-
-    def restore(self):
-        self.model.load_state_dict(self.backup)
-
-
-def train_with_ema(model, optimizer, ema, batches, heldout, evaluate_every=8):
-    for step, batch in enumerate(batches, 1):
-        optimizer.zero_grad()
-        classification_loss(model, batch).backward()
-        optimizer.step()
-        ema.update()
-        if step % evaluate_every == 0:
-            ema.swap_in()
-            with torch.no_grad():
-                classification_loss(model, heldout).item()
-            ema.restore()
-
-
-@odd(notes="for evaluation the live weights are replaced by their average and put back bit for bit")
-def ema_swapped_in_for_evaluation() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    ema, heldout = EMA(model), points()
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_with_ema(model, optimizer, ema, batches, heldout),
     )
 
 
@@ -341,25 +246,4 @@ def rollback_when_the_loss_gets_worse() -> TrainLoop:
         batch=points(),
         batches=fresh(points),
         fit=lambda batches: train_with_rollback(model, optimizer, batches, heldout),
-    )
-
-
-def train_fresh_optimizer_per_cycle(model, batches, cycle=6):
-    for step, batch in enumerate(batches):
-        if step % cycle == 0:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-            scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=cycle)
-        optimizer.zero_grad()
-        classification_loss(model, batch).backward()
-        optimizer.step()
-        scheduler.step()
-
-
-@odd(notes="the loop makes its optimizer itself, and a new one every six steps; none was declared")
-def optimizer_made_anew_each_cycle() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    return TrainLoop(
-        model=model,
-        batch=points(),
-        fit=lambda batches: train_fresh_optimizer_per_cycle(model, batches),
     )

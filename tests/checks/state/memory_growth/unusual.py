@@ -16,27 +16,6 @@ from tests.loops.nets import CharLSTM, ConvNet, mlp
 from tests.loops.odd import odd
 
 
-@odd(notes="losses with their graphs are summed over four steps for a print, and the sum begins anew")
-def memory_short_sums():
-    model = mlp(6, 16, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    shown = []
-
-    def fit(batches):
-        running = 0.0
-        for step, (x, y) in enumerate(batches, start=1):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            running += loss
-            if step % 4 == 0:
-                shown.append(float(running) / 4)
-                running = 0.0
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
 @odd(notes="a list of losses with graphs is emptied every eighth step")
 def memory_lists_emptied():
     model = mlp(6, 16, 3)

@@ -53,20 +53,6 @@ class Flat(torch.autograd.Function):
         return gradient.view(ctx.shape) * torch.ones_like(x)
 
 
-class Row(torch.autograd.Function):
-    """The first rows, with input and output on ctx as attributes: a cycle."""
-
-    @staticmethod
-    def forward(ctx, x):
-        out = x[: len(x) // 2]
-        ctx.x, ctx.out = x, out
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.cat([gradient, torch.zeros(len(ctx.x) - len(gradient), *gradient.shape[1:]).to(gradient)])
-
-
 class Marked(torch.autograd.Function):
     """Writes in place, and says so."""
 
@@ -88,11 +74,6 @@ def memory_function_that_returns_a_view():
 @odd(notes="an autograd function returns a view of another shape, and saves its input")
 def memory_function_that_flattens():
     return loop(lambda model, x, y: F.cross_entropy(Flat.apply(model(x)).view(len(x), -1), y))
-
-
-@odd(notes="an autograd function returns a slice, and keeps input and output as attributes of ctx")
-def memory_function_that_slices():
-    return loop(lambda model, x, y: F.cross_entropy(Row.apply(torch.cat([model(x), model(-x)])), y))
 
 
 @odd(notes="an autograd function writes in place and marks it")
@@ -130,21 +111,3 @@ def memory_masked_scatter_in_place():
             return self.head(torch.tanh(embedded.mean(1)))
 
     return loop(lambda model, x, y: F.cross_entropy(model(x), y), model=InPlace())
-
-
-class Handed(torch.autograd.Function):
-    """Hands its input on as it is, of which torch makes a view."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.weight * gradient, None
-
-
-@odd(notes="an autograd function returns its input as it is")
-def memory_function_that_returns_its_input():
-    return loop(lambda model, x, y: F.cross_entropy(Handed.apply(model(x), 0.5), y))
