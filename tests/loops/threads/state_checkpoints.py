@@ -450,69 +450,6 @@ def yolo_trainer():
     )
 
 
-@fault(
-    "checkpoints",
-    "the scheduler's load_state_dict steps before it restores wd: the first update has a stale weight_decay",
-    thread="NVIDIA/Megatron-LM#7468",
-    check="resume_equivalence",
-)
-def param_scheduler():
-    class OptimizerParamScheduler:
-        def __init__(self, optimizer, max_lr, start_wd, growth):
-            self.optimizer, self.max_lr, self.growth = optimizer, max_lr, growth
-            self.wd = start_wd
-            self.num_steps = 0
-            self.step(0)
-
-        def step(self, increment=1):
-            self.num_steps += increment
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.max_lr * min(1.0, (self.num_steps + 1) / 4)
-                group["weight_decay"] = self.wd
-            self.wd = min(2.0, self.wd * self.growth)
-
-        def state_dict(self):
-            return {"max_lr": self.max_lr, "num_steps": self.num_steps, "wd": self.wd}
-
-        def load_state_dict(self, state):
-            self.max_lr = state["max_lr"]
-            self.num_steps = 0
-            self.step(increment=state["num_steps"])
-            self.wd = state["wd"]
-
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = OptimizerParamScheduler(optimizer, 1e-2, 0.05, 1.6)
-    total = {"tokens": 0}
-
-    def train(batches):
-        for ids in batches:
-            optimizer.zero_grad()
-            model.loss(ids).backward()
-            optimizer.step()
-            scheduler.step()
-            total["tokens"] += ids.numel()
-
-    def load(state):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["opt_param_scheduler"])
-        total["tokens"] = state["tokens"]
-
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=tokens(),
-        fit=train,
-        save=lambda: {
-            **held(model, optimizer),
-            "opt_param_scheduler": scheduler.state_dict(),
-            "tokens": total["tokens"],
-        },
-        load=load,
-    )
-
-
 @right(
     "checkpoints",
     "the noise of a step is seeded by the step's number, which is saved; no generator is",

@@ -928,10 +928,6 @@ def keep_the_batches(engine, batches):
     engine.train_dataloader = batches
 
 
-def keep_an_iterator(engine, batches):
-    engine.batches, engine.iterator = batches, enumerate(iter(batches))
-
-
 class ProgressBar:
     """A callback that knows the loader for its length."""
 
@@ -946,11 +942,6 @@ def keep_them_in_a_callback(engine, batches):
 @odd(notes="the batches that fit is given are kept, and hold one padded tensor again and again")
 def trainer_keeps_its_batches():
     return engine_that(keep_the_batches)
-
-
-@odd(notes="an iterator over the batches is kept for the next epoch")
-def trainer_keeps_an_iterator():
-    return engine_that(keep_an_iterator)
 
 
 @odd(notes="a callback keeps the batches for their length")
