@@ -157,6 +157,51 @@ def sequential_warmup_then_cosine() -> TrainLoop:
     )
 
 
+class EMA:
+    def __init__(self, model, decay=0.9):
+        self.model, self.decay = model, decay
+        self.shadow = copy.deepcopy(model).eval().requires_grad_(False)
+        self.backup = None
+
+    @torch.no_grad()
+    def update(self):
+        for kept, live in zip(self.shadow.parameters(), self.model.parameters(), strict=True):
+            kept.lerp_(live, 1 - self.decay)
+
+    def swap_in(self):
+        self.backup = copy.deepcopy(self.model.state_dict())
+        self.model.load_state_dict(self.shadow.state_dict())
+
+    def restore(self):
+        self.model.load_state_dict(self.backup)
+
+
+def train_with_ema(model, optimizer, ema, batches, heldout, evaluate_every=8):
+    for step, batch in enumerate(batches, 1):
+        optimizer.zero_grad()
+        classification_loss(model, batch).backward()
+        optimizer.step()
+        ema.update()
+        if step % evaluate_every == 0:
+            ema.swap_in()
+            with torch.no_grad():
+                classification_loss(model, heldout).item()
+            ema.restore()
+
+
+@odd(notes="for evaluation the live weights are replaced by their average and put back bit for bit")
+def ema_swapped_in_for_evaluation() -> TrainLoop:
+    model = relu_mlp(8, 16, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ema, heldout = EMA(model), points()
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        fit=lambda batches: train_with_ema(model, optimizer, ema, batches, heldout),
+    )
+
+
 def train_swa(model, averaged, optimizer, scheduler, swa_scheduler, batches, start=8):
     model.train()
     for step, batch in enumerate(batches):

@@ -16,25 +16,6 @@ from tests.loops.nets import CharLSTM, ConvNet, mlp
 from tests.loops.odd import odd
 
 
-@odd(notes="a list of losses with graphs is emptied every eighth step")
-def memory_lists_emptied():
-    model = mlp(6, 16, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def fit(batches):
-        losses = []
-        for x, y in batches:
-            optimizer.zero_grad()
-            losses.append(F.cross_entropy(model(x), y))
-            losses[-1].backward()
-            optimizer.step()
-            if len(losses) == 8:
-                torch.stack(losses).mean().item()
-                losses.clear()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
 @odd(notes="a window of the last four losses, as a deque")
 def memory_window():
     model = mlp(6, 16, 3)

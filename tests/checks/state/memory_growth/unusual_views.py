@@ -38,21 +38,6 @@ class Reversed(torch.autograd.Function):
         return -ctx.weight * gradient, None
 
 
-class Flat(torch.autograd.Function):
-    """A view of another shape; the input is saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.shape = x.shape
-        return x.view(-1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient.view(ctx.shape) * torch.ones_like(x)
-
-
 class Marked(torch.autograd.Function):
     """Writes in place, and says so."""
 
@@ -69,11 +54,6 @@ class Marked(torch.autograd.Function):
 @odd(notes="an autograd function returns a view of its input (gradient reversal)")
 def memory_function_that_returns_a_view():
     return loop(lambda model, x, y: F.cross_entropy(model(x), y) + 0.01 * Reversed.apply(model(x), 0.1).square().mean())
-
-
-@odd(notes="an autograd function returns a view of another shape, and saves its input")
-def memory_function_that_flattens():
-    return loop(lambda model, x, y: F.cross_entropy(Flat.apply(model(x)).view(len(x), -1), y))
 
 
 @odd(notes="an autograd function writes in place and marks it")
