@@ -110,22 +110,6 @@ def resumed_without_strict(compile=False):
     return stepped(raw, optimizer, cross_entropy_of(model), batch=images(), save=save_checkpoint, load=load_checkpoint)
 
 
-@right("copies", "the optimizer's step is compiled, with a rate that is a tensor", thread="meta-pytorch/torchtune#2516")
-def compiled_optimizer(compile=False):
-    model = nn.Linear(9, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), capturable=False, foreach=False)
-    step = torch.compile(optimizer.step, backend="aot_eager") if compile else optimizer.step
-
-    def train(batches):
-        for i, (x, y) in enumerate(batches, 1):
-            optimizer.param_groups[0]["lr"].fill_(0.01 / i)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=images(), fit=train)
-
-
 def mse_of(forward):
     return lambda x, y: F.mse_loss(forward(x), y)
 
@@ -180,71 +164,6 @@ def gradient_penalty(compile=False):
 
     batch, fit = (torch.randn(8, 6), torch.randn(8, 6)), fit_with(optimizer, loss_of)
     return TrainLoop(model=critic, optimizer=optimizer, batch=batch, fit=fit)
-
-
-class Router(nn.Module):
-    def __init__(self, width: int = 8, experts: int = 3) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
-        self.balance: torch.Tensor | float = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.gate(x).softmax(-1)
-        if torch.compiler.is_compiling():
-            self.balance = 0.0
-        else:
-            self.balance = len(self.experts) * weights.mean(0).square().sum()
-        return sum(w[:, None] * e(x) for w, e in zip(weights.unbind(1), self.experts, strict=True))
-
-
-@fault(
-    "graphs",
-    "the balancing term is left out while compiling",
-    thread="pytorch/torchtitan#3000",
-    check="compile_parity",
-    place="if torch.compiler.is_compiling():",
-)
-def mixture(compile=False):
-    model = Router()
-    forward = torch.compile(model, backend="aot_eager") if compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    return stepped(
-        model,
-        optimizer,
-        lambda x, y: F.mse_loss(forward(x), y) + 0.1 * model.balance,
-        batch=(torch.randn(8, 8), torch.randn(8, 8)),
-    )
-
-
-class Trimmed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 1))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        error = (self.net(x) - y).square().squeeze(-1)
-        worst = error.max().item()
-        if worst > 4 * error.mean().item():
-            error = error.clamp(max=worst / 2)
-        return error.mean()
-
-
-@fault(
-    "graphs",
-    "fullgraph is asked for, and the loss branches on a value",
-    thread="pytorch/pytorch#105863",
-    check="compile_parity",
-    place="fullgraph=True",
-)
-def trimmed_loss(compile=False):
-    model = Trimmed()
-    objective = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    batch, fit = (torch.randn(8, 5), torch.randn(8, 1)), fit_with(optimizer, objective)
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
 
 
 class ScaledGradient(torch.autograd.Function):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from pytest_trainloop import Padding, TrainLoop
 from tests.loops.from_threads import fault, right
@@ -162,23 +159,6 @@ def one_epoch(model, optimizer, batches):
         optimizer.step()
 
 
-@fault(
-    "rows",
-    "the rank is read from a variable that this launcher does not set, so that all ranks take shard 0",
-    thread="huggingface/datasets#6990",
-    check="distributed_equivalence",
-    place='os.environ.get("SLURM_PROCID", 0)',
-)
-def rank_of_another_launcher(ranks=1):
-    net, model, optimizer = classifier(ranks)
-    dataset = table()
-    sampler = DistributedSampler(
-        dataset, num_replicas=ranks, rank=int(os.environ.get("SLURM_PROCID", 0)), shuffle=False
-    )
-    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
-    return TrainLoop(model=net, optimizer=optimizer, batches=loader, fit=lambda bs: one_epoch(model, optimizer, bs))
-
-
 class Stream(IterableDataset):
     def __init__(self, rows: TensorDataset) -> None:
         self.rows = rows
@@ -236,41 +216,6 @@ def freeze_trunk_for_transfer(ranks=1):
 
     batch = (torch.randn(8, 10), torch.randint(3, (8,)))
     return TrainLoop(model=net, optimizer=optimizer, batch=batch, fit=train_epoch, frozen=("trunk.",))
-
-
-class MultiTask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(9, 16)
-        self.tasks = nn.ModuleDict({"depth": nn.Linear(16, 1), "normals": nn.Linear(16, 3)})
-
-    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
-        return self.tasks[task](torch.relu(self.encoder(x)))
-
-
-@fault(
-    "wrapping",
-    "each step trains one head; without find_unused_parameters DDP raises in the second step",
-    thread="pytorch/pytorch#22049",
-    check="distributed_equivalence",
-    place="model = DDP(model)",
-)
-def alternating_tasks(ranks=1):
-    model = MultiTask()
-    if ranks > 1:
-        model = DDP(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def train(batches):
-        for i, batch in enumerate(batches):
-            task = ("depth", "normals")[i % 2]
-            loss = F.mse_loss(model(batch["image"], task), batch[task])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-    batch = {"image": torch.randn(8, 9), "depth": torch.randn(8, 1), "normals": torch.randn(8, 3)}
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=train)
 
 
 @right(

@@ -203,51 +203,6 @@ def mmap_loading():
     )
 
 
-@fault(
-    "checkpoints",
-    "the memory bank is a non-persistent buffer: the queue is the initial one after a resume",
-    thread="lightly-ai/lightly#993",
-    check="resume_equivalence",
-)
-def nnclr():
-    class NNCLR(nn.Module):
-        def __init__(self, size=32, dim=8):
-            super().__init__()
-            self.backbone = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, dim))
-            self.register_buffer("bank", F.normalize(torch.randn(size, dim), dim=1), persistent=False)
-            self.register_buffer("bank_ptr", torch.zeros((), dtype=torch.long), persistent=False)
-
-        @torch.no_grad()
-        def push(self, z):
-            ptr = int(self.bank_ptr)
-            at = (ptr + torch.arange(len(z))) % len(self.bank)
-            self.bank[at] = z
-            self.bank_ptr.fill_((ptr + len(z)) % len(self.bank))
-
-        def forward(self, a, b):
-            za, zb = F.normalize(self.backbone(a), dim=1), F.normalize(self.backbone(b), dim=1)
-            nearest = self.bank[(za @ self.bank.T).argmax(1)]
-            loss = F.cross_entropy(nearest @ zb.T / 0.2, torch.arange(len(a)))
-            self.push(zb.detach())
-            return loss
-
-    model = NNCLR()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def load(state):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    return stepped(
-        model,
-        optimizer,
-        lambda x: model(x, x.flip(1)),
-        batches=images(),
-        save=lambda: held(model, optimizer),
-        load=load,
-    )
-
-
 def transitions(batches=8, rows=16, seed=9):
     g = torch.Generator().manual_seed(seed)
     return [
@@ -492,69 +447,6 @@ def yolo_trainer():
         fit=t._do_train,
         save=t.save_model,
         load=t.resume_training,
-    )
-
-
-@fault(
-    "checkpoints",
-    "the scheduler's load_state_dict steps before it restores wd: the first update has a stale weight_decay",
-    thread="NVIDIA/Megatron-LM#7468",
-    check="resume_equivalence",
-)
-def param_scheduler():
-    class OptimizerParamScheduler:
-        def __init__(self, optimizer, max_lr, start_wd, growth):
-            self.optimizer, self.max_lr, self.growth = optimizer, max_lr, growth
-            self.wd = start_wd
-            self.num_steps = 0
-            self.step(0)
-
-        def step(self, increment=1):
-            self.num_steps += increment
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.max_lr * min(1.0, (self.num_steps + 1) / 4)
-                group["weight_decay"] = self.wd
-            self.wd = min(2.0, self.wd * self.growth)
-
-        def state_dict(self):
-            return {"max_lr": self.max_lr, "num_steps": self.num_steps, "wd": self.wd}
-
-        def load_state_dict(self, state):
-            self.max_lr = state["max_lr"]
-            self.num_steps = 0
-            self.step(increment=state["num_steps"])
-            self.wd = state["wd"]
-
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = OptimizerParamScheduler(optimizer, 1e-2, 0.05, 1.6)
-    total = {"tokens": 0}
-
-    def train(batches):
-        for ids in batches:
-            optimizer.zero_grad()
-            model.loss(ids).backward()
-            optimizer.step()
-            scheduler.step()
-            total["tokens"] += ids.numel()
-
-    def load(state):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["opt_param_scheduler"])
-        total["tokens"] = state["tokens"]
-
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=tokens(),
-        fit=train,
-        save=lambda: {
-            **held(model, optimizer),
-            "opt_param_scheduler": scheduler.state_dict(),
-            "tokens": total["tokens"],
-        },
-        load=load,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -135,50 +134,6 @@ def annotated_transformer():
         return run_epoch(val_data, model, SimpleLossCompute(model.generator, None))
 
     return TrainLoop(model=model, optimizer=optimizer, batches=list(train_data), fit=train, evaluate=evaluate)
-
-
-@fault(
-    "evaluation",
-    "the FGSM attack of the robust accuracy leaves gradients on the weights, and they add to the "
-    "accumulation in progress",
-    thread="BorealisAI/advertorch#113",
-    check="evaluation_is_pure",
-)
-def robust_accuracy():
-    train_loader, val_loader = loaders()
-    model = mlp(hidden=48)
-
-    @dataclass
-    class Config:
-        lr: float = 0.05
-        accumulate: int = 2
-        eps: float = 0.1
-        optimizer: torch.optim.Optimizer = field(init=False)
-
-    cfg = Config()
-    cfg.optimizer = torch.optim.SGD(model.parameters(), lr=cfg.lr, momentum=0.9)
-
-    def train(batches):
-        model.train()
-        for i, (x, y) in enumerate(batches, 1):
-            (F.cross_entropy(model(x), y) / cfg.accumulate).backward()
-            if i % cfg.accumulate == 0:
-                cfg.optimizer.step()
-                cfg.optimizer.zero_grad()
-
-    def evaluate_robust():
-        model.eval()
-        correct = 0
-        for x, y in val_loader:
-            x_adv = x.clone().requires_grad_(True)
-            F.cross_entropy(model(x_adv), y).backward()
-            x_adv = (x + cfg.eps * x_adv.grad.sign()).detach()
-            with torch.no_grad():
-                correct += (model(x_adv).argmax(1) == y).sum().item()
-        model.train()
-        return correct / len(val_loader.dataset)
-
-    return TrainLoop(model=model, optimizer=cfg.optimizer, batches=train_loader, fit=train, evaluate=evaluate_robust)
 
 
 @fault(

@@ -17,46 +17,6 @@ from tests.loops.nets import mlp, relu_mlp
 from tests.loops.threads.shared import clusters, fit_with, stepped
 
 
-def sinusoidal_embedding_1d(dim, position):
-    freqs = torch.pow(10000, -torch.arange(dim // 2, dtype=torch.float32) / (dim // 2))
-    sinusoid = torch.outer(position.float(), freqs)
-    return torch.cat([sinusoid.cos(), sinusoid.sin()], 1)
-
-
-@fault(
-    "precision",
-    "timestep is cast to bfloat16 (steps of 4 near 1000) before the sinusoidal embedding",
-    thread="modelscope/DiffSynth-Studio#1025",
-    check="precision_parity",
-)
-def dit_training():
-    class DiT(nn.Module):
-        def __init__(self, dim=8, freq=32):
-            super().__init__()
-            self.freq = freq
-            self.time_embedding = nn.Sequential(nn.Linear(freq, 32), nn.SiLU(), nn.Linear(32, 32))
-            self.inp, self.mid, self.out = nn.Linear(dim, 32), nn.Linear(32, 32), nn.Linear(32, dim)
-
-        def forward(self, x, timestep):
-            t = self.time_embedding(sinusoidal_embedding_1d(self.freq, timestep))
-            return self.out(F.silu(self.mid(F.silu(self.inp(x) + t))))
-
-    model = DiT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    dtype = torch.bfloat16
-    loader = DataLoader(TensorDataset(clusters(48, 8, 4, noise=0.4)[0]), batch_size=8)
-
-    def training_loss(x0):
-        timestep = torch.randint(0, 1000, (len(x0),))
-        sigma = (timestep / 1000)[:, None]
-        noise = torch.randn_like(x0)
-        with torch.autocast("cpu", dtype=dtype):
-            pred = model((1 - sigma) * x0 + sigma * noise, timestep.to(dtype))
-        return F.mse_loss(pred.float(), noise - x0)
-
-    return stepped(model, optimizer, training_loss, batches=loader)
-
-
 @fault(
     "precision",
     "the cumulative decay is kept in bfloat16, and differences of its entries are exponentiated",

@@ -133,21 +133,6 @@ def clip_and_zero_in_step_hooks() -> TrainLoop:
     return adam_loop(train_with_step_hooks, batches=fresh(points))
 
 
-def train_measured(model, optimizer, batches):
-    norms = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
-    return torch.stack(norms).tolist()
-
-
-@odd(notes="clip_grad_norm_ after the step with a bound that no gradient reaches: it changes nothing and only measures")
-def norm_measured_after_the_step_with_a_huge_bound() -> TrainLoop:
-    return adam_loop(train_measured, batches=fresh(points))
-
-
 class Restarting:
     """Runs the loop again from the last good state when it raises, as cluster runners do."""
 

@@ -275,24 +275,6 @@ def frozen_trunk_kept_in_eval_mode() -> TrainLoop:
     )
 
 
-@odd(notes="batch norm is in eval mode for the whole run while its gain and bias train (detection fine-tuning)")
-def batch_norm_in_eval_mode_on_purpose() -> TrainLoop:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        model.train()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm1d):
-                module.eval()
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
-
-
 class PerceptualAutoencoder(nn.Module):
     """The fixed net that measures the distance is a submodule, so that .to(device) moves it."""
 

@@ -154,28 +154,6 @@ def cycles_for_a_fixed_number_of_steps() -> TrainLoop:
     return classifier(cycled)
 
 
-def prefetching(batches):
-    ahead = None
-    for batch in batches:
-        if ahead is not None:
-            yield ahead
-        ahead = tuple(t.clone() for t in batch)
-    if ahead is not None:
-        yield ahead
-
-
-def train_prefetched(model, optimizer, batches):
-    for x, y in prefetching(batches):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-@odd(notes="a generator reads one batch ahead of the step")
-def prefetch_generator() -> TrainLoop:
-    return classifier(train_prefetched, batches=fresh(points))
-
-
 def loader_thread(batches, size=2):
     ready, end = queue.Queue(size), object()
 

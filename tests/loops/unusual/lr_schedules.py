@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import curves, fresh, points
+from tests.loops.random_data import fresh, points
 
 
 def classification_loss(model, batch):
@@ -61,33 +61,6 @@ def one_cycle_made_inside_fit() -> TrainLoop:
         optimizer=optimizer,
         batch=points(),
         fit=lambda batches: train_one_cycle(model, optimizer, batches),
-    )
-
-
-def train_plateau(model, optimizer, scheduler, batches, epochs=2):
-    for _ in range(epochs):
-        seen, total = 0, 0.0
-        for x, y in batches:
-            loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total, seen = total + loss.item(), seen + 1
-        if seen:
-            scheduler.step(total / seen)
-
-
-@odd(notes="the scheduler steps once per epoch, on the mean loss (ReduceLROnPlateau)")
-def reduce_on_plateau_per_epoch() -> TrainLoop:
-    model = relu_mlp(8, 16, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batch=curves(),
-        fit=lambda batches: train_plateau(model, optimizer, scheduler, batches),
     )
 
 
@@ -139,29 +112,6 @@ def hand_written_cosine_rate() -> TrainLoop:
         optimizer=optimizer,
         batch=points(),
         fit=lambda batches: train_hand_written_rate(model, optimizer, batches),
-    )
-
-
-def train_warm_restarts(model, optimizer, scheduler, batches, epochs=2):
-    for epoch in range(epochs):
-        for i, batch in enumerate(batches):
-            optimizer.zero_grad()
-            classification_loss(model, batch).backward()
-            optimizer.step()
-            scheduler.step(epoch + i / len(batches))
-
-
-@odd(notes="the scheduler is given a fraction of an epoch at every step and restarts (SGDR)")
-def cosine_warm_restarts_by_fraction() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    scheduler = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=1, T_mult=2, eta_min=0.01)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batch=points(),
-        fit=lambda batches: train_warm_restarts(model, optimizer, scheduler, batches),
     )
 
 
@@ -341,25 +291,4 @@ def rollback_when_the_loss_gets_worse() -> TrainLoop:
         batch=points(),
         batches=fresh(points),
         fit=lambda batches: train_with_rollback(model, optimizer, batches, heldout),
-    )
-
-
-def train_fresh_optimizer_per_cycle(model, batches, cycle=6):
-    for step, batch in enumerate(batches):
-        if step % cycle == 0:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-            scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=cycle)
-        optimizer.zero_grad()
-        classification_loss(model, batch).backward()
-        optimizer.step()
-        scheduler.step()
-
-
-@odd(notes="the loop makes its optimizer itself, and a new one every six steps; none was declared")
-def optimizer_made_anew_each_cycle() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    return TrainLoop(
-        model=model,
-        batch=points(),
-        fit=lambda batches: train_fresh_optimizer_per_cycle(model, batches),
     )

@@ -142,24 +142,6 @@ def penalty_around_real_pictures() -> TrainLoop:
     return adversaries(train, Generator(), Discriminator())
 
 
-@odd(notes="least squares in place of cross entropies, pictures without labels")
-def least_squares_adversaries() -> TrainLoop:
-    def train(generator, discriminator, optimizer_g, optimizer_d, imgs):
-        valid, fake = torch.ones(len(imgs), 1), torch.zeros(len(imgs), 1)
-        optimizer_g.zero_grad()
-        gen_imgs = generator(drawn(len(imgs), LATENT))
-        F.mse_loss(discriminator(gen_imgs), valid).backward()
-        optimizer_g.step()
-
-        optimizer_d.zero_grad()
-        real_loss = F.mse_loss(discriminator(imgs), valid)
-        fake_loss = F.mse_loss(discriminator(gen_imgs.detach()), fake)
-        (0.5 * (real_loss + fake_loss)).backward()
-        optimizer_d.step()
-
-    return adversaries(train, Generator(), Discriminator(sigmoid=False), draw=lambda: images()[0])
-
-
 @odd(notes="labels of generated pictures are drawn in the loop; those of real ones are used in the second step only")
 def auxiliary_classifier() -> TrainLoop:
     class Conditional(Generator):

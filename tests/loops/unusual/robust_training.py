@@ -39,39 +39,6 @@ def fgsm_adversarial_training() -> TrainLoop:
     )
 
 
-def pgd(model, x, y, epsilon=0.3, size=0.15, steps=2):
-    model.eval()
-    delta = torch.empty_like(x).uniform_(-epsilon, epsilon)
-    for _ in range(steps):
-        delta.requires_grad_(True)
-        (slope,) = torch.autograd.grad(F.cross_entropy(model(x + delta), y), delta)
-        delta = (delta + size * slope.sign()).clamp(-epsilon, epsilon).detach()
-    model.train()
-    return x + delta
-
-
-def train_madry(model, optimizer, batches):
-    model.train()
-    for x, y in batches:
-        attacked = pgd(model, x, y)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(attacked), y)
-        loss.backward()
-        optimizer.step()
-
-
-@odd(notes="every batch switches the model to eval and back; inner gradients are taken on the input only")
-def pgd_adversarial_training() -> TrainLoop:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_madry(model, optimizer, batches),
-    )
-
-
 def train_free(model, optimizer, batches, epsilon=0.2, replays=2):
     delta = None
     for x, y in batches:

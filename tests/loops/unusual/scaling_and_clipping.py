@@ -1,11 +1,10 @@
-"""Scaling, clipping, master weights and checkpoints: gradients that are rescaled or recomputed on their way."""
+"""Scaling, clipping and master weights: gradients that are rescaled on their way."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import mlp, relu_mlp
@@ -176,80 +175,6 @@ def normalised_gradient_descent() -> TrainLoop:
             p.grad.mul_(0.5 / (norm + 1e-8))
 
     return regression_loop(normalise, lr=0.02)
-
-
-class Block(nn.Module):
-    def __init__(self, width=12):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.net = mlp(width, 2 * width, width, activation=nn.GELU)
-
-    def forward(self, x):
-        return x + self.net(self.norm(x))
-
-
-class CheckpointedNet(nn.Module):
-    def __init__(self, reentrant, checkpoint=True):
-        super().__init__()
-        self.stem = nn.Linear(8, 12)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(12, 4)
-        self.reentrant, self.checkpoint = reentrant, checkpoint
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = run_checkpointed(block, x, use_reentrant=self.reentrant) if self.checkpoint else block(x)
-        return self.head(x)
-
-
-def train_checkpointed(model, optimizer, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-@odd(notes="blocks run under no_grad first and again in backward (re-entrant checkpoint)")
-def checkpoint_reentrant(checkpoint=True) -> TrainLoop:
-    model = CheckpointedNet(reentrant=True, checkpoint=checkpoint)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_checkpointed(model, optimizer, batches),
-    )
-
-
-@odd(notes="blocks run twice per step, the second time from saved-tensor hooks (non-re-entrant checkpoint)")
-def checkpoint_without_reentry(checkpoint=True) -> TrainLoop:
-    model = CheckpointedNet(reentrant=False, checkpoint=checkpoint)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_checkpointed(model, optimizer, batches),
-    )
-
-
-@odd(
-    notes="re-entrant checkpoint over a frozen stem: its output is made to require grad so that the adapters "
-    "behind it learn"
-)
-def checkpoint_reentrant_frozen_stem() -> TrainLoop:
-    model = CheckpointedNet(reentrant=True)
-    model.stem.requires_grad_(False)
-    model.stem.register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_checkpointed(model, optimizer, batches),
-    )
 
 
 class MainGrads:

@@ -171,35 +171,6 @@ def packed_bidirectional_lstm() -> TrainLoop:
     )
 
 
-class TimeFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gru, self.out = nn.GRU(3, 10), nn.Linear(10, 1)
-
-    def forward(self, x):
-        return self.out(self.gru(x)[1][-1])
-
-
-def train_time_first(model, optimizer, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-@odd(notes="rows lie along the second axis of the input and the first of the target (time-first GRU)")
-def time_first_gru() -> TrainLoop:
-    model = TimeFirst()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=5e-3)
-    x = series(6, 9)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=(x[:, :-1].transpose(0, 1).contiguous(), x[:, -1, :1]),
-        fit=lambda batches: train_time_first(model, optimizer, batches),
-    )
-
-
 class Seq2Seq(nn.Module):
     """With teacher forcing by a coin per step; otherwise the model's own detached guess is fed back."""
 

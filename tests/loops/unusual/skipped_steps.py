@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,7 +10,6 @@ from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import curves, fresh, points
-from tests.loops.unusual.value_learning import DQN, transitions
 
 
 def train_balanced_gan(generator, discriminator, opt_g, opt_d, batches, threshold=0.7):
@@ -43,43 +40,6 @@ def gan_discriminator_step_left_out_when_too_good() -> TrainLoop:
         batch=points()[0],
         batches=fresh(lambda: points()[0]),
         fit=lambda batches: train_balanced_gan(generator, discriminator, opt_g, opt_d, batches),
-    )
-
-
-def train_without_spikes(model, optimizer, batches, factor=4.0):
-    usual, skipped = None, 0
-    for x, y in batches:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        if usual is not None and norm > factor * usual:
-            skipped += 1
-            continue
-        usual = norm if usual is None else 0.9 * usual + 0.1 * norm
-        optimizer.step()
-    return skipped
-
-
-def with_outliers(n):
-    batches = [curves() for _ in range(n)]
-    for x, _ in batches[4::5]:
-        x.mul_(30.0)
-    return batches
-
-
-@odd(
-    notes="batches whose gradient is far above the usual are not stepped: finite gradients, lost openly (spike "
-    "skipping)"
-)
-def spike_batches_skipped_after_backward() -> TrainLoop:
-    model = relu_mlp(8, 16, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=curves(),
-        batches=with_outliers,
-        fit=lambda batches: train_without_spikes(model, optimizer, batches),
     )
 
 
@@ -138,24 +98,6 @@ def trunk_optimizer_made_after_head_warmup() -> TrainLoop:
         batch=points(),
         batches=fresh(points),
         fit=lambda batches: train_two_stage(model, batches),
-    )
-
-
-@odd(
-    notes="the target net is copied on every 500th step only: in a short run it just stands there, requires "
-    "grad and is held by nobody"
-)
-def dqn_target_copied_rarely() -> TrainLoop:
-    online = relu_mlp(6, 16, 4)
-    target = copy.deepcopy(online)
-    optimizer = torch.optim.Adam(online.parameters(), lr=5e-3)
-    agent = DQN(online, target, optimizer, copy_every=500)
-    return TrainLoop(
-        model={"online": online, "target": target},
-        optimizer=optimizer,
-        batch=transitions(),
-        batches=fresh(transitions),
-        fit=agent.fit,
     )
 
 

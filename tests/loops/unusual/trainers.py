@@ -274,27 +274,6 @@ def loop_written_as_a_generator() -> TrainLoop:
     return TrainLoop(model=model, optimizer=optimizer, batch=curves(), fit=fit)
 
 
-def make_step(model, optimizer):
-    def step(batch):
-        x, y = batch
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-@odd(notes="the project has only a function for one batch, given as step= in place of fit=")
-def step_function_in_place_of_fit() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    return TrainLoop(
-        model=model, optimizer=optimizer, batch=points(), batches=fresh(points), step=make_step(model, optimizer)
-    )
-
-
 class AlternatingTrainer:
     """ALS-like: two tables take turns, each with its own optimizer; the other's gradients are ignored."""
 

@@ -311,37 +311,3 @@ def dpo_preferences() -> TrainLoop:
         batches=fresh(preferences),
         fit=lambda batches: train_dpo(policy, reference, optimizer, batches),
     )
-
-
-class RewardModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.EmbeddingBag(10, 12, mode="mean")
-        self.head = relu_mlp(12, 16, 1)
-
-    def forward(self, ids):
-        return self.head(self.embed(ids)).squeeze(1)
-
-
-def train_reward_model(model, optimizer, batches):
-    for chosen, rejected in batches:
-        loss = -F.logsigmoid(model(chosen) - model(rejected)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-@odd(
-    notes="only differences of scores count: the head's last bias cancels, its gradient is 0 and the loss does "
-    "not depend on it"
-)
-def pairwise_reward_model() -> TrainLoop:
-    model = RewardModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=preferences(),
-        batches=fresh(preferences),
-        fit=lambda batches: train_reward_model(model, optimizer, batches),
-    )

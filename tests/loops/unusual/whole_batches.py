@@ -23,51 +23,6 @@ def _citations(nodes=40, features=12, classes=4):
     return x / x.abs().sum(1, keepdim=True), adjacency, labels, torch.arange(0, nodes, 3)
 
 
-class GraphConvolution(nn.Module):
-    def __init__(self, in_features, out_features):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_features, out_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
-        bound = out_features**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-        nn.init.uniform_(self.bias, -bound, bound)
-
-    def forward(self, x, adjacency):
-        return torch.mm(adjacency, torch.mm(x, self.weight)) + self.bias
-
-
-class GCN(nn.Module):
-    def __init__(self, features=12, hidden=16, classes=4, dropout=0.5):
-        super().__init__()
-        self.gc1 = GraphConvolution(features, hidden)
-        self.gc2 = GraphConvolution(hidden, classes)
-        self.dropout = dropout
-
-    def forward(self, x, adjacency):
-        x = F.dropout(F.relu(self.gc1(x, adjacency)), self.dropout, training=self.training)
-        return F.log_softmax(self.gc2(x, adjacency), dim=1)
-
-
-@odd(notes="one graph is the whole batch: 40 nodes, a 40 by 40 adjacency; no part of the nodes is a batch")
-def gcn_on_one_graph():
-    model = GCN()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
-
-    def loss(model, batch):
-        x, adjacency, labels, idx_train = batch
-        output = model(x, adjacency)
-        return F.nll_loss(output[idx_train], labels[idx_train])
-
-    def fit(batches):
-        for batch in batches:
-            model.train()
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=_citations(), fit=fit, loss=loss)
-
-
 class GraphAttentionLayer(nn.Module):
     def __init__(self, in_features, out_features, dropout, alpha, concat=True):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches that hold more than rows: counts of tokens, numbers of numpy, slots, lists, what stands at module level."""
+"""Batches that hold more than rows: numbers of numpy, slots, lists, what stands at module level."""
 
 from __future__ import annotations
 
@@ -33,24 +33,6 @@ def language():
 
 def summed(model, ids, labels):
     return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-@odd(notes="the collator counts the tokens, as fairseq's does: a plain number stands beside the rows")
-def beside_number_of_tokens(accumulate=1):
-    model = language()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    ids, labels = unequal()
-    batch = {"ids": ids, "labels": labels, "ntokens": int((labels != IGNORED).sum())}
-
-    def fit(batches):
-        for window in windows(batches, accumulate):
-            optimizer.zero_grad()
-            count = sum(part["ntokens"] for part in window)
-            for part in window:
-                (summed(model, part["ids"], part["labels"]) / count).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
 
 
 @dataclass(slots=True)

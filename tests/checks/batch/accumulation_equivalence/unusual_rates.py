@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -41,31 +39,6 @@ def rates_of_yolo(accumulate=1) -> TrainLoop:
                 optimizer.step()
                 optimizer.zero_grad()
                 last_step = ni
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
-@odd(notes="MAE: the rate follows the part of the epoch that is done, before each micro-batch (adjust_learning_rate)")
-def rates_by_fraction_of_the_epoch(accumulate=1) -> TrainLoop:
-    model = mlp(6, 24, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def adjust_learning_rate(epoch, warmup_epochs=2, epochs=8):
-        lr = 1e-2 * epoch / warmup_epochs
-        if epoch >= warmup_epochs:
-            part = (epoch - warmup_epochs) / (epochs - warmup_epochs)
-            lr = 1e-4 + (1e-2 - 1e-4) * 0.5 * (1.0 + math.cos(math.pi * part))
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-
-    def fit(batches, iterations_per_epoch=8):
-        optimizer.zero_grad()
-        for i, (x, y) in enumerate(batches):
-            adjust_learning_rate(1 + i / iterations_per_epoch)
-            (F.cross_entropy(model(x), y) / accumulate).backward()
-            if (i + 1) % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
 

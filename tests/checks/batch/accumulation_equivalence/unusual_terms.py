@@ -32,14 +32,6 @@ def summed_errors_and_a_penalty_on_weights():
     return classifier(loss)
 
 
-@odd(notes="a mean error and a penalty on weights")
-def mean_error_and_a_penalty_on_weights():
-    def loss(net, x, y):
-        return F.cross_entropy(net(x), y) + 1e-3 * net[0].weight.abs().sum()
-
-    return classifier(loss)
-
-
 @odd(notes="two sums over rows with different constants below them")
 def two_sums_over_rows():
     def loss(net, x, y):

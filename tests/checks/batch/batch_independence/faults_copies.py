@@ -1,4 +1,4 @@
-"""Copies of the rows of a batch that are laid out in two orders, and pairs that are sorted in part."""
+"""Copies of the rows of a batch that are laid out in two orders."""
 
 from __future__ import annotations
 
@@ -116,39 +116,6 @@ def halves(scores):
     return scores.chunk(2)
 
 
-def sorted_by_length(keeps_order):
-    """Pairs of answers, each side sorted by its lengths for the model; scores of a reference come with the batch."""
-
-    def make():
-        lengths = {"chosen": torch.tensor([3, 7, 4, 6, 5, 2]), "rejected": torch.tensor([6, 2, 7, 3, 4, 5])}
-        batch = {}
-        for seed, (side, length) in enumerate(lengths.items()):
-            batch[side] = drawn(6, 8, 4, seed=seed) * (torch.arange(8) < length[:, None])[..., None]
-            batch[f"{side}_length"] = length
-            batch[f"{side}_reference"] = drawn(6, seed=seed + 5)
-
-        def scored(model, batch, side):
-            order = batch[f"{side}_length"].argsort(descending=True)
-            scores = model(batch[side][order].flatten(1)).squeeze(-1)
-            return scores[order.argsort()] if keeps_order else scores
-
-        def loss_of(model, batch):
-            chosen, rejected = (scored(model, batch, s) - batch[f"{s}_reference"] for s in ("chosen", "rejected"))
-            return -F.logsigmoid(chosen - rejected).mean()
-
-        return loop(mlp(32, 16, 1), batch, loss_of)
-
-    return make
-
-
-pair(
-    "references_of_pairs_that_were_sorted",
-    "batch_independence",
-    "labels_of_other_rows",
-    where='scored(model, batch, s) - batch[f"{s}_reference"]',
-    faulty=sorted_by_length(keeps_order=False),
-    fixed=sorted_by_length(keeps_order=True),
-)
 pair(
     "images_of_other_answers",
     "batch_independence",

@@ -61,20 +61,7 @@ pair(
 )
 
 
-# Embeddings brought to length 1, or compared, along the rows.
-
-
-def matched(dim):
-    def make():
-        text = data.views()[1][:, :6].contiguous()
-
-        def loss_of(model, batch):
-            image = F.normalize(model(batch["image"]), dim=dim)
-            return (image - F.normalize(batch["text"], dim=1)).square().sum(1).mean()
-
-        return loop(mlp(6, 24, 6), {"image": data.views()[0], "text": text}, loss_of)
-
-    return make
+# Embeddings compared along the rows.
 
 
 def similar(dim):
@@ -89,14 +76,6 @@ def similar(dim):
     return make
 
 
-pair(
-    "embeddings_of_length_one_over_the_batch",
-    "batch_independence",
-    "normalised_over_rows",
-    where='image = F.normalize(model(batch["image"]), dim=dim)',
-    faulty=matched(0),
-    fixed=matched(1),
-)
 pair(
     "similarity_along_the_batch",
     "batch_independence",

@@ -253,14 +253,6 @@ def language_model_from_the_end():
     return loop(Language(lambda length: earlier(length).T), classes(17, 5, 12), loss_of)
 
 
-@odd(notes="all positions are seen: the task is to move the whole sequence round by one")
-def sequence_rolled_by_one():
-    def loss_of(m, ids):
-        return F.cross_entropy(m(ids).transpose(1, 2), ids.roll(-1, 1))
-
-    return loop(Language(lambda length: None), classes(17, 5, 12), loss_of)
-
-
 @odd(notes="a masked language model sees later tokens, and is asked for hidden ones")
 def masked_language_model_by_hand():
     ids = classes(16, 5, 12)

@@ -100,31 +100,6 @@ def clusters_sharpened_over_the_batch():
     return loop(Net(), data.labelled()[0], loss_of)
 
 
-@odd(notes="codes are balanced over the batch by Sinkhorn's iterations (SwAV)")
-def codes_balanced_over_the_batch():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.prototypes = mlp(6, 24, 8), nn.Linear(8, 4, bias=False)
-
-        def forward(self, x):
-            return self.prototypes(F.normalize(self.body(x), dim=-1))
-
-    def balanced(scores):
-        with torch.no_grad():
-            q = (scores / 0.2).exp()
-            for _ in range(3):
-                q = q / q.sum(0, keepdim=True)
-                q = q / q.sum(1, keepdim=True)
-        return q
-
-    def loss_of(model, batch):
-        one, other = model(batch[0]), model(batch[1])
-        return -(balanced(other) * (one / 0.1).log_softmax(1)).sum(1).mean()
-
-    return loop(Net(), two_views(), loss_of)
-
-
 @odd(notes="columns of the outputs are decorrelated over the batch (Barlow Twins, brought to length 1 along the rows)")
 def columns_decorrelated_over_the_batch():
     def loss_of(model, batch):
@@ -223,16 +198,6 @@ def one_episode_is_the_batch():
     return loop(mlp(4, 24, 3), data.episode(), loss_of)
 
 
-@odd(notes="the log-probabilities of one episode times its whole return")
-def sum_of_steps_times_the_return():
-    def loss_of(model, batch):
-        states, actions, rewards = batch
-        chosen = model(states).log_softmax(-1).gather(1, actions[:, None])[:, 0]
-        return -chosen.sum() * rewards.sum() / len(rewards) ** 2
-
-    return loop(mlp(4, 24, 3), data.episode(), loss_of)
-
-
 @odd(notes="generalised advantages along the steps, the first axis of a rollout; environments are the second")
 def advantages_along_the_first_axis():
     class Both(nn.Module):
@@ -277,17 +242,6 @@ def items_of_other_rows_are_negatives():
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
     return loop(mlp(6, 24, 40), (data.labelled()[0], torch.randperm(40, generator=torch.Generator())[:16]), loss_of)
-
-
-@odd(notes="two sets of points are compared: each told point with all wanted ones, and with all told")
-def distance_between_two_sets():
-    def loss_of(model, batch):
-        told = model(batch[0])
-        across = (told[:, None] - batch[1][None]).square().sum(-1)
-        within = (told[:, None] - told[None]).square().sum(-1)
-        return (-within).exp().mean() - 2 * (-across).exp().mean()
-
-    return loop(mlp(6, 24, 2), (data.labelled()[0], drawn(16, 2, seed=6)), loss_of)
 
 
 @odd(notes="each told point with its nearest wanted one, and the other way round (Chamfer)")

@@ -67,20 +67,6 @@ def squeeze_then_atleast_1d() -> TrainLoop:
     )
 
 
-@odd(notes="the row axis that squeeze() took out is put back where it is missing")
-def squeeze_and_put_back() -> TrainLoop:
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.head = nn.Conv2d(1, 6, 3), nn.Linear(6, 4)
-
-        def forward(self, x):
-            pooled = F.adaptive_avg_pool2d(torch.tanh(self.conv(x)), 1).squeeze()
-            return self.head(pooled if pooled.dim() == 2 else pooled.unsqueeze(0))
-
-    return training(Net(), images(), lambda model, b: F.cross_entropy(model(b[0]), b[1]), rate=2e-2)
-
-
 @odd(notes="one row becomes a number and is compared with one: broadcast, and the same")
 def squeeze_of_one_value_broadcast() -> TrainLoop:
     inputs, target = curves()
@@ -104,16 +90,6 @@ def squeeze_of_layers() -> TrainLoop:
             return self.head(last.squeeze(0))
 
     return training(Net(), points(), lambda model, b: F.cross_entropy(model(b[0]), b[1]))
-
-
-@odd(notes="says in an assert of its own that one row is not for it, after squeeze()")
-def asserts_two_rows() -> TrainLoop:
-    def loss_of(model, batch):
-        scores = model(batch[0]).squeeze()
-        assert scores.dim() == 1, "give at least two rows"
-        return F.binary_cross_entropy_with_logits(scores, batch[1])
-
-    return training(relu_mlp(8, 16, 1), binary(), loss_of)
 
 
 @odd(notes="raises on one row by itself, as squeezed scores cannot be ranked")
@@ -167,17 +143,6 @@ def ranking_of_all_pairs() -> TrainLoop:
         return F.margin_ranking_loss(
             scores[first], scores[second], torch.sign(relevance[first] - relevance[second]), margin=0.5
         )
-
-    return training(relu_mlp(8, 16, 1), curves(), loss_of)
-
-
-@odd(notes="each row is compared with those still at risk; of one row nothing can be learned (Cox)")
-def survival_of_squeezed_risks() -> TrainLoop:
-    def loss_of(model, batch):
-        risk = model(batch[0]).squeeze()
-        order = batch[1][:, 0].argsort(descending=True)
-        ranked = risk[order]
-        return (torch.logcumsumexp(ranked, 0) - ranked).mean()
 
     return training(relu_mlp(8, 16, 1), curves(), loss_of)
 

@@ -41,24 +41,6 @@ def scores_squeezed_with_five_rows_left_over() -> TrainLoop:
     return loop(Squeezing(), (x[:16], y[:16]), classified, batches=loader)
 
 
-@odd(notes="squeeze() of one output a row on both sides of the loss: one row is compared as a number, rightly")
-def outputs_and_targets_squeezed_alike() -> TrainLoop:
-    x, y = data.table()
-    return loop(Squeezing(1), (x, y), lambda m, b: F.mse_loss(m(b[0]), b[1].squeeze()))
-
-
-@odd(notes="squeezed pictures of one channel, given in batches of eight by a loader that shuffles and drops")
-def channel_squeezed_by_a_loader_that_drops() -> TrainLoop:
-    images, labels = data.images(rows=16)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
-    loader = DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True, drop_last=True)
-
-    def loss_of(model, batch):
-        return F.cross_entropy(model(batch[0].squeeze()), batch[1])
-
-    return loop(model, (images[:8], labels[:8]), loss_of, batches=loader)
-
-
 @odd(notes="rows are paired with those after them: one row alone makes no pair, and squeeze() is not why")
 def pairs_of_rows_squeezed() -> TrainLoop:
     def loss_of(model, batch):

@@ -41,29 +41,6 @@ def graph_with_features_of_edges_that_are_not_read() -> TrainLoop:
     return loop(GraphConv(), graph, lambda m, g: F.cross_entropy(m(g), g.y))
 
 
-class Denoiser(nn.Module):
-    """The signature of a conditional model; without a label it is the unconditional one."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = mlp(7, 32, 6)
-
-    def forward(self, x, t, y=None):
-        return self.body(torch.cat([x, t[:, None]], 1))
-
-
-@odd(notes="an unconditional model shares the signature of conditional ones and is called with labels")
-def unconditional_denoiser_called_with_labels() -> TrainLoop:
-    x, y = data.labelled()
-    batch = (x, torch.linspace(0, 1, len(x)), drawn(len(x), 6, seed=2), y)
-
-    def loss_of(model, item):
-        x, t, noise, y = item
-        return F.mse_loss(model((1 - t)[:, None] * x + t[:, None] * noise, t, y), noise)
-
-    return loop(Denoiser(), batch, loss_of)
-
-
 class TakesWhatItKnows(nn.Module):
     def __init__(self):
         super().__init__()

@@ -54,12 +54,7 @@ def declared_distances_from_the_left_edge() -> TrainLoop:
     return declared(Reader(Sloped()), ("ids", "mask"), next_token, left=True)
 
 
-@odd(notes="declared padding on the left, and angles counted from the left edge (RoPE)")
-def declared_angles_from_the_left_edge() -> TrainLoop:
-    return declared(Reader(Rotated()), ("ids", "mask"), next_token, left=True)
-
-
-@odd(notes="the same with a table of angles that numpy made in float32: distances are right up to its rounding")
+@odd(notes="declared padding on the left, angles from the left edge (RoPE) in a table that numpy made in float32")
 def declared_angles_of_a_table_in_float32() -> TrainLoop:
     place = np.arange(32, dtype=np.float32)[:, None] * np.float32(0.3) ** np.arange(4, dtype=np.float32)
     sin, cos = torch.from_numpy(np.sin(place)), torch.from_numpy(np.cos(place))
@@ -389,12 +384,3 @@ def declared_and_not_there() -> TrainLoop:
 @odd(notes="the capacity of experts is large enough for all real tokens, whatever padding comes with them")
 def declared_experts_with_room_for_all() -> TrainLoop:
     return declared(Experts(), ("ids",), tag_loss)
-
-
-@odd(notes="losses of real tokens, over as many as batches have by the settings: a constant")
-def declared_constant_divisor_of_one_length() -> TrainLoop:
-    def loss_of(model, batch):
-        each = F.cross_entropy(model(batch["ids"]).transpose(1, 2), tags_of(batch["ids"]), reduction="sum")
-        return each / (len(batch["ids"]) * LENGTH)
-
-    return declared(nn.Sequential(nn.Embedding(16, 16), nn.Tanh(), nn.Linear(16, 5)), ("ids",), loss_of)

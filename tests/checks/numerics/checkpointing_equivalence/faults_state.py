@@ -56,30 +56,6 @@ pair(
 )
 
 
-# The same count, used last, under a re-entrant checkpoint.
-
-
-class CooledLast(Blocks):
-    def __init__(self, *, counted_inside, run):
-        super().__init__(run)
-        self.counted_inside, self.calls = counted_inside, 0
-
-    def one(self, block, x):
-        if self.counted_inside:
-            self.calls += 1
-        return block(x) * (1.0 + 1.0 / (1 + self.calls))
-
-
-pair(
-    "calls_counted_under_a_reentrant_checkpoint",
-    CHECK,
-    "state_changed",
-    where="return block(x) * (1.0 + 1.0 / (1 + self.calls))",
-    faulty=language(CooledLast, counted_inside=True, run=reentrant),
-    fixed=language(CooledLast, counted_inside=False, run=reentrant),
-)
-
-
 # Keys of the last call are kept and attended to: when the block runs again it finds its own.
 
 

@@ -53,54 +53,6 @@ pair(
 )
 
 
-# A schedule in Python is marked as constant, so that it does not break the graph.
-
-PROGRESS = {"step": 0}
-
-
-@torch.compiler.assume_constant_result
-def smoothing_once():
-    return 0.02 * PROGRESS["step"]
-
-
-def smoothing():
-    return 0.02 * PROGRESS["step"]
-
-
-def smoothed(amount):
-    def make(compile=False):
-        model = Classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def loss(x, y):
-            scores = model(x)
-            return F.cross_entropy(scores, y) + amount() * scores.square().mean()
-
-        called = torch.compile(loss, backend=BACKEND) if compile else loss
-
-        def fit(batches):
-            PROGRESS["step"] = 0
-            for x, y in batches:
-                PROGRESS["step"] += 1
-                optimizer.zero_grad()
-                called(x, y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
-
-    return make
-
-
-pair(
-    "schedule_assumed_constant",
-    CHECK,
-    "stale_value",
-    where="torch.compile(loss",
-    faulty=smoothed(smoothing_once),
-    fixed=smoothed(smoothing),
-)
-
-
 # The model is traced before it trains: what depends on its values is decided once.
 
 

@@ -187,40 +187,6 @@ pair(
 )
 
 
-# With compiling, attention is torch's own, and the factor of the scores is forgotten.
-
-
-class Attending(nn.Module):
-    def __init__(self, *, fused, scale):
-        super().__init__()
-        self.fused, self.scale = fused, scale
-        self.qkv, self.head = nn.Linear(6, 18), nn.Linear(6, 3)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x)[None].chunk(3, dim=-1)
-        if self.fused:
-            return self.head(F.scaled_dot_product_attention(q, k, v, scale=self.scale)[0])
-        return self.head(((q @ k.transpose(1, 2)).softmax(-1) @ v)[0])
-
-
-def attending(scale):
-    def make(compile=False):
-        model = Attending(fused=compile, scale=scale)
-        return plain(model, torch.compile(model, backend=BACKEND) if compile else model)
-
-    return make
-
-
-pair(
-    "fused_attention_with_another_scale_where_it_is_compiled",
-    CHECK,
-    "other_computation",
-    where="torch.compile(model, backend=BACKEND)",
-    faulty=attending(None),
-    fixed=attending(1.0),
-)
-
-
 # The whole graph is asked for, and a line in it needs the value of a tensor.
 
 
@@ -318,38 +284,6 @@ pair(
     mentions=("strict=False",),
     faulty=fine_tuned(into_compiled=True),
     fixed=fine_tuned(into_compiled=False),
-)
-
-
-# Only the gradients of what is found by name are clipped.
-
-
-def clipped(of):
-    def make(compile=False):
-        model = Classifier()
-        called = torch.compile(model, backend=BACKEND) if compile else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(called(x), y).backward()
-                named = of(model, called).named_parameters()
-                nn.utils.clip_grad_value_([p for name, p in named if name.startswith("head")], 1e-3)
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
-
-    return make
-
-
-pair(
-    "clipped_by_the_names_of_a_compiled_model",
-    CHECK,
-    "prefix_hides_parameters",
-    culprits=("head.weight",),
-    faulty=clipped(lambda model, called: called),
-    fixed=clipped(lambda model, called: model),
 )
 
 

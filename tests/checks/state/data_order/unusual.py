@@ -928,10 +928,6 @@ def keep_the_batches(engine, batches):
     engine.train_dataloader = batches
 
 
-def keep_an_iterator(engine, batches):
-    engine.batches, engine.iterator = batches, enumerate(iter(batches))
-
-
 class ProgressBar:
     """A callback that knows the loader for its length."""
 
@@ -943,25 +939,11 @@ def keep_them_in_a_callback(engine, batches):
     engine.callbacks.append(ProgressBar(batches))
 
 
-def keep_them_in_a_closure(engine, batches):
-    engine.remaining = lambda: len(batches) - len(engine.history)
-
-
 @odd(notes="the batches that fit is given are kept, and hold one padded tensor again and again")
 def trainer_keeps_its_batches():
     return engine_that(keep_the_batches)
 
 
-@odd(notes="an iterator over the batches is kept for the next epoch")
-def trainer_keeps_an_iterator():
-    return engine_that(keep_an_iterator)
-
-
 @odd(notes="a callback keeps the batches for their length")
 def callback_keeps_the_batches():
     return engine_that(keep_them_in_a_callback)
-
-
-@odd(notes="a function of the trainer keeps the batches in its closure")
-def closure_keeps_the_batches():
-    return engine_that(keep_them_in_a_closure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import zlib
 
@@ -54,43 +53,6 @@ pair(
     mentions=("seed",),
     faulty=augmented(np.random.default_rng),
     fixed=augmented(lambda: np.random.default_rng(1234)),
-)
-
-
-# A shuffle keyed by bytes of the system.
-
-
-class Trainer:
-    def __init__(self, model, seed_of):
-        self.model, self.seed_of = model, seed_of
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-
-    def order(self, rows):
-        return np.random.RandomState(self.seed_of()).permutation(rows)[: rows // 2]
-
-    def fit(self, batches):
-        for x, y in batches:
-            chosen = torch.from_numpy(self.order(len(x)))
-            loss = F.mse_loss(self.model(x[chosen]), y[chosen])
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            self.optimizer.step()
-
-
-def subsampled(seed_of):
-    def make():
-        trainer = Trainer(mlp(6, 24, 1), seed_of)
-        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.table(), fit=trainer.fit)
-
-    return make
-
-
-pair(
-    "rows_chosen_by_the_system",
-    "determinism",
-    "unseeded_random",
-    faulty=subsampled(lambda: int.from_bytes(os.urandom(4), "little")),
-    fixed=subsampled(lambda: np.random.randint(2**31)),
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -212,61 +210,6 @@ pair(
     where="np.random.seed(0)",
     faulty=subset(own_generator=False),
     fixed=subset(own_generator=True),
-)
-
-
-# A teacher that is an average of the student follows it in validation as well.
-
-
-def taught(in_training_only):
-    def make():
-        student = relu_mlp(6, 16, 3)
-        teacher = copy.deepcopy(student).requires_grad_(False)
-        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-        x, y = data.labelled(seed=5)
-
-        @torch.no_grad()
-        def follow():
-            for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
-                mine.lerp_(theirs, 0.2)
-
-        def loss_of(inputs, labels, training):
-            if training or not in_training_only:
-                follow()
-            out = student(inputs)
-            with torch.no_grad():
-                target = teacher(inputs)
-            return F.cross_entropy(out, labels) + F.mse_loss(out, target)
-
-        def fit(batches):
-            for inputs, labels in batches:
-                optimizer.zero_grad()
-                loss_of(inputs, labels, training=True).backward()
-                optimizer.step()
-
-        @torch.no_grad()
-        def evaluate():
-            return loss_of(x, y, training=False).item()
-
-        return TrainLoop(
-            model={"student": student, "teacher": teacher},
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=fit,
-            evaluate=evaluate,
-        )
-
-    return make
-
-
-pair(
-    "teacher_follows_in_validation",
-    CHECK,
-    "weights_left",
-    culprits=("teacher.0.weight",),
-    where="mine.lerp_(theirs, 0.2)",
-    faulty=taught(in_training_only=False),
-    fixed=taught(in_training_only=True),
 )
 
 

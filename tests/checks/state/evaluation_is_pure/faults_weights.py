@@ -136,56 +136,6 @@ pair(
 )
 
 
-# The best weights so far are loaded for the test score, and training goes on from there.
-
-
-class Fitter:
-    def __init__(self, restoring):
-        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
-        self.first = copy.deepcopy(self.model.state_dict())
-        self.held_out = data.labelled(seed=5)
-        self.restoring = restoring
-
-    def fit(self, batches):
-        train(self.model, self.optimizer, batches)
-
-    def test(self):
-        """How far the model has come from where it began."""
-        kept = copy.deepcopy(self.model.state_dict())
-        now = accuracy(self.model, self.held_out)
-        self.model.load_state_dict(self.first)
-        before = accuracy(self.model, self.held_out)
-        if self.restoring:
-            self.model.load_state_dict(kept)
-        return now - before
-
-
-def compared(restoring):
-    def make():
-        fitter = Fitter(restoring)
-        return TrainLoop(
-            model=fitter.model,
-            optimizer=fitter.optimizer,
-            batch=data.labelled(),
-            fit=fitter.fit,
-            evaluate=fitter.test,
-        )
-
-    return make
-
-
-pair(
-    "first_weights_left_in_place",
-    CHECK,
-    "weights_left",
-    culprits=("model.0.weight",),
-    where="self.model.load_state_dict(self.first)",
-    faulty=compared(restoring=False),
-    fixed=compared(restoring=True),
-)
-
-
 # The model is cast for a fast evaluation, and cast back: what half precision cannot hold is gone.
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import mlp, relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import curves, fresh, points, series
+from tests.loops.random_data import fresh, points, series
 
 
 def dropping(classes=4):
@@ -164,30 +164,6 @@ def evaluating_the_average():
             return accuracy(model, held_out)
 
     return classifier(model, evaluate, after=average.update)
-
-
-@odd(notes="weights and average change places by their storages, twice")
-def evaluating_with_exchanged_storages():
-    model, held_out = relu_mlp(8, 16, 4), points(16)
-    average = copy.deepcopy(model)
-
-    @torch.no_grad()
-    def update():
-        for mine, p in zip(average.parameters(), model.parameters(), strict=True):
-            mine.lerp_(p, 0.1)
-
-    def exchange():
-        for mine, p in zip(average.parameters(), model.parameters(), strict=True):
-            mine.data, p.data = p.data, mine.data
-
-    def evaluate():
-        exchange()
-        with evaluating(model):
-            score = accuracy(model, held_out)
-        exchange()
-        return score
-
-    return classifier(model, evaluate, after=update)
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -382,38 +358,6 @@ def evaluating_with_carried_state():
     return TrainLoop(
         model=model, optimizer=optimizer, batch=series(), batches=fresh(series), fit=fit, evaluate=evaluate
     )
-
-
-@odd(notes="keys and values are cached in generation, and the cache is emptied at its beginning")
-def evaluating_with_a_cache():
-    class Cached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp(8, 16, 1)
-            self.cache = None
-
-        def forward(self, x):
-            if not self.training:
-                self.cache = x if self.cache is None else torch.cat([self.cache, x])
-                return self.net(self.cache).mean(0, keepdim=True)
-            return self.net(x)
-
-    model, (x, _) = Cached(), curves()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-
-    def fit(batches):
-        model.train()
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            F.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-
-    def evaluate():
-        with evaluating(model):
-            model.cache = None
-            return [model(row[None]).item() for row in x]
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=curves(), fit=fit, evaluate=evaluate)
 
 
 @odd(notes="evaluation counts steps of its own in the model: a schedule of prints, no schedule of training")

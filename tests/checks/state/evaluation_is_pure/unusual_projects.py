@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -224,28 +222,6 @@ def evaluating_on_a_stream():
     return classifier(model, lambda: [accuracy(model, next(stream)) for _ in range(3)])
 
 
-@odd(notes="random states are kept and put back around evaluation, which seeds all three generators")
-def evaluating_with_kept_random_states():
-    model, (x, y) = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)), points(16)
-
-    def evaluate():
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        torch.manual_seed(1)
-        np.random.seed(1)
-        random.seed(1)
-        model.eval()
-        try:
-            rows = torch.as_tensor(np.random.permutation(len(x))[: random.randrange(8, 12)])
-            return accuracy(model, (x[rows] + 0.1 * torch.randn(len(rows), 8), y[rows]))
-        finally:
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
-            model.train()
-
-    return classifier(model, evaluate)
-
-
 @odd(notes="a seed per epoch for the samples that are shown: training goes on from another state each time")
 def evaluating_with_a_seed_per_epoch():
     model, epoch = mlp(4, 16, 2), [0]
@@ -320,23 +296,6 @@ def evaluating_episodes():
         return total
 
     return TrainLoop(model=policy, optimizer=optimizer, batch=torch.randn(16, 4), fit=fit, evaluate=evaluate)
-
-
-@odd(notes="weights are pruned by a mask for the score of the sparse model, and kept in a copy")
-def evaluating_a_pruned_model():
-    model, held_out = relu_mlp(8, 16, 4), points(16)
-
-    @torch.no_grad()
-    def evaluate():
-        kept = {name: p.clone() for name, p in model.named_parameters()}
-        for p in model.parameters():
-            p.mul_(p.abs() > p.abs().quantile(0.3))
-        score = accuracy(model, held_out)
-        for name, p in model.named_parameters():
-            p.copy_(kept[name])
-        return score
-
-    return classifier(model, evaluate)
 
 
 @odd(notes="the head is taken off for features, and put back as it was")

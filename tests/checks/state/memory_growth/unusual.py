@@ -16,46 +16,6 @@ from tests.loops.nets import CharLSTM, ConvNet, mlp
 from tests.loops.odd import odd
 
 
-@odd(notes="losses with their graphs are summed over four steps for a print, and the sum begins anew")
-def memory_short_sums():
-    model = mlp(6, 16, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    shown = []
-
-    def fit(batches):
-        running = 0.0
-        for step, (x, y) in enumerate(batches, start=1):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            running += loss
-            if step % 4 == 0:
-                shown.append(float(running) / 4)
-                running = 0.0
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
-@odd(notes="a list of losses with graphs is emptied every eighth step")
-def memory_lists_emptied():
-    model = mlp(6, 16, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def fit(batches):
-        losses = []
-        for x, y in batches:
-            optimizer.zero_grad()
-            losses.append(F.cross_entropy(model(x), y))
-            losses[-1].backward()
-            optimizer.step()
-            if len(losses) == 8:
-                torch.stack(losses).mean().item()
-                losses.clear()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
 @odd(notes="a window of the last four losses, as a deque")
 def memory_window():
     model = mlp(6, 16, 3)

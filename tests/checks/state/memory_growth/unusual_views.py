@@ -38,35 +38,6 @@ class Reversed(torch.autograd.Function):
         return -ctx.weight * gradient, None
 
 
-class Flat(torch.autograd.Function):
-    """A view of another shape; the input is saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.shape = x.shape
-        return x.view(-1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient.view(ctx.shape) * torch.ones_like(x)
-
-
-class Row(torch.autograd.Function):
-    """The first rows, with input and output on ctx as attributes: a cycle."""
-
-    @staticmethod
-    def forward(ctx, x):
-        out = x[: len(x) // 2]
-        ctx.x, ctx.out = x, out
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.cat([gradient, torch.zeros(len(ctx.x) - len(gradient), *gradient.shape[1:]).to(gradient)])
-
-
 class Marked(torch.autograd.Function):
     """Writes in place, and says so."""
 
@@ -83,16 +54,6 @@ class Marked(torch.autograd.Function):
 @odd(notes="an autograd function returns a view of its input (gradient reversal)")
 def memory_function_that_returns_a_view():
     return loop(lambda model, x, y: F.cross_entropy(model(x), y) + 0.01 * Reversed.apply(model(x), 0.1).square().mean())
-
-
-@odd(notes="an autograd function returns a view of another shape, and saves its input")
-def memory_function_that_flattens():
-    return loop(lambda model, x, y: F.cross_entropy(Flat.apply(model(x)).view(len(x), -1), y))
-
-
-@odd(notes="an autograd function returns a slice, and keeps input and output as attributes of ctx")
-def memory_function_that_slices():
-    return loop(lambda model, x, y: F.cross_entropy(Row.apply(torch.cat([model(x), model(-x)])), y))
 
 
 @odd(notes="an autograd function writes in place and marks it")
@@ -130,21 +91,3 @@ def memory_masked_scatter_in_place():
             return self.head(torch.tanh(embedded.mean(1)))
 
     return loop(lambda model, x, y: F.cross_entropy(model(x), y), model=InPlace())
-
-
-class Handed(torch.autograd.Function):
-    """Hands its input on as it is, of which torch makes a view."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.weight * gradient, None
-
-
-@odd(notes="an autograd function returns its input as it is")
-def memory_function_that_returns_its_input():
-    return loop(lambda model, x, y: F.cross_entropy(Handed.apply(model(x), 0.5), y))

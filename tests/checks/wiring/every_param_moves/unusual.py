@@ -106,44 +106,6 @@ def keeping_a_scale_at_its_bound():
     return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
 
 
-class NonNegative(torch.optim.SGD):
-    """Projects the groups that ask for it onto the numbers from zero up, inside its step."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            if group.get("nonnegative"):
-                for p in group["params"]:
-                    p.clamp_(min=0)
-
-
-class Penalised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(8, 1)
-        self.share = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return self.body(x).squeeze(1) + self.share * x.abs().sum(1)
-
-
-@odd(notes="a weight rests at zero, the bound of the optimizer's own projection, and wants below it")
-def keeping_a_projection_at_zero():
-    model = Penalised()
-    groups = [{"params": model.body.parameters()}, {"params": [model.share], "nonnegative": True}]
-    optimizer = NonNegative(groups, lr=0.01)
-    x = torch.randn(12, 8)
-
-    def fit(batches):
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            F.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=(x, -5.0 - x.abs().sum(1)), fit=fit)
-
-
 @odd(notes="a hook of the step keeps the average of the weights: it moves inside the step, and no optimizer holds it")
 def keeping_an_average_by_hook():
     model = relu_mlp(8, 16, 4)

@@ -144,7 +144,7 @@ two(
 )
 
 
-# The names of the children of the model, where the part lies one level further down; and of all its modules.
+# The names of the children of the model, where the part lies one level further down.
 
 
 def freeze_children(*parts):
@@ -164,25 +164,6 @@ two(
     mentions=("'embeddings'",),
     faulty=tagged(freeze_children("embeddings")),
     fixed=tagged(freeze_children("bert")),
-)
-
-
-def freeze_modules(prefix):
-    def freeze(model):
-        for name, module in model.named_modules():
-            if name.startswith(prefix):
-                module.requires_grad_(False)
-
-    return freeze
-
-
-two(
-    "modules_of_an_encoder_within_a_model",
-    culprits=("bert.encoder.layer.0.0.weight",),
-    where="if name.startswith(prefix)",
-    mentions=("'bert.encoder.layer'",),
-    faulty=tagged(freeze_modules("encoder.layer")),
-    fixed=tagged(freeze_modules("bert.encoder.layer")),
 )
 
 

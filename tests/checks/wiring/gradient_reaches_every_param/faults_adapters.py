@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
@@ -192,27 +191,6 @@ def peft(model):
     model.head.requires_grad_(True)
 
 
-def prepare_for_training(model):
-    """Freeze the base, keep the norms trainable."""
-    for p in model.parameters():
-        p.requires_grad = False
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.requires_grad_(True)
-
-
-def peft_then_prepare(model):
-    inject(model, TARGETS, LoraLayer)
-    prepare_for_training(model)
-    model.head.requires_grad_(True)
-
-
-def prepare_then_peft(model):
-    prepare_for_training(model)
-    inject(model, TARGETS, LoraLayer)
-    model.head.requires_grad_(True)
-
-
 pair(
     "lora_then_freeze",
     CHECK,
@@ -228,14 +206,6 @@ pair(
     culprits=("blocks.0.qkv.lora_A", "blocks.0.qkv.lora_B"),
     faulty=fine_tuned(lora_marked_by_typo, only_trainable=False),
     fixed=fine_tuned(lora_marked, only_trainable=False),
-)
-pair(
-    "peft_then_prepare",
-    CHECK,
-    "adapters_frozen",
-    culprits=("blocks.0.qkv.lora_A.default.weight", "blocks.0.qkv.lora_B.default.weight"),
-    faulty=fine_tuned(peft_then_prepare),
-    fixed=fine_tuned(prepare_then_peft),
 )
 
 

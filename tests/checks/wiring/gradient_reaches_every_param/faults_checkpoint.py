@@ -81,46 +81,6 @@ pair(
 )
 
 
-# Pretrained embeddings are frozen; the blocks are meant to train, and only the head does.
-
-
-def frozen_embeddings(**how):
-    def make():
-        model = CheckpointedGPT(**how)
-        model.token.requires_grad_(False)
-        model.position.requires_grad_(False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-        def step(batch):
-            loss = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
-        ids, labels = data.tokens()
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch={"ids": ids, "labels": labels},
-            frozen=("token.", "position."),
-            step=step,
-        )
-
-    return make
-
-
-pair(
-    "blocks_behind_frozen_embeddings",
-    CHECK,
-    "checkpoint_cut",
-    culprits=("blocks.0.qkv.weight", "blocks.1.mlp.0.weight"),
-    where="checkpoint(block, x, use_reentrant=self.use_reentrant)",
-    faulty=frozen_embeddings(use_reentrant=True),
-    fixed=frozen_embeddings(use_reentrant=False),
-)
-
-
 # The first stage of a convolutional network is checkpointed on raw images.
 
 

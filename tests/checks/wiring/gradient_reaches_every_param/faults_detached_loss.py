@@ -231,47 +231,6 @@ cut(
 )
 
 
-# Distillation of features: the student's side is detached.
-
-
-class Student(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
-        self.project = nn.Linear(16, 12)
-        self.head = nn.Linear(16, 3)
-
-
-def teacher_features(x):
-    maps = torch.randn(6, 12, generator=torch.Generator().manual_seed(5))
-    return torch.tanh(x @ maps / 2)
-
-
-def distil_wrong_side(model, batch):
-    x, y = batch
-    hidden = model.body(x)
-    hint = F.mse_loss(model.project(hidden).detach(), teacher_features(x))
-    return F.cross_entropy(model.head(hidden), y) + hint
-
-
-def distil(model, batch):
-    x, y = batch
-    hidden = model.body(x)
-    hint = F.mse_loss(model.project(hidden), teacher_features(x).detach())
-    return F.cross_entropy(model.head(hidden), y) + hint
-
-
-cut(
-    "distillation_wrong_side_detached",
-    Student,
-    data.labelled,
-    distil_wrong_side,
-    distil,
-    culprits=("project.weight", "project.bias"),
-    where="model.project(hidden).detach()",
-)
-
-
 # SimSiam: the predictor's output is stopped in place of the target.
 
 
@@ -310,43 +269,6 @@ cut(
     culprits=("predictor.0.weight", "predictor.2.bias"),
     where="p1.detach()",
     mentions=("F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()",),
-)
-
-
-# Policy and value in one loss: the values are detached in their own term as well.
-
-
-class PolicyValue(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.policy = mlp(4, 24, 3)
-        self.value = mlp(4, 24, 1)
-
-    def forward(self, states):
-        return self.policy(states), self.value(states).squeeze(-1)
-
-
-def values_detached(model, batch):
-    states, moves, outcomes = batch
-    logits, values = model(states)
-    values = values.detach()
-    return F.cross_entropy(logits, moves) + F.mse_loss(values, outcomes)
-
-
-def policy_and_value(model, batch):
-    states, moves, outcomes = batch
-    logits, values = model(states)
-    return F.cross_entropy(logits, moves) + F.mse_loss(values, outcomes)
-
-
-cut(
-    "values_detached_in_their_loss",
-    PolicyValue,
-    data.episode,
-    values_detached,
-    policy_and_value,
-    culprits=("value.0.weight", "value.2.bias"),
-    where="values = values.detach()",
 )
 
 

@@ -1,15 +1,14 @@
-"""The graph is cut inside the model: detach, data, lists, numpy, an index in the middle."""
+"""The graph is cut inside the model: data, lists, an index in the middle."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import AutoEncoder, TwoTower, contrast, mlp
+from tests.loops.nets import TwoTower, contrast, mlp
 from tests.loops.pairs import pair
 
 CHECK = "gradient_reaches_every_param"
@@ -44,72 +43,6 @@ def cut(name, where, culprits, broken, whole, batch, loss, **options):
     )
 
 
-# An autoencoder whose code is detached.
-
-
-class DetachedCode(AutoEncoder):
-    def forward(self, x):
-        code = self.encoder(x).detach()
-        return self.decoder(code)
-
-
-def reconstruct(model, batch):
-    return F.mse_loss(model(batch[0]), batch[0])
-
-
-cut(
-    "autoencoder_code_detached",
-    "code = self.encoder(x).detach()",
-    ("encoder.0.weight", "encoder.2.bias"),
-    DetachedCode,
-    AutoEncoder,
-    data.table,
-    reconstruct,
-)
-
-
-# Sequence to sequence: the decoder starts from the encoder's state, as data.
-
-
-class Seq2Seq(nn.Module):
-    def __init__(self, vocab=16, width=24):
-        super().__init__()
-        self.source = nn.Embedding(vocab, width)
-        self.target = nn.Embedding(vocab, width)
-        self.encoder = nn.LSTM(width, width, batch_first=True)
-        self.decoder = nn.LSTM(width, width, batch_first=True)
-        self.out = nn.Linear(width, vocab)
-
-    def encode(self, source):
-        return self.encoder(self.source(source))[1]
-
-    def forward(self, source, target):
-        decoded, _ = self.decoder(self.target(target), self.encode(source))
-        return self.out(decoded)
-
-
-class Seq2SeqStateAsData(Seq2Seq):
-    def encode(self, source):
-        hidden, cell = self.encoder(self.source(source))[1]
-        return hidden.data, cell.data
-
-
-def translate(model, batch):
-    source, target = batch
-    return F.cross_entropy(model(source, target[:, :-1]).transpose(1, 2), target[:, 1:])
-
-
-cut(
-    "seq2seq_state_as_data",
-    "return hidden.data, cell.data",
-    ("source.weight", "encoder.weight_ih_l0"),
-    Seq2SeqStateAsData,
-    Seq2Seq,
-    data.tokens,
-    translate,
-)
-
-
 # Two towers: one side goes through a cache of plain lists.
 
 
@@ -134,42 +67,8 @@ cut(
 )
 
 
-# Features standardised in numpy.
-
-
-class Standardised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv1d(1, 8, 3, padding=1), nn.ReLU())
-        self.head = nn.Linear(80, 1)
-
-    def standardise(self, features):
-        return (features - features.mean(1, keepdim=True)) / (features.std(1, keepdim=True) + 1e-5)
-
-    def forward(self, x):
-        return self.head(self.standardise(self.stem(x.transpose(1, 2))).flatten(1))
-
-
-class StandardisedInNumpy(Standardised):
-    def standardise(self, features):
-        values = features.detach().cpu().numpy()
-        values = (values - np.mean(values)) / (np.std(values) + 1e-5)
-        return torch.from_numpy(values)
-
-
 def forecast(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
-
-
-cut(
-    "features_through_numpy",
-    "values = features.detach().cpu().numpy()",
-    ("stem.0.weight", "stem.0.bias"),
-    StandardisedInNumpy,
-    Standardised,
-    data.series,
-    forecast,
-)
 
 
 # A recurrent cell unrolled by hand; states are collected into a tensor.
@@ -307,38 +206,5 @@ cut(
     HardMoE,
     MoE,
     lambda: data.table(rows=32),
-    forecast,
-)
-
-
-# A gate by comparison.
-
-
-class Gated(nn.Module):
-    def __init__(self, width=24):
-        super().__init__()
-        self.value = nn.Linear(6, width)
-        self.gate = nn.Linear(6, width)
-        self.out = nn.Linear(width, 1)
-
-    def opened(self, x):
-        return torch.sigmoid(self.gate(x))
-
-    def forward(self, x):
-        return self.out(torch.tanh(self.value(x)) * self.opened(x))
-
-
-class GatedByComparison(Gated):
-    def opened(self, x):
-        return (torch.sigmoid(self.gate(x)) > 0.5).to(x.dtype)
-
-
-cut(
-    "gate_by_comparison",
-    "(torch.sigmoid(self.gate(x)) > 0.5)",
-    ("gate.weight", "gate.bias"),
-    GatedByComparison,
-    Gated,
-    data.table,
     forecast,
 )

@@ -236,39 +236,6 @@ pair(
 )
 
 
-# Embeddings from a helper that was written for evaluation.
-
-
-class Siamese(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = mlp(6, 24, 8)
-        self.score = nn.Linear(8, 3)
-
-
-def embed(model, x):
-    return F.normalize(model.encoder(x).detach(), dim=-1)
-
-
-def embed_for_training(model, x):
-    return F.normalize(model.encoder(x), dim=-1)
-
-
-def probe_loss(embed):
-    return lambda model, batch: F.cross_entropy(8 * model.score(embed(model, batch[0])), batch[1])
-
-
-pair(
-    "helper_that_detaches",
-    CHECK,
-    "graph_cut",
-    culprits=("encoder.0.weight", "encoder.2.bias"),
-    where="model.encoder(x).detach()",
-    faulty=trained(Siamese, data.labelled, probe_loss(embed)),
-    fixed=trained(Siamese, data.labelled, probe_loss(embed_for_training)),
-)
-
-
 # A hypernetwork: the generated weights are copied into a buffer by way of `data`.
 
 

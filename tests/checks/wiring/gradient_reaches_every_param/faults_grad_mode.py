@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, CharLSTM, ConvNet, lm_loss, mlp
+from tests.loops.nets import CharLSTM, ConvNet, mlp
 from tests.loops.pairs import pair
 
 CHECK = "gradient_reaches_every_param"
@@ -78,39 +78,6 @@ pair(
     culprits=("features.0.weight", "head.weight"),
     faulty=loop(ConvNet, data.images, train_under_no_grad_silenced),
     fixed=loop(ConvNet, data.images, train_images),
-)
-
-
-# A language model: a decorator on forward.
-
-
-class SamplingGPT(GPT):
-    def next_token(self, ids):
-        return self(ids)[:, -1].argmax(-1)
-
-
-class DecoratedGPT(SamplingGPT):
-    @torch.no_grad()
-    def forward(self, ids):
-        return super().forward(ids)
-
-
-def train_lm(model, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad(set_to_none=True)
-        loss = lm_loss(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-
-pair(
-    "gpt_forward_decorated",
-    CHECK,
-    "no_grad_forward",
-    raises=COMPLAINT,
-    faulty=loop(DecoratedGPT, data.tokens, train_lm),
-    fixed=loop(SamplingGPT, data.tokens, train_lm),
 )
 
 

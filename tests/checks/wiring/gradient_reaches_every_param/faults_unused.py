@@ -92,32 +92,6 @@ unused("norm_result_dropped", ("norm.weight", "norm.bias"), LMDroppingNorm, LM, 
 unused("positions_added_nowhere", ("position.weight",), LMDroppingPositions, LM, data.tokens, lm_loss, lr=3e-3)
 
 
-# A block that keeps its attention for plotting, and forgets to add it.
-
-
-class ForgetfulBlock(Block):
-    def forward(self, x):
-        self.attended = self.attend(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class BlockLM(LM):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block(24, 2)
-
-
-unused(
-    "attention_branch_forgotten",
-    ("block.qkv.weight", "block.proj.weight", "block.norm1.weight"),
-    lambda: BlockLM(ForgetfulBlock),
-    lambda: BlockLM(Block),
-    data.tokens,
-    lm_loss,
-    lr=3e-3,
-)
-
-
 # Two heads, one loss.
 
 
@@ -203,44 +177,8 @@ unused(
 )
 
 
-# A convolutional network: the second stage starts from the input of the first.
-
-
-class Stages(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.widen = nn.Conv2d(1, 8, 3, padding=1)
-        self.stage1 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
-        self.stage2 = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.ReLU())
-        self.head = nn.Linear(128, 4)
-
-    def forward(self, x):
-        x = F.relu(self.widen(x))
-        h = self.stage1(x)
-        h = self.stage2(h)
-        return self.head(h.flatten(1))
-
-
-class StagesWrongInput(Stages):
-    def forward(self, x):
-        x = F.relu(self.widen(x))
-        h = self.stage1(x)
-        h = self.stage2(x)
-        return self.head(h.flatten(1))
-
-
 def classify(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
-
-
-unused(
-    "stage_result_overwritten",
-    ("stage1.0.weight", "stage1.0.bias"),
-    StagesWrongInput,
-    Stages,
-    data.images,
-    classify,
-)
 
 
 # A recurrent regressor that returns what came before its projection.

@@ -70,41 +70,6 @@ def prior_held_by_a_hook() -> TrainLoop:
     return loop(model, points(), lambda m, b: F.cross_entropy(m(b[0]), b[1]))
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, strength):
-        ctx.strength = strength
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -ctx.strength * grad, None
-
-
-class DomainAdversary(nn.Module):
-    """A bottleneck that only the domain's loss would train; the reversal's strength grows from 0 over the epochs."""
-
-    def __init__(self):
-        super().__init__()
-        self.features, self.kind = relu_mlp(8, 16, 12), nn.Linear(12, 4)
-        self.domain, self.progress = relu_mlp(12, 8, 1), 0.0
-
-    def forward(self, x):
-        h = self.features(x)
-        strength = 2 / (1 + torch.exp(torch.tensor(-10.0 * self.progress))) - 1
-        return self.kind(h), self.domain(Reversed.apply(h, float(strength)))
-
-
-@odd(notes="domain-adversarial training: the reversal's strength is 0 in the first epoch")
-def gradient_reversal_that_starts_at_zero() -> TrainLoop:
-    def loss_of(model, batch):
-        kind, domain = model(batch[0])
-        wanted = (torch.arange(len(domain)) % 2).to(domain.dtype)[:, None]
-        return F.cross_entropy(kind, batch[1]) + F.binary_cross_entropy_with_logits(domain, wanted)
-
-    return loop(DomainAdversary(), points(), loss_of)
-
-
 @odd(notes="PPO: of the rows whose ratio is beyond the clip none has a gradient, and ten epochs use the same rows")
 def clipped_ratios_in_several_epochs() -> TrainLoop:
     policy = mlp(8, 24, 4)

@@ -122,31 +122,6 @@ def auxiliary_loss_of_weight_zero() -> TrainLoop:
     )
 
 
-def train_delayed(model, optimizer, batches, start=20):
-    for step, (x, y) in enumerate(batches):
-        losses = model.losses(x, y)
-        weight = min(1.0, max(0.0, (step - start) / 10))
-        optimizer.zero_grad()
-        (losses["class"] + weight * losses["reconstruction"]).backward()
-        optimizer.step()
-
-
-@odd(
-    notes="one loss has weight 0 for the first twenty steps and grows after that: its decoder does nothing in "
-    "a short run"
-)
-def auxiliary_loss_starts_late() -> TrainLoop:
-    model = WithReconstruction()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_delayed(model, optimizer, batches),
-    )
-
-
 class BalancedMoE(nn.Module):
     """Loss-free balancing: a bias steers which experts are chosen and is moved by a rule, never by a gradient."""
 

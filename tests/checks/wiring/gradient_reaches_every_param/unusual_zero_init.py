@@ -214,36 +214,6 @@ def vit_with_key_bias() -> TrainLoop:
     )
 
 
-class RankNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.score = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 1)
-
-    def forward(self, x):
-        return self.score(self.body(x)).squeeze(-1)
-
-
-def train_listwise(model, optimizer, batches):
-    for x, relevance in batches:
-        optimizer.zero_grad()
-        loss = F.kl_div(model(x).log_softmax(1), relevance.softmax(1), reduction="batchmean")
-        loss.backward()
-        optimizer.step()
-
-
-@odd(notes="scores are compared within a list, so the last bias cancels in the softmax over items (ListNet)")
-def listwise_ranking_bias_cancels() -> TrainLoop:
-    model = RankNet()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    x = torch.randn(4, 5, 8)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=(x, 2.0 * x[..., 0]),
-        fit=lambda batches: train_listwise(model, optimizer, batches),
-    )
-
-
 class SqueezedHead(nn.Module):
     """One expert starts so small that its units are off for about half of the inputs."""
 
@@ -267,35 +237,6 @@ def partly_inactive_relu_units() -> TrainLoop:
         optimizer=optimizer,
         batch=points(),
         batches=fresh(points),
-        fit=lambda batches: train(model, optimizer, batches),
-    )
-
-
-class GatedResidual(nn.Module):
-    """Fixup: no norm, scalar biases and multipliers, the last layer of every branch at zero."""
-
-    def __init__(self, width=12):
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width, bias=False), zeroed(nn.Linear(width, width, bias=False))
-        self.biases = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        h = torch.relu(self.first(x + self.biases[0]) + self.biases[1])
-        return x + self.scale * self.second(h + self.biases[2]) + self.biases[3]
-
-
-@odd(
-    notes="with the branch's last layer at zero, its scale and three of its biases get no gradient on the "
-    "first step (Fixup)"
-)
-def fixup_residual_branches() -> TrainLoop:
-    model = nn.Sequential(nn.Linear(8, 12), GatedResidual(), GatedResidual(), nn.Linear(12, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
         fit=lambda batches: train(model, optimizer, batches),
     )
 

@@ -107,48 +107,8 @@ pair(
 )
 
 
-# Stages of a convolutional network in a tuple.
-
-
-class TupleStages(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(1, 6, 3, padding=1)
-        self.stages = self.build()
-        self.classifier = nn.Linear(12, 4)
-
-    def stage(self, before, after):
-        return nn.Sequential(
-            nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()
-        )
-
-    def build(self):
-        return self.stage(6, 8), self.stage(8, 12)
-
-    def forward(self, x):
-        x = F.relu(self.stem(x))
-        for stage in self.stages:
-            x = stage(x)
-        return self.classifier(x.mean((2, 3)))
-
-
-class SequentialStages(TupleStages):
-    def build(self):
-        return nn.Sequential(*super().build())
-
-
 def classify(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
-
-
-pair(
-    "stages_in_a_tuple",
-    CHECK,
-    "not_registered",
-    mentions=("stages",),
-    faulty=loop(TupleStages, data.images, classify, torch.optim.SGD, lr=0.05, momentum=0.9),
-    fixed=loop(SequentialStages, data.images, classify, torch.optim.SGD, lr=0.05, momentum=0.9),
-)
 
 
 # Parameters in a list.

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, AutoEncoder, CharLSTM, ConvNet, TwoTower, lm_loss, mlp
+from tests.loops.nets import GPT, CharLSTM, ConvNet, TwoTower, lm_loss, mlp
 from tests.loops.pairs import pair
 
 CHECK = "optimizer_holds_every_param"
@@ -47,37 +47,6 @@ pair(
     culprits=("head.weight", "head.bias"),
     faulty=cnn(lambda model: model.features.parameters()),
     fixed=cnn(lambda model: model.parameters()),
-)
-
-
-# Only the encoder is passed; the optimizer is made inside the training function.
-
-
-def train_encoder_only(model, batches):
-    optimizer = torch.optim.Adam(model.encoder.parameters(), lr=5e-3)
-    train(lambda x: F.mse_loss(model(x), x), optimizer, batches)
-
-
-def train_both(model, batches):
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    train(lambda x: F.mse_loss(model(x), x), optimizer, batches)
-
-
-def autoencoder(fit):
-    def make():
-        model = AutoEncoder()
-        return TrainLoop(model=model, batch=data.table()[0], fit=lambda batches: fit(model, batches))
-
-    return make
-
-
-pair(
-    "autoencoder_decoder_forgotten",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("decoder.0.weight", "decoder.0.bias", "decoder.2.weight", "decoder.2.bias"),
-    faulty=autoencoder(train_encoder_only),
-    fixed=autoencoder(train_both),
 )
 
 
@@ -193,7 +162,7 @@ pair(
 )
 
 
-# Criteria with parameters of their own: weights of two tasks, prototypes of classes, a temperature.
+# Criteria with parameters of their own: weights of two tasks, a temperature.
 
 
 class UncertaintyWeights(nn.Module):
@@ -245,51 +214,6 @@ pair(
     culprits=("weigh.log_variance",),
     faulty=multi_task(lambda model, weigh: model.parameters()),
     fixed=multi_task(lambda model, weigh: [*model.parameters(), *weigh.parameters()]),
-)
-
-
-class Prototypes(nn.Module):
-    def __init__(self, classes=3, width=8, scale=8.0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(classes, width))
-        self.scale = scale
-
-    def forward(self, embeddings, labels):
-        cosine = F.normalize(embeddings, dim=-1) @ F.normalize(self.weight, dim=-1).T
-        return F.cross_entropy(self.scale * cosine, labels)
-
-
-class MetricLearner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.backbone = mlp(6, 24, 8)
-        self.criterion = Prototypes()
-
-    def forward(self, x, labels):
-        return self.criterion(self.backbone(x), labels)
-
-
-def metric_learning(trained):
-    def make():
-        model = MetricLearner()
-        optimizer = torch.optim.SGD(trained(model), lr=0.2, momentum=0.9)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=lambda batches: train(lambda batch: model(*batch), optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "prototypes_forgotten",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("criterion.weight",),
-    faulty=metric_learning(lambda model: model.backbone.parameters()),
-    fixed=metric_learning(lambda model: model.parameters()),
 )
 
 
@@ -452,34 +376,4 @@ pair(
     culprits=("fine.3.weight",),
     faulty=two_heads(lambda m: [*m.body.parameters(), *m.coarse.parameters()]),
     fixed=two_heads(lambda m: m.parameters()),
-)
-
-
-# Two towers that are called by themselves; one was made in vain.
-
-
-def towers(both):
-    def make():
-        left, right = mlp(6, 16, 4), mlp(6, 16, 4)
-        optimizer = torch.optim.Adam([*left.parameters(), *(right.parameters() if both else ())], lr=5e-3)
-
-        def fit(batches):
-            for x, _ in batches:
-                scores = left(x) @ right(x + 0.1).t()
-                optimizer.zero_grad()
-                F.cross_entropy(scores, torch.arange(len(x))).backward()
-                optimizer.step()
-
-        return TrainLoop(model={"left": left, "right": right}, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
-pair(
-    "tower_forgotten",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("right.0.weight",),
-    faulty=towers(both=False),
-    fixed=towers(both=True),
 )

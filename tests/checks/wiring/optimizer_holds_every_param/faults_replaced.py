@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, CharLSTM, ConvNet, lm_loss, mlp
+from tests.loops.nets import GPT, ConvNet, lm_loss, mlp
 from tests.loops.pairs import pair
 
 CHECK = "optimizer_holds_every_param"
@@ -139,91 +139,6 @@ pair(
     culprits=("0.parametrizations.weight.original1",),
     faulty=weight_normed(norm_first=False),
     fixed=weight_normed(norm_first=True),
-)
-
-
-# Weights reset by assigning new Parameters, after the optimizer was built.
-
-
-def reset(layer):
-    layer.weight = nn.Parameter(torch.randn_like(layer.weight) * layer.in_features**-0.5)
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(torch.zeros_like(layer.bias))
-
-
-def reset_in_place(layer):
-    with torch.no_grad():
-        layer.weight.normal_(std=layer.in_features**-0.5)
-        if layer.bias is not None:
-            layer.bias.zero_()
-
-
-def initialised(reset):
-    def make():
-        model = GPT()
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        for module in model.blocks.modules():
-            if isinstance(module, nn.Linear):
-                reset(module)
-
-        def step(batch):
-            loss = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-        ids, labels = data.tokens()
-        return TrainLoop(model=model, optimizer=optimizer, batch={"ids": ids, "labels": labels}, step=step)
-
-    return make
-
-
-pair(
-    "weights_reassigned_after_optimizer",
-    CHECK,
-    "swapped_after_optimizer",
-    culprits=("blocks.0.qkv.weight", "blocks.0.mlp.2.bias"),
-    faulty=initialised(reset),
-    fixed=initialised(reset_in_place),
-)
-
-
-# A copy of the model is trained, the optimizer has the original.
-
-
-class LSTMTrainer:
-    def __init__(self, model):
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        self.model = copy.deepcopy(model)
-
-    def fit(self, batches):
-        for ids, targets in batches:
-            self.optimizer.zero_grad()
-            F.cross_entropy(self.model(ids).transpose(1, 2), targets).backward()
-            self.optimizer.step()
-
-
-class LSTMTrainerCopyingFirst(LSTMTrainer):
-    def __init__(self, model):
-        self.model = copy.deepcopy(model)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
-
-
-def copied(trainer_class):
-    def make():
-        trainer = trainer_class(CharLSTM())
-        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.tokens(rows=8), fit=trainer.fit)
-
-    return make
-
-
-pair(
-    "copy_trained_original_held",
-    CHECK,
-    "stale_copy",
-    culprits=("embed.weight", "head.weight"),
-    faulty=copied(LSTMTrainer),
-    fixed=copied(LSTMTrainerCopyingFirst),
 )
 
 

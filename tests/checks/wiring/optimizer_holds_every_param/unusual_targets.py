@@ -6,9 +6,7 @@ than any run of a test goes on.
 
 from __future__ import annotations
 
-import collections
 import copy
-import random
 
 import torch
 import torch.nn.functional as F
@@ -183,29 +181,6 @@ def reference_policy_with_gradients():
         batches=fresh(points),
         fit=fit,
     )
-
-
-@odd(notes="the target enters late: memory is filled first, and the target was loaded before the first steps")
-def target_first_called_after_steps():
-    q = Qnet()
-    q_target = copy.deepcopy(q)
-    memory = collections.deque(maxlen=500)
-    optimizer = torch.optim.Adam(q.parameters(), lr=5e-3)
-
-    def fit(batches):
-        for step, batch in enumerate(batches):
-            memory.append(batch)
-            s, a, r, *_ = batch
-            loss = F.smooth_l1_loss(q(s).gather(1, a), r)
-            if step >= 5:  # values of one step, before bootstrapping begins
-                loss = q_loss(q, q_target, random.choice(memory))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 500 == 499:
-                q_target.load_state_dict(q.state_dict())
-
-    return TrainLoop(model=[q, q_target], optimizer=optimizer, batch=transitions(), batches=fresh(transitions), fit=fit)
 
 
 class Averaged(nn.Module):

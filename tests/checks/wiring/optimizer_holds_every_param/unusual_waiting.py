@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import fresh, points
+from tests.loops.random_data import fresh
 
 CRITIC_FIRST = 500
 
@@ -60,30 +59,3 @@ def waiting_optimizer_of_a_later_phase():
         batches=fresh(cloud),
         fit=lambda batches: train_gan(generator, critic, opt_g, opt_c, batches),
     )
-
-
-class TwoStage(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = relu_mlp(8, 16, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.body(x)))
-
-
-@odd(notes="the head is trained first; the body has gradients from the start and an optimizer of its own for later")
-def waiting_optimizer_of_the_body():
-    model = TwoStage()
-
-    def fit(batches, head_epochs=3):
-        opt_head = torch.optim.SGD(model.head.parameters(), lr=0.1)
-        opt_body = torch.optim.SGD(model.body.parameters(), lr=0.01)
-        for epoch in range(head_epochs + 3):
-            for x, y in batches:
-                model.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                opt_head.step()
-                if epoch >= head_epochs:
-                    opt_body.step()
-
-    return TrainLoop(model=model, batch=points(), batches=fresh(points), fit=fit)

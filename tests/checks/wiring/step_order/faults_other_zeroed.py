@@ -188,58 +188,6 @@ pair(
 )
 
 
-# A GAN: the discriminator's optimizer is zeroed in the generator's half as well.
-
-
-class GAN:
-    def __init__(self):
-        self.G, self.D = mlp(3, 24, 2), mlp(2, 24, 1)
-        self.opt_G = torch.optim.Adam(self.G.parameters(), lr=2e-3, betas=(0.5, 0.999))
-        self.opt_D = torch.optim.Adam(self.D.parameters(), lr=2e-3, betas=(0.5, 0.999))
-
-    def fit(self, batches):
-        for real in batches:
-            fake = self.G(torch.randn(len(real), 3))
-            self.opt_D.zero_grad()
-            (F.softplus(-self.D(real)).mean() + F.softplus(self.D(fake.detach())).mean()).backward()
-            self.opt_D.step()
-            self.opt_G.zero_grad()
-            F.softplus(-self.D(fake)).mean().backward()
-            self.opt_G.step()
-
-
-class GANZeroingTheDiscriminatorTwice(GAN):
-    def fit(self, batches):
-        for real in batches:
-            fake = self.G(torch.randn(len(real), 3))
-            self.opt_D.zero_grad()
-            (F.softplus(-self.D(real)).mean() + F.softplus(self.D(fake.detach())).mean()).backward()
-            self.opt_D.step()
-            self.opt_D.zero_grad()
-            F.softplus(-self.D(fake)).mean().backward()
-            self.opt_G.step()
-
-
-def gan(gan_class):
-    def make():
-        nets = gan_class()
-        return TrainLoop(
-            model={"G": nets.G, "D": nets.D}, optimizer=[nets.opt_G, nets.opt_D], batch=data.ring(), fit=nets.fit
-        )
-
-    return make
-
-
-pair(
-    "gan_discriminator_zeroed_twice",
-    "step_order",
-    "wrong_object_zeroed",
-    culprits=("G.0.weight",),
-    faulty=gan(GANZeroingTheDiscriminatorTwice),
-    fixed=gan(GAN),
-)
-
-
 # A loss scale of the project's own: the batch whose gradients overflow is left out, and its gradients stay.
 
 

@@ -167,16 +167,6 @@ class LSTMTrainerSteppingTheScheduler(LSTMTrainer):
             self.scheduler.step()
 
 
-class LSTMTrainerSteppingFirst(LSTMTrainer):
-    def fit(self, batches):
-        for batch in batches:
-            self.optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.optimizer.step()
-            loss.backward()
-            self.scheduler.step()
-
-
 def lstm(trainer_class):
     def make():
         trainer = trainer_class()
@@ -197,13 +187,5 @@ pair(
     "step_order",
     "step_missing",
     faulty=lstm(LSTMTrainerSteppingTheScheduler),
-    fixed=lstm(LSTMTrainer),
-)
-pair(
-    "lstm_stepped_before_backward",
-    "step_order",
-    "step_before_backward",
-    where="self.optimizer.step()",
-    faulty=lstm(LSTMTrainerSteppingFirst),
     fixed=lstm(LSTMTrainer),
 )

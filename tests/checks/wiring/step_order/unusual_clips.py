@@ -336,17 +336,6 @@ def reptile_with_one_inner_step() -> TrainLoop:
     return moved_after_each_step(after, lr=0.5)
 
 
-@odd(notes="elastic averaging: the weights are pulled to a centre that is pulled to them")
-def elastic_averaging() -> TrainLoop:
-    def after(i, parameters, centre):
-        for p, c in zip(parameters, centre, strict=True):
-            away = 0.2 * (p - c)
-            p.sub_(away)
-            c.add_(away)
-
-    return moved_after_each_step(after)
-
-
 @odd(notes="a weak anchor: after each step the weights go a thousandth of the way back to where they began")
 def a_weak_anchor_at_the_start() -> TrainLoop:
     def after(i, parameters, start):

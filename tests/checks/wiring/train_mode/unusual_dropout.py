@@ -11,36 +11,6 @@ from tests.loops import data
 from tests.loops.odd import odd
 
 
-class Prenet(nn.Module):
-    def __init__(self, features=6, width=16):
-        super().__init__()
-        self.first, self.second = nn.Linear(features, width), nn.Linear(width, width)
-
-    def forward(self, x):
-        x = F.dropout(F.relu(self.first(x)), p=0.5, training=True)
-        return F.dropout(F.relu(self.second(x)), p=0.5, training=True)
-
-
-@odd(notes="a prenet as Tacotron's drops in inference too: training=True is written out")
-def dropping_prenet():
-    model = nn.Sequential(Prenet(), nn.Linear(16, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    x, y = data.table(seed=1)
-
-    def fit(batches):
-        for _ in range(3):
-            for inputs, targets in batches:
-                optimizer.zero_grad()
-                F.mse_loss(model(inputs), targets).backward()
-                optimizer.step()
-            model.eval()
-            with torch.no_grad():
-                F.mse_loss(model(x), y).item()
-            model.train()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
 class Regressor(nn.Module):
     def __init__(self):
         super().__init__()

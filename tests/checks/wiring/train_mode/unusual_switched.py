@@ -131,21 +131,6 @@ def switched_recurrent_part_on():
     return loop(fit, model=Reader(), batch=points)
 
 
-@odd(notes="a freeze helper puts all in evaluation mode, and thaws the last block for training")
-def switched_by_a_freezing_helper():
-    def only(model, trained):
-        model.eval()
-        for part in trained:
-            part.train()
-
-    def fit(model, optimizer, batches):
-        for x, y in batches:
-            only(model, [model.neck, model.head])
-            step(model, optimizer, x, y)
-
-    return loop(fit)
-
-
 @odd(notes="the modes are set where the model is built: all off, the head on")
 def switched_when_the_model_is_built():
     model = Pretrained().eval()
