@@ -78,11 +78,15 @@ def _corners(box: torch.Tensor, form: str) -> tuple[torch.Tensor, ...]:
     return a - c / 2, b - d / 2, a + c / 2, b + d / 2
 
 
+_MOST_PAIRS = 4_000_000
+"""Pairs of boxes that are compared, each with each: ten tables of 32 MB."""
+
+
 def _overlap(p: torch.Tensor, t: torch.Tensor, *, way: _Way, eps: float = 0.0) -> torch.Tensor | None:
     if p.shape[-1] != 4 or t.shape[-1] != 4:
         return None
     if p.shape != t.shape:
-        if p.dim() != 2 or t.dim() != 2:
+        if p.dim() != 2 or t.dim() != 2 or len(p) * len(t) > _MOST_PAIRS:
             return None
         p, t = p[:, None], t[None]
     t = t.to(p.dtype)

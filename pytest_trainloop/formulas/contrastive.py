@@ -21,8 +21,12 @@ _POWERS = frozenset({"pow", "__pow__", "square"})
 _NORMS = frozenset({"norm", "vector_norm", "sqrt", "linalg_norm", "linalg_vector_norm", "pow", "__pow__"})
 
 
+_MOST_ROWS = 4096
+"""Rows of a table of pairs: 128 MB. What has more are entries, as pixels, and not the rows of a contrastive loss."""
+
+
 def _similarities(z: torch.Tensor) -> torch.Tensor | None:
-    return z @ z.T if z.dim() == 2 else None
+    return z @ z.T if z.dim() == 2 and len(z) <= _MOST_ROWS else None
 
 
 def _chosen_from(found: Slice, number: int) -> list[int]:
