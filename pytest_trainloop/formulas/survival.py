@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import torch
+
 from pytest_trainloop import nested
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, single
 from pytest_trainloop.formulas.trial import Aim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from pytest_trainloop.formulas.cut import Cut
 
@@ -25,7 +25,7 @@ def _partial(
         return None
     # by order and not by a table of pairs: a map of pixels has too many; rows of one time are at risk together
     order = time.argsort(descending=not before)
-    _, group, sizes = time[order].unique_consecutive(return_inverse=True, return_counts=True)
+    _, group, sizes = torch.unique_consecutive(time[order], return_inverse=True, return_counts=True)
     total = risk[order].logcumsumexp(0)[sizes.cumsum(0) - 1][group]
     return ((total - risk[order]) * (1 - event if censored else event)[order]).sum()
 
