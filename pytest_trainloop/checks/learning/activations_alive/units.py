@@ -217,8 +217,10 @@ class _Activations(WatchingMode):
         return (axis, path) if reference is not None and reference() is tensor else None
 
     def _look(self, kind: str, out: torch.Tensor, axis: int, path: str) -> None:
-        if not floats([out]):
+        if not floats([out]) or not out.numel():
             return
+        units = out.movedim(axis, 0)
+        units = units.reshape(len(units), -1)  # one example without an axis of rows has one value for each unit
         centre, beyond = _TWO_SIDED.get(kind, (0.0, math.inf))
         if (path, kind) not in self._seen:
             self._seen[path, kind] = (str(here()[0]), Outputs(), Outputs())
@@ -226,7 +228,7 @@ class _Activations(WatchingMode):
         rounds = self.watch.record.rounds
         for outputs, open_now in ((start, rounds < WINDOW), (end, rounds >= ROUNDS - 2 * WINDOW)):
             if open_now:
-                outputs.add(out.movedim(axis, 0).flatten(1), centre, beyond, self._batch)
+                outputs.add(units, centre, beyond, self._batch)
 
     def layers(self, record: Record) -> list[Layer]:
         """Those that were looked at over enough batches, behind modules that train."""

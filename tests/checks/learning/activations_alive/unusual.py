@@ -72,3 +72,14 @@ def steep_tanh_for_codes():
     model = Hash()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     return plain(model, optimizer, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@odd(notes="states come one by one, without an axis of rows, as an actor-critic meets them in its episode")
+def rows_one_by_one():
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def loss_of(x, y):
+        return torch.stack([F.cross_entropy(model(row), label) for row, label in zip(x, y, strict=True)]).mean()
+
+    return plain(model, optimizer, loss_of)
