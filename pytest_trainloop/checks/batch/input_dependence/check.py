@@ -23,6 +23,8 @@ How it decides
     called with it. Else it is advice: models are called with
     whole batches that hold ids of rows, edges' features or times of day, and share signatures of which they need a
     part.
+    A tensor that no model is called with is advice where no call of torch is given it and its name is that of a part of
+    a loss: ``done``, ``advantages``, ``old_log_probs``, weights, masks, lengths, rewards.
     A loop that makes its own data (an environment, a ``get_batch()`` inside ``fit``) is judged by what its models are
     called with, in the place of the batch.
 
@@ -117,7 +119,10 @@ def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses:
     summary, shown = f"the model receives {name}, and nothing depends on it", ""
     culprits: tuple[str, ...] = (name,)
     repair = f"use {name}; or leave it out of the call"
-    if not tensor.passed:
+    if tensor.unread and name not in uses:
+        summary = f"the batch has {name}, and nothing reads it"
+        repair = f"use {name} in the loss; or leave it out of the batch"
+    elif not tensor.passed:
         summary = f"nothing depends on {name}, and no model is called with it"
         repair = f"hand {name} over, and not another tensor in its place; or leave it out of uses="
     layer = idle_layer(evidence.run(), tensor)

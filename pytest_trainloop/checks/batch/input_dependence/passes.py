@@ -23,13 +23,18 @@ from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.memory_layout import write
 from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Backward
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.torch_internals import has_values, is_transformed
+from pytest_trainloop.recording.torch_names import CASTS, CONSTANT_ATTRIBUTES, SIZES
 from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.hooks import before_calls, call_from_outside, hooked, unless_suspended
 from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import LONGEST
+from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,6 +70,8 @@ class BatchTensor:
     the model's argument."""
     zeros: int = 0
     """Entries that are 0, of a tensor of 0 and 1."""
+    unread: bool = False
+    """Whether no call of torch is given it, and its name says that a loss is made of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,8 @@ class _Run:
     """The line of the first call."""
     arguments: dict[int, str] = field(default_factory=dict)
     """The names of the model's arguments by address."""
+    read: set[int] = field(default_factory=set)
+    """Addresses of the batch's tensors that a call of torch was given, one that only moves them left out."""
 
     def equals(self, other: _Run) -> bool:
         return self.roots == other.roots and self.same_outputs(other) and self.same_later(other)
@@ -114,6 +123,9 @@ class _Run:
                 return False
         return True
 
+
+_OF_A_LOSS = re.compile(r"done|terminal|terminated|advantage|log_?prob|logp|weight|mask|length|reward", re.IGNORECASE)
+"""Names of what a loss is made of, next to what models are called with. Labels may be there for an evaluation only."""
 
 Tensors = Mapping[int, torch.Tensor]
 """Tensors of the batch by their numbers, or of what a model is called with."""
@@ -156,7 +168,7 @@ class InputRuns:
         unused = tuple(
             tensor
             for number, tensor in enumerate(tensors)
-            if (tensor.name in uses or (number < MOST and (tensor.passed or blind)))
+            if (tensor.name in uses or (number < MOST and (tensor.passed or blind or tensor.unread)))
             and all(unchanged.equals(run) for run in self._with_equal_rows(tensor))
         )
         if not unused:
@@ -262,6 +274,7 @@ class InputRuns:
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
             yield _watching(watch, run, addresses)
+            yield from _Reads(run, addresses).contexts(watch)
             if self.own_data:
                 yield self._changing_arguments(watch, prepare)
 
@@ -312,6 +325,31 @@ class InputRuns:
                 yield number, tensor
 
 
+class _Reads(WatchingMode):
+    """Notes which tensors of the batch torch is given, by address; copies on another device or in another dtype count
+    as what they copy."""
+
+    def __init__(self, run: _Run, addresses: list[int]) -> None:
+        super().__init__()
+        self._run, self._addresses = run, addresses
+        self._copies: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = passed_on(func, args, kwargs)
+        name = name_of(func)
+        with self.watch.suspended():
+            given = {a for t in tensors_in(args, kwargs) if (a := self._original(t)) in self._addresses}
+            if name in CASTS and isinstance(out, torch.Tensor) and given:
+                self._copies[id(out)] = out, min(given)
+            elif name not in CONSTANT_ATTRIBUTES | SIZES:
+                self._run.read |= given
+        return out
+
+    def _original(self, tensor: torch.Tensor) -> int:
+        known = self._copies.get(id(tensor))
+        return address(tensor) if known is None else known[1]
+
+
 @contextlib.contextmanager
 def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
     stepped = [0, 0]  # steps, and backward passes before the latest of them
@@ -346,7 +384,8 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _as_passed(tensor: BatchTensor, address: int, run: _Run) -> BatchTensor:
     """The tensor with what the run shows of it: whether a model is called with it, and whether as a mask."""
     is_mask = "mask" in f"{tensor.name} {run.arguments.get(address, '')}".lower()
-    return replace(tensor, passed=address in run.passed, masks=tensor.masks if is_mask else 0)
+    unread = address not in run.read and _OF_A_LOSS.search(tensor.name) is not None
+    return replace(tensor, passed=address in run.passed, masks=tensor.masks if is_mask else 0, unread=unread)
 
 
 def _batch_tensor(name: str, number: int, tensor: torch.Tensor) -> BatchTensor:
