@@ -1,4 +1,4 @@
-"""Functions that write into a tensor of the batch, and what is read of it after they have returned."""
+"""Functions that write into a tensor of the batch, and what reads it after they have returned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Write:
 
     call: Call
     leaf: int
-    """The tensor of the batch, in the order in which they were handed over."""
+    """The tensor of the batch, in the order in which fit got them."""
     activation: int
     """The identity of the function's frame, while that lives."""
     code: int

@@ -77,7 +77,8 @@ CAUSES = {
     "inputs_too_large": _at_chance(
         proof="the loss is three times chance or more, and not with inputs scaled to unit size",
         summary=(
-            "{function} is {times:.1f} times chance level before the first step, since the inputs are of size {size:.3g}"
+            "{function} is {times:.1f} times chance level before the first step, since the inputs are of size "
+            "{size:.3g}"
         ),
         shown_by="with inputs divided by their root mean square it is {unit:.4g}",
         repair="bring the inputs to unit variance (images to [0, 1], columns by mean and spread), or put a norm first",
