@@ -141,20 +141,16 @@ def out_of_reach(evidence: Evidence) -> Iterator[Finding]:
         if not len(targets) or outside < SHARE * len(targets):
             continue
         least, constant = _rms(off), float(targets.std(unbiased=False))
-        ends = (
-            f"above {low:g}" if high == math.inf else f"below {high:g}" if low == -math.inf else f"{low:g} to {high:g}"
-        )
+        ends = f"{low:g} to {high:g}"
+        if math.inf in (-low, high):
+            ends = f"above {low:g}" if high == math.inf else f"below {high:g}"
         yield found(
             "target_out_of_reach",
             compared[0].call,
             (function,),
             level="fault" if least > constant else "advice",  # a constant is nearer than the best output in the range
             change=str(made_at.place),
-            ends=f"above {low:g}"
-            if high == math.inf
-            else f"below {high:g}"
-            if low == -math.inf
-            else f"{low:g} to {high:g}",
+            ends=ends,
             beyond=outside / len(targets),
             outside=outside,
             count=len(targets),
