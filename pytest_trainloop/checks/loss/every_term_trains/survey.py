@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.loss.every_term_trains.weight_tables import WeightTables
+from pytest_trainloop.checks.loss.every_term_trains.names import words_of
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.memory_layout import write
+from pytest_trainloop.ours import is_ours
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps
+from pytest_trainloop.recording.source import here, user_frames
+from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
 from pytest_trainloop.tracing.batches_taken import batches_taken
 from pytest_trainloop.tracing.root_terms import RootTerms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -32,6 +39,12 @@ ROUNDS = 2
 STIRS = (0.3, 1.0, 4.0)
 """Of the root mean square of each weight, by which the weights that a root trains are moved; the larger ones where a
 value that jumps does not move by the smaller."""
+
+
+_PRODUCTS = MULTIPLICATIONS | {"__imul__"}
+
+FRAMES = 3
+"""Frames of the project that are searched for dicts of terms and weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,73 @@ class SurveyInRun:
         return Survey(record, tuple(self._seen.roots), tuple(self._seen.scalars), self._tables)
 
 
+class WeightTables:
+    """Looks at the products of a run for a dict of terms, and a dict of their weights that calls them by other names.
+
+    Both are in the frames of the project: a dict of single numbers with a history, and one of plain numbers that has a
+    key in common with it."""
+
+    def __init__(self) -> None:
+        self.unweighted: dict[tuple[str, str], tuple[Scalar, str, float, tuple[str, ...]]] = {}
+        """A term that the weights do not name, by its name and that of a weight that no term asks for: with its line,
+        that weight, and the names that both dicts have."""
+        self._seen: dict[tuple[str, int], int] = {}
+
+    def look(self, name: str, args: tuple[Any, ...], scalar_of: Callable[[torch.Tensor], Scalar | None]) -> None:
+        """Gets every call, by ``RootTerms``."""
+        if name not in MULTIPLICATIONS | {"__imul__"} or not any(
+            isinstance(a, torch.Tensor) and a.numel() == 1 for a in args
+        ):
+            return
+        place, site = here()
+        if site:
+            self._seen[site[0]] = self._seen.get(site[0], 0) + 1
+            if self._seen[site[0]] > 4:
+                return
+        tables = [table for frame in user_frames(FRAMES) for table in _tables(frame)]
+        for terms in tables:
+            for weights in tables:
+                shared = tuple(name for name in terms if _is_term(terms[name]) and _is_number(weights.get(name)))
+                if not shared or any(isinstance(value, torch.Tensor) for value in weights.values()):
+                    continue
+                absent = [name for name in terms if _is_term(terms[name]) and not weights.get(name)]
+                strays = [n for n in weights if n not in terms and _is_number(weights[n]) and weights[n]]
+                for term in absent:
+                    alike, scalar = [stray for stray in strays if _alike(term, stray)], scalar_of(terms[term])
+                    if len(alike) == 1 and scalar is not None:
+                        seen = scalar, str(place), float(weights[alike[0]]), shared
+                        self.unweighted.setdefault((term, alike[0]), seen)
+
+
+def _tables(frame: FrameType) -> Iterator[Mapping[str, Any]]:
+    """The dicts with names as keys among the variables of a frame, and among the attributes of its objects."""
+    for value in list(frame.f_locals.values()):
+        if is_ours(value):
+            continue
+        inside = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
+        for table in (value, *inside[:64]):
+            if isinstance(table, Mapping) and 2 <= len(table) <= 64 and all(isinstance(key, str) for key in table):
+                yield table
+
+
+def _is_term(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two names are of one thing: words in common beside "loss", or one within the other."""
+    a, b = (words_of(name) - {"loss", "losses", "weight", "w", "lambda", "coef", "coeff"} for name in (one, other))
+    short, long = sorted(("".join(sorted(a)), "".join(sorted(b))), key=len)
+    if a & b:
+        return True
+    same = {x for x in a for y in b if len(min(x, y, key=len)) >= 2 and (x in y or y in x)}
+    return bool(same) or (len(short) >= 3 and short in long)
+
+
 class Moves:
     """Which constants of the first roots move with the weights: each root's own weights are moved, and no step changes
     any, since one that trains another net would."""
@@ -145,7 +225,7 @@ class Moves:
                 return change
         return 0.0
 
-    def _values(self, moved: frozenset[int], stir: float = 0.0) -> dict[tuple[str, str, str], tuple[float, ...]]:
+    def _values(self, moved: frozenset[int], stir: float = 0.0) -> dict[tuple[str, str, str], list[float]]:
         held = _Held(moved, stir)
         seen = RootTerms()
         self._evidence.rerun(
@@ -155,12 +235,11 @@ class Moves:
             enough=lambda record: record.rounds >= 1,
             own_steps=True,
         )
-        found: dict[tuple[str, str, str], tuple[float, ...]] = {}
+        found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
         for root in seen.roots:
             for term in root.terms:
                 if not term.live:
-                    key = root.place, term.op, term.place
-                    found[key] = (*found.get(key, ()), term.value)
+                    found[root.place, term.op, term.place].append(term.value)
         return found
 
 
