@@ -83,6 +83,6 @@ if TYPE_CHECKING:
 
 @check(needs={"run"}, causes=CAUSES, rank=12, instrument="pytest_trainloop.tracing.loss_tape:Tapes")
 def loss_formula(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss.loss_formula.judged import judged
+    from pytest_trainloop.checks.loss.loss_formula.forms import judged
 
     yield from judged(evidence)
