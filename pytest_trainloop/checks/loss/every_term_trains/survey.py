@@ -21,6 +21,7 @@ from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
+from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.tracing.batches_taken import batches_taken
 from pytest_trainloop.tracing.root_terms import RootTerms
 
@@ -59,16 +60,20 @@ class Survey:
     @classmethod
     def of(cls, evidence: Evidence) -> Survey:
         """To be asked for by ``evidence.shared(Survey.of)``."""
-        if not evidence.repeatable:
-            return evidence.shared(SurveyInRun.of).survey(evidence.run())
-        return _made(evidence, lambda record: record.rounds >= ROUNDS)
+        return cls._until(evidence, lambda record: record.rounds >= ROUNDS)
 
     @classmethod
     def in_full(cls, evidence: Evidence) -> Survey:
         """The same over all steps of the watched run."""
+        return cls._until(evidence, evidence.plan().enough)
+
+    @classmethod
+    def _until(cls, evidence: Evidence, enough: Any) -> Survey:
         if not evidence.repeatable:
             return evidence.shared(SurveyInRun.of).survey(evidence.run())
-        return _made(evidence, evidence.plan().enough)
+        seen = SurveyInRun()
+        record = evidence.rerun(contexts=seen.terms.contexts, before_item=seen.terms.take_batch, enough=enough)
+        return cls(record, tuple(seen.terms.roots), tuple(seen.terms.scalars), seen.tables)
 
     def constants(self) -> list[tuple[TermsOfRoot, Term]]:
         """Terms without a history, of roots that have others as well, that are another number in each step: one for
@@ -107,19 +112,12 @@ class Survey:
         return frozenset(held - {i for b in others for i in b.arrivals})
 
 
-def _made(evidence: Evidence, enough: Any) -> Survey:
-    tables = WeightTables()
-    seen = RootTerms(tables.look)
-    record = evidence.rerun(contexts=seen.contexts, before_item=seen.take_batch, enough=enough)
-    return Survey(record, tuple(seen.roots), tuple(seen.scalars), tables)
-
-
 class SurveyInRun:
     """What an observed run showed while it was watched in full."""
 
     def __init__(self) -> None:
-        self._tables = WeightTables()
-        self._seen = RootTerms(self._tables.look)
+        self.tables = WeightTables()
+        self.terms = RootTerms(self.tables.look)
 
     @classmethod
     def of(cls, _evidence: Evidence) -> SurveyInRun:
@@ -128,13 +126,13 @@ class SurveyInRun:
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         """What the run is made in."""
-        return (*self._seen.contexts(watch), batches_taken(self._seen.take_batch, watch))
+        return (*self.terms.contexts(watch), batches_taken(self.terms.take_batch, watch))
 
     def survey(self, record: Record) -> Survey:
         """Raises ``CannotDecide`` where no backward pass was seen."""
-        if not self._seen.roots:
+        if not self.terms.roots:
             raise CannotDecide("no single number was backpropagated in the steps that were watched in full")
-        return Survey(record, tuple(self._seen.roots), tuple(self._seen.scalars), self._tables)
+        return Survey(record, tuple(self.terms.roots), tuple(self.terms.scalars), self.tables)
 
 
 class WeightTables:
@@ -226,11 +224,33 @@ class Moves:
         return 0.0
 
     def _values(self, moved: frozenset[int], stir: float = 0.0) -> dict[tuple[str, str, str], list[float]]:
-        held = _Held(moved, stir)
-        seen = RootTerms()
+        seen, kept = RootTerms(), list[tuple[torch.Tensor, torch.Tensor]]()
+
+        def prepare(watch: Watch) -> None:
+            random = torch.Generator().manual_seed(7)
+            with torch.no_grad():
+                for number, tensor in enumerate(watch.table.tensors):
+                    if torch.nn.parameter.is_lazy(tensor) or not tensor.is_floating_point() or tensor.is_meta:
+                        continue
+                    if number in moved and tensor.numel():
+                        size = float(tensor.double().square().mean().sqrt()) or 0.1
+                        noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
+                        tensor.add_(noise, alpha=stir * size)
+                    kept.append((tensor, tensor.detach().clone()))
+
+        def put_back(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            with torch.no_grad():
+                for tensor, before in kept:
+                    write(tensor, before)
+
+        @contextlib.contextmanager
+        def held() -> Iterator[None]:
+            with hooked(after_steps(put_back)):
+                yield
+
         self._evidence.rerun(
-            prepare=held.prepare,
-            contexts=lambda watch: (*seen.contexts(watch), held),
+            prepare=prepare,
+            contexts=lambda watch: (*seen.contexts(watch), held()),
             before_item=seen.take_batch,
             enough=lambda record: record.rounds >= 1,
             own_steps=True,
@@ -241,39 +261,6 @@ class Moves:
                 if not term.live:
                     found[root.place, term.op, term.place].append(term.value)
         return found
-
-
-class _Held(contextlib.AbstractContextManager[None]):
-    """Weights that stay where they were put, whatever steps are made."""
-
-    def __init__(self, moved: frozenset[int], stir: float) -> None:
-        self._moved, self._stir = moved, stir
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._handle: Any = None
-
-    def prepare(self, watch: Watch) -> None:
-        random = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for number, tensor in enumerate(watch.table.tensors):
-                if torch.nn.parameter.is_lazy(tensor) or not tensor.is_floating_point() or tensor.is_meta:
-                    continue
-                if number in self._moved and tensor.numel():
-                    size = float(tensor.double().square().mean().sqrt()) or 0.1
-                    noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
-                    tensor.add_(noise, alpha=self._stir * size)
-                self._kept.append((tensor, tensor.detach().clone()))
-
-    def __enter__(self) -> None:
-        self._handle = after_steps(self._put_back)
-
-    def __exit__(self, *_error: object) -> None:
-        self._handle.remove()
-        self._kept.clear()
-
-    def _put_back(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        with torch.no_grad():
-            for tensor, kept in self._kept:
-                write(tensor, kept)
 
 
 def _change(a: Iterable[float], b: Iterable[float] | None) -> float:

@@ -19,6 +19,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide, Refused, UsageError, UserCodeError
+from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.gradients.flat import flat
 from pytest_trainloop.recording.function_mode import aside, is_aside
 from pytest_trainloop.recording.patches import patched
@@ -128,7 +129,7 @@ def seen(evidence: Evidence, setup: Setup) -> Seen:
     record = evidence.rerun(
         replace(
             plan,
-            prepare=functools.partial(stir, setup.stir, setup.seed),
+            prepare=stirred(setup.stir, setup.seed),
             contexts=reader.contexts,
             before_item=reader.note_item,
             fit=reader.with_loop(plan.fit),
@@ -167,18 +168,6 @@ def _require_taken(evidence: Evidence, setup: Setup, error: Exception) -> None:
     how = "with moved weights" if setup.plain else "in float64, with moved weights"
     part = " on part of a batch" if setup.chunks > 1 else ""
     raise Refused(f"{error}{part} {how}, and not beside the loop's own steps") from error
-
-
-def stir(share: float, seed: int, watch: Watch) -> None:
-    """Move every weight that trains by a share of its root mean square, at random; those at zero by 0.02."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in watch.table.tensors:
-            if torch.nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-                continue
-            if tensor.requires_grad and tensor.numel():
-                noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
-                tensor.add_(noise, alpha=share * float(tensor.abs().square().mean().sqrt()) or 0.02)
 
 
 class _Reader:
