@@ -9,7 +9,7 @@ What it does
 Why is this bad?
     A generator that is trained towards the label that its discriminator learns to give it gets worse with every step,
     and both losses fall: it looks like training that succeeds. A critic that is pushed the same way by data and by
-    what is made tells nothing apart.
+    what is made cannot distinguish the two.
 
 How it decides
     By the sign of the gradient at the scores, never by a loss's value. In the further run a constant is added to the
@@ -17,11 +17,11 @@ How it decides
     target: least squares pushes a score of -3 up whether its target is 0 or 1, but not one of 0.5. It is a fault where
     at every constant the maker's step pushes all scores of what it makes as the critic's own step does, while the
     critic pushes those of data the other way. ``maximize`` turns a direction. Passes whose gradients both optimizers
-    step with say nothing of this, nor do classifiers of data and of what is made alike (auxiliary classes), as data is
+    step with say nothing of this, nor do classifiers that read both in the same way (auxiliary classes), as data is
     then pushed the same way. A critic cannot tell where it pushes both the same way at every constant, and the maker
     pushes the other way; or all three push one way. A batch whose labels are all one class looks the same: where a
     tensor of the batch holds a single value, nothing is said. Where the critic sees data
-    beside what is made of it, the two may be meant to work together (an estimate of mutual information): advice.
+    together with what is made of it, the two may cooperate on purpose (an estimate of mutual information): advice.
     Where the step of one side uses a pass of the other side's loss too, and that pass pushes the scores of what is made
     against its own at every constant, its gradients were not cleared in between.
 

@@ -1,13 +1,13 @@
 """Every term that is added to the loss trains something, and every term that is computed is added.
 
 What it does
-    It takes what the loop backpropagates apart into the terms that it is the sum of, whoever computed them, and looks
+    It splits what the loop backpropagates into the terms that it is the sum of, whoever computed them, and looks
     for terms without a gradient. It also follows single numbers that were computed with a gradient and that no backward
     pass goes through.
 
 Why is this bad?
-    The value of such a term stands in the log and may even fall, because the weights move for other reasons. The
-    penalty, the auxiliary loss or the constraint that it stands for is not there.
+    The value of such a term appears in the log and may even fall, because the weights move for other reasons. The
+    penalty, the auxiliary loss or the constraint that it represents is missing.
 
 How it decides
     What is added without a history adds a constant: it trains nothing, whatever it is. Such a constant is a fault where
@@ -56,7 +56,7 @@ Fixed
 Known limits
     The results of layers are each taken for a value of their own: a model called twice on the same rows is not seen to
     be compared with itself. Penalties made of parameters alone are not looked into.
-    Terms inside compiled kernels and custom autograd functions are not taken apart, and what is added within a product
+    Terms inside compiled kernels and custom autograd functions are not split, and what is added within a product
     or a root is no term.
 
 References

@@ -66,11 +66,11 @@ def derivatives_beside(survey: Survey) -> Iterator[Finding]:
     """Derivatives without a graph that are added, entry by entry, to what has one."""
     seen = set()
     for root in survey.roots:
-        beside = root.beside
-        if beside is not None and beside.taken not in seen and beside.parameters & survey.trained_by(root):
-            seen.add(beside.taken)
-            facts = {"added": beside.added.partition("   ")[0], "change": beside.taken, "level": "advice"}
-            yield found("derivative_off_graph", beside.taken, ("grad",), **facts)
+        derivative = root.beside
+        if derivative is not None and derivative.taken not in seen and derivative.parameters & survey.trained_by(root):
+            seen.add(derivative.taken)
+            facts = {"added": derivative.added.partition("   ")[0], "change": derivative.taken, "level": "advice"}
+            yield found("derivative_off_graph", derivative.taken, ("grad",), **facts)
 
 
 def cut_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:

@@ -81,7 +81,7 @@ def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
         last = [s for s in scalars if not s.consumed]
         if not site or not last or any(s.used for s in scalars):
             continue
-        # torch's losses are loss_contract's; of the turns of a loop the last may be meant
+        # torch's losses are loss_contract's; of the turns of a loop the last alone may be wanted
         own = not any(s.of_losses for s in scalars) and (site, op) not in used
         name, lost = name_at(site), functools.partial(never_read, site)
         named = is_term(name) and (not all(s.of_used for s in last) or lost())

@@ -123,7 +123,7 @@ def _named(target: ast.expr) -> str:
 
 
 def _key_of(value: ast.expr | None, line: int) -> str:
-    """The key of a dict display whose value alone stands on a line."""
+    """The key of a dict display whose value alone is on a line."""
     if not isinstance(value, ast.Dict):
         return ""
     entries = zip(value.keys, value.values, strict=True)

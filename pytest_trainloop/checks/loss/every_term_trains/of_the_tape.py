@@ -173,12 +173,12 @@ def _fill(part: Slice, call: Call) -> float | None:
     axes = (*call.args[1:2], call.kwargs.get("dim"), call.kwargs.get("axis"))
     axis = next((value for value in axes if isinstance(value, int)), None)
     fill = float(picked.flatten()[0])
-    beside = given != fill
-    others = given[beside].abs()
+    unfilled = given != fill
+    others = given[unfilled].abs()
     extreme = fill > 0 if "max" in call.name else fill < 0
     if not (picked == fill).all() or not extreme or not others.isfinite().all():
         return None
-    if not (beside.any() if axis is None else beside.any(axis).all()) or abs(fill) < _FAR * float(others.max()):
+    if not (unfilled.any() if axis is None else unfilled.any(axis).all()) or abs(fill) < _FAR * float(others.max()):
         return None
     return fill
 

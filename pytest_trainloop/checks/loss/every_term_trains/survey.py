@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.tracing.terms import Scalar, Term, TermsOfRoot
 
 ROUNDS = 2
-"""Steps of one optimizer that are taken apart: a number that a root holds in both is no constant of the formula."""
+"""Steps of one optimizer whose roots are split into terms: a number that is in both is no constant of the formula."""
 
 STIRS = (0.3, 1.0, 4.0)
 """Of the root mean square of each weight, by which the weights that a root trains are moved; the larger ones where a
@@ -86,12 +86,12 @@ class Survey:
                     if not term.live:
                         seen.setdefault((root.place, term.op, term.place), []).append((root, term))
         found = []
-        for alike in seen.values():
-            numbers = {term.value for _, term in alike}
-            constant = len(alike) > 1 and len(numbers) == 1 and not alike[0][1].parameters
-            elsewhere = all(abs(term.value) in values for _, term in alike)  # the value of what does train
+        for of_line in seen.values():
+            numbers = {term.value for _, term in of_line}
+            constant = len(of_line) > 1 and len(numbers) == 1 and not of_line[0][1].parameters
+            elsewhere = all(abs(term.value) in values for _, term in of_line)  # the value of what does train
             if not constant and not elsewhere and not any(math.isnan(number) for number in numbers):
-                found.append(alike[0])
+                found.append(of_line[0])
         return found
 
     def trained_by(self, root: TermsOfRoot) -> frozenset[int]:
@@ -167,10 +167,10 @@ class WeightTables:
                 absent = [name for name in terms if _is_term(terms[name]) and not weights.get(name)]
                 strays = [n for n in weights if n not in terms and _is_number(weights[n]) and weights[n]]
                 for term in absent:
-                    alike, scalar = [stray for stray in strays if _alike(term, stray)], scalar_of(terms[term])
-                    if len(alike) == 1 and scalar is not None:
-                        seen = scalar, str(place), float(weights[alike[0]]), shared
-                        self.unweighted.setdefault((term, alike[0]), seen)
+                    near, scalar = [stray for stray in strays if _alike(term, stray)], scalar_of(terms[term])
+                    if len(near) == 1 and scalar is not None:
+                        seen = scalar, str(place), float(weights[near[0]]), shared
+                        self.unweighted.setdefault((term, near[0]), seen)
 
 
 def _tables(frame: FrameType) -> Iterator[Mapping[str, Any]]:
@@ -193,7 +193,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two names are of one thing: words in common beside "loss", or one within the other."""
+    """Whether two names are of one thing: words in common other than "loss", or one within the other."""
     a, b = (words_of(name) - {"loss", "losses", "weight", "w", "lambda", "coef", "coeff"} for name in (one, other))
     short, long = sorted(("".join(sorted(a)), "".join(sorted(b))), key=len)
     if a & b:

@@ -38,7 +38,7 @@ CAUSES = {
         measured="drawn at {target}; the prediction depends on the batch and on no such draw",
         shown_by="with the same numbers in another order the prediction is the same, bit for bit",
         repair="give the model what the noise was added to: model(x + noise)",
-        settle="draw the noise once, before fit, where it is meant as fixed targets",
+        settle="draw the noise once, before fit, where the targets are to stay fixed",
         source="https://arxiv.org/abs/2006.11239",
     ),
     "target_cut_to_one_value": _seen(

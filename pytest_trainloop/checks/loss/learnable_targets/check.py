@@ -5,7 +5,7 @@ What it does
     was made of.
 
 Why is this bad?
-    The loss falls to the best that a constant can do and stands there. Noise that the model has not seen cannot be
+    The loss falls to the best that a constant can do and stays there. Noise that the model has not seen cannot be
     predicted, nor a value that its last function cannot give; a target that a cast has made 0 for every row teaches 0.
 
 How it decides

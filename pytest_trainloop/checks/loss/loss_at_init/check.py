@@ -23,7 +23,7 @@ How it decides
     may contain the labels.
     ``expected_init_loss=`` is what the project expects of the first loss that it backpropagates, with or without its
     constant factors (a loss scale, the number of micro-batches); half as much again, or as little, is a fault. Where 0
-    is expected, the mean over eight seeds is compared with it: ten standard errors, beside 1e3 eps of float32 for
+    is expected, the mean over eight seeds is compared with it: ten standard errors, plus 1e3 eps of float32 for
     rounding, are a fault.
     A last layer's bias of one number, whose sign turned brings a binary loss below that of even odds, while as it is it
     costs twice that or more, is a prior without its minus: a fault.

@@ -49,7 +49,7 @@ CAUSES = {
         summary=f"{_DECLARED}: with the opposite sign",
         shown_by=_GIVE_THE_LOSS,
         repair='turn the sign in the loop, or declare it: {"entropy": (-1.0, entropy)}',
-        variants={"named": {"repair": "turn the sign in the loop; or {pair} if it is meant"}},
+        variants={"named": {"repair": "turn the sign in the loop; or declare {pair} if this sign is intended"}},
     ),
     "weight_differs": _part(
         proof="the gradient of the loss holds the part's gradient at a constant weight, which is not the declared one",
@@ -58,11 +58,11 @@ CAUSES = {
         repair='declare the weight, {"kl": (0.1, kl)}, or train at the one that is declared',
         settle="a declared weight, (weight, value), is judged: another one in the loop is a fault",
         variants={
-            "named": {"repair": "if {trained:.4g} is meant: parts={pair}; if not, train at {declared:.4g}"},
+            "named": {"repair": "if {trained:.4g} is intended: parts={pair}; if not, train at {declared:.4g}"},
             "logged": {
                 "summary": "the loss weights parts that are given without a weight: {each}",
                 "shown_by": "with these weights the parts give the loss, at moved weights and other batches too",
-                "repair": "declare the weights that are meant: parts={pair}",
+                "repair": "declare the intended weights: parts={pair}",
             },
         },
     ),

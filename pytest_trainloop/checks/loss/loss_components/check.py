@@ -25,7 +25,7 @@ Faulty
     >>> parts = lambda model, batch: {"ce": F.cross_entropy(model(batch[0]), batch[1]), "centre": centre(model, batch)}
     >>> for batch in batches:
     ...     optimizer.zero_grad()
-    ...     parts(model, batch)["ce"].backward()                          # the sum was meant
+    ...     parts(model, batch)["ce"].backward()                          # not the sum
     ...     optimizer.step()
 
 Fixed

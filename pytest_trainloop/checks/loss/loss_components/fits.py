@@ -35,7 +35,7 @@ class Fit:
     """One state: the root is the sum of the parts times ``weights``, but for ``residual``, a share of its gradient."""
 
     weights: dict[str, float]
-    """NaN where the part has no gradient at this state, so that its weight cannot be told."""
+    """NaN where the part has no gradient at this state, so that its weight is not known."""
     residual: float
     outside: tuple[str, ...]
     """Parameters that the root trains and that none of its parts reaches."""
@@ -169,7 +169,7 @@ def chosen(run: Seen) -> list[Key]:
 
 
 def agree(weights: Iterable[float]) -> bool:
-    """Whether weights are the same, those that cannot be told left out."""
+    """Whether weights are the same, those that are not known left out."""
     known = [w for w in weights if not math.isnan(w)]
     return not known or max(known) - min(known) <= EQUAL * max(abs(w) for w in known)
 
@@ -187,7 +187,7 @@ def solved(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> tuple[li
 
 def unreported(candidate: Candidate) -> Finding:
     """What is said of a root that its parts do not explain. The declared weights are taken for the real ones: what is
-    left then is what the loop trains on besides."""
+    left then is what else the loop trains on."""
     state, fit, variant = candidate.states[0], candidate.fits[0], ""
     own = [p.gradient for p in state.parts.values() if p.gradient is not None]
     left = state.gradient - (torch.stack(own).sum(0) if own else 0)

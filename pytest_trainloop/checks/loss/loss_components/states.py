@@ -148,7 +148,7 @@ def seen(evidence: Evidence, setup: Setup) -> Seen:
         return Seen(reader.states, setup, record.double, record.items)
     if record.raised is not None and evidence.run().raised is None:
         raise CannotDecide(
-            f"fit raised {record.raised.summary} where its loss was differentiated beside its parts, in float64"
+            f"fit raised {record.raised.summary} where its loss was differentiated together with its parts, in float64"
         )
     if reader.unread:
         raise CannotDecide(f"the loss at {reader.unread} cannot be differentiated a second time")
@@ -167,7 +167,7 @@ def _require_taken(evidence: Evidence, setup: Setup, error: Exception) -> None:
         return
     how = "with moved weights" if setup.plain else "in float64, with moved weights"
     part = " on part of a batch" if setup.chunks > 1 else ""
-    raise Refused(f"{error}{part} {how}, and not beside the loop's own steps") from error
+    raise Refused(f"{error}{part} {how}, and not in the loop's own steps") from error
 
 
 class _Reader:

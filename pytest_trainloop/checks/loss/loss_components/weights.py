@@ -36,18 +36,18 @@ LONG = 24
 
 _TO_CONFIRM = ("left_out", "differs", "negated", "detached", "constant")
 
-How = Literal["agrees", "left_out", "differs", "negated", "detached", "constant", "anneals", "untold"]
+How = Literal["agrees", "left_out", "differs", "negated", "detached", "constant", "anneals", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weight of one part, beside the common factor of all."""
+    """The weight of one part, without the common factor of all."""
 
     name: str
     how: How
     declared: float
     found: float
-    """What the loop trains it at, in the units of the declared weight; NaN where it moves or cannot be told."""
+    """What the loop trains it at, in the units of the declared weight; NaN where it moves or is not known."""
     share: float
     """Of the sizes of all terms' gradients."""
     value: float
@@ -59,14 +59,14 @@ class Weight:
 
     @classmethod
     def of(cls, name: str, part: Part, how: How, at: float, share: float) -> Weight:
-        """``at``: beside the common factor, in units of the declared weight."""
+        """``at``: without the common factor, in units of the declared weight."""
         return cls(name, how, part.weight, at * part.weight, share, part.value, part.plain, part.bare)
 
     @property
     def trained(self) -> float:
-        """What the loop trains it at: NaN where it moves from step to step, what is declared where it cannot be told (a
+        """What the loop trains it at: NaN where it moves from step to step, what is declared where it is not known (a
         hinge that is met has no slope)."""
-        return self.declared if self.how in ("untold", "constant") else self.found
+        return self.declared if self.how in ("unknown", "constant") else self.found
 
 
 @dataclass(slots=True)
@@ -114,15 +114,15 @@ def judged(evidence: Evidence) -> Judged:
         # two passes of one model differ by their dropout alone in some methods
         states = seen(evidence, Setup(plain=True)).states
         moves = {name for s in states for name, part in s.parts.items() if part.value}
-        untold = [replace(w, how="untold") if w.how == "constant" and w.name in moves else w for w in made.weights]
-        made.weights = untold
+        checked = [replace(w, how="unknown") if w.how == "constant" and w.name in moves else w for w in made.weights]
+        made.weights = checked
     return made
 
 
 def _judge_all(runs: Sequence[Seen], keys: Sequence[Key]) -> Judged:
     """The parts by the root that trains them, where several are made of some of them."""
     made = [_judge(_with_key(runs, key), runs) for key in keys]
-    lacking = ("left_out", "detached", "untold", "constant")
+    lacking = ("left_out", "detached", "unknown", "constant")
     for other in made[1:]:
         known = {w.name: w for w in other.weights if w.how not in lacking}
         made[0].weights = [known.get(w.name, w) if w.how in lacking else w for w in made[0].weights]
@@ -154,21 +154,21 @@ def _judge(found: Sequence[Candidate], runs: Sequence[Seen]) -> Judged:
     states = [s for c in found for s in c.states]
     fits = [f for c in found for f in c.fits if f is not None]
     names = list(states[0].parts)
-    told = {n: [f.weights[n] for f in fits] for n in names}
-    if any(f.dependent for f in fits) and not agree([1.0, *(w for ws in told.values() for w in ws)]):
+    fitted = {n: [f.weights[n] for f in fits] for n in names}
+    if any(f.dependent for f in fits) and not agree([1.0, *(w for ws in fitted.values() for w in ws)]):
         _require_independent(states)
-    common = [_factor([told[n][t] for n in names]) for t in range(len(fits))]
+    common = [_factor([fitted[n][t] for n in names]) for t in range(len(fits))]
     learned = any(f.learned for f in fits)
     parts, sizes = states[0].parts, dict.fromkeys(names, 0.0)
     for name in names:
-        if (gradient := parts[name].gradient) is not None and not math.isnan(told[name][0]):
-            sizes[name] = abs(told[name][0]) * float(torch.linalg.vector_norm(gradient))
+        if (gradient := parts[name].gradient) is not None and not math.isnan(fitted[name][0]):
+            sizes[name] = abs(fitted[name][0]) * float(torch.linalg.vector_norm(gradient))
     whole = sum(sizes.values()) or 1.0
     weights = []
     for name in names:
-        relative = [w / c if c else 0.0 for w, c in zip(told[name], common, strict=True)]
+        relative = [w / c if c else 0.0 for w, c in zip(fitted[name], common, strict=True)]
         weights.append(Weight.of(name, parts[name], *_how(relative, learned=learned), sizes[name] / whole))
-    known = {name: [0.0 if math.isnan(w) else w for w in told[name]] for name in names}
+    known = {name: [0.0 if math.isnan(w) else w for w in fitted[name]] for name in names}
     weights = _valued(weights, states, known, common, runs)
     residual = max(f.residual for f in fits)
     return Judged(str(found[0].place), weights, common[0], len(states), residual)
@@ -185,7 +185,7 @@ def _factor(weights: Sequence[float]) -> float:
 def _how(relative: Sequence[float], *, learned: bool) -> tuple[How, float]:
     known = [w for w in relative if not math.isnan(w)]
     if not known:
-        return "untold", math.nan
+        return "unknown", math.nan
     if all(abs(w) <= EQUAL for w in known):
         return "left_out", 0.0
     if not agree(known):
@@ -200,16 +200,16 @@ def _how(relative: Sequence[float], *, learned: bool) -> tuple[How, float]:
 def _valued(
     weights: list[Weight],
     states: Sequence[State],
-    told: dict[str, list[float]],
+    fitted: dict[str, list[float]],
     common: Sequence[float],
     runs: Sequence[Seen],
 ) -> list[Weight]:
     """Parts that train nothing, by the value of the root: it holds them, or it does not."""
-    silent = [w for w in weights if w.how in ("left_out", "untold")]
+    silent = [w for w in weights if w.how in ("left_out", "unknown")]
     if not silent:
         return weights
     rest = [
-        (s.value - sum(told[w.name][t] * s.parts[w.name].value for w in weights if w not in silent))
+        (s.value - sum(fitted[w.name][t] * s.parts[w.name].value for w in weights if w not in silent))
         / (common[t] or 1.0)
         for t, s in enumerate(states)
     ]
@@ -221,7 +221,7 @@ def _valued(
     for part in steady:
         cut_off = bool(part.value) and states[0].parts[part.name].gradient is None
         zero = not part.value and bool(part.declared)
-        how: How = "constant" if cut_off or zero else "untold"
+        how: How = "constant" if cut_off or zero else "unknown"
         out[part.name] = replace(part, how=how)
     if moving:
         rows = [[s.parts[w.name].value for w in moving] + [1.0] for s in states]
@@ -229,9 +229,9 @@ def _valued(
         for number, part in enumerate(moving):
             in_value = held is not None and held[1] <= 100 * rounding and abs(held[0][number] - 1) <= 1e-4
             unclear = held is None or held[1] > 100 * rounding
-            if part.how == "untold" and states[0].parts[part.name].gradient is not None:
+            if part.how == "unknown" and states[0].parts[part.name].gradient is not None:
                 continue  # it has a history, and no slope at these states: a hinge that is met
-            how = "detached" if in_value else "untold" if unclear and part.how == "untold" else "left_out"
+            how = "detached" if in_value else "unknown" if unclear and part.how == "unknown" else "left_out"
             out[part.name] = replace(part, how=how, found=0.0)
     return [out[w.name] for w in weights]
 
@@ -256,7 +256,7 @@ def _by_value(evidence: Evidence, first: Seen) -> Judged:
         return made(dict.fromkeys(parts, ("agrees", 1.0)), ratios[0], 0.0, len(roots))
     setups = [Setup(rounds=2, stir=0.3, seed=n + 2, batch=n % 2 * n) for n in range(len(parts) + 4)]
     runs = [_value_states(seen(evidence, setup)) for setup in setups]
-    told: list[list[float]] = []
+    fitted: list[list[float]] = []
     residual = 0.0
     for at in list(zip(*runs, strict=False))[:2]:
         solution = solved([[s.parts[n].value for n in parts] for s in at], [s.value for s in at])
@@ -265,17 +265,17 @@ def _by_value(evidence: Evidence, first: Seen) -> Judged:
                 f"the parts {', '.join(parts)} are numbers that do not vary on their own: which has which weight "
                 "cannot be known; return tensors with their history"
             )
-        told.append(solution[0])
+        fitted.append(solution[0])
         residual = max(residual, solution[1])
     if residual > 1e-8:
         raise CannotDecide(
             "the parts are numbers without a history, and no constant weights of them give the loss: return tensors, "
             "so that weights that move can be distinguished from what is missing"
         )
-    common = [_factor(weights) for weights in told]
-    relative = [[w / c for w in weights] for weights, c in zip(told, common, strict=True)]
+    common = [_factor(weights) for weights in fitted]
+    relative = [[w / c for w in weights] for weights, c in zip(fitted, common, strict=True)]
     how = {n: _how(of_part, learned=False) for n, of_part in zip(parts, zip(*relative, strict=True), strict=True)}
-    return made(how, common[0], residual, len(runs) * len(told))
+    return made(how, common[0], residual, len(runs) * len(fitted))
 
 
 def _value_states(run: Seen) -> list[State]:
@@ -330,7 +330,7 @@ def _unmatched(evidence: Evidence, run: Seen) -> Judged:
     candidate = candidates(same)[0]
     return Judged(
         str(candidate.place),
-        [Weight.of(name, part, "untold", math.nan, 0.0) for name, part in candidate.states[0].parts.items()],
+        [Weight.of(name, part, "unknown", math.nan, 0.0) for name, part in candidate.states[0].parts.items()],
         1.0,
         len(candidate.states),
         math.nan,

@@ -167,7 +167,7 @@ CAUSES = {
         ),
         repair="apply the form to each entry or row, and take the mean last",
         settle=(
-            "rows_interact=False makes one permutation for all rows a fault, rows_interact=True says that it is meant"
+            "rows_interact=False makes one permutation for all rows a fault, rows_interact=True says that it is wanted"
         ),
         variants={
             "permutation": {

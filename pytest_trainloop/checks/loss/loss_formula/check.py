@@ -1,4 +1,4 @@
-"""Losses written by hand compute the form that they are meant to.
+"""Losses written by hand compute the textbook form that they resemble.
 
 What it does
     It notes every call of torch between the outputs of the last layers, the batch and what is backpropagated, in the

@@ -13,6 +13,7 @@ import torch
 from pytest_trainloop.checks.loss.loss_formula.causes import found
 from pytest_trainloop.checks.loss.loss_formula.values import culprits_of, others_train, plays_a_game, slope_of, trained
 from pytest_trainloop.formulas.cut import close
+from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import (
     ACTIVATIONS,
@@ -151,11 +152,8 @@ def _misaligned(part: Slice, step: Step) -> Iterator[Finding]:
 
 def _layout(part: Slice, number: int) -> _Entries | None:
     """Where entries come from in what a value is a reshaped or transposed copy of."""
-    end = number
-    while (call := part.call_of(number)) is not None and call.name in _BIJECTIVE | CASTS and call.inputs:
-        number = call.inputs[0]
-    source = _whole(part, number)
-    moved = _moved(part, source, number, end)
+    source = _whole(part, origin(part, number, _BIJECTIVE | CASTS)[0].number)
+    moved = _moved(part, source, source.source, number)
     return moved if moved is not None and moved.places.numel() == source.places.numel() else None
 
 

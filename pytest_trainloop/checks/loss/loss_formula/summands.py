@@ -15,6 +15,7 @@ from pytest_trainloop.batches.row_axis import drawn_by_a_loader
 from pytest_trainloop.checks.loss.loss_formula.causes import found
 from pytest_trainloop.checks.loss.loss_formula.values import culprits_of
 from pytest_trainloop.formulas.cut import Arguments, close
+from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
     CASTS,
@@ -79,9 +80,7 @@ def _equal_branches(part: Slice, call: Call) -> Iterator[int]:
 
 def _bare(part: Slice, number: int) -> int:
     """A value before it was reshaped or cast."""
-    while (call := part.call_of(number)) is not None and call.name in _SAME and len(call.inputs) == 1:
-        number = call.inputs[0]
-    return number
+    return origin(part, number, _SAME)[0].number
 
 
 def _weighted(part: Slice, number: int) -> tuple[int, int] | None:
