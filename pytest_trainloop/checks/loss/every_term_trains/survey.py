@@ -60,19 +60,19 @@ class Survey:
     @classmethod
     def of(cls, evidence: Evidence) -> Survey:
         """To be asked for by ``evidence.shared(Survey.of)``."""
-        return cls._until(evidence, lambda record: record.rounds >= ROUNDS)
+        return cls._seen(evidence, enough=lambda record: record.rounds >= ROUNDS)
 
     @classmethod
     def in_full(cls, evidence: Evidence) -> Survey:
         """The same over all steps of the watched run."""
-        return cls._until(evidence, evidence.plan().enough)
+        return cls._seen(evidence)
 
     @classmethod
-    def _until(cls, evidence: Evidence, enough: Any) -> Survey:
+    def _seen(cls, evidence: Evidence, **changes: Any) -> Survey:
         if not evidence.repeatable:
             return evidence.shared(SurveyInRun.of).survey(evidence.run())
         seen = SurveyInRun()
-        record = evidence.rerun(contexts=seen.terms.contexts, before_item=seen.terms.take_batch, enough=enough)
+        record = evidence.rerun(contexts=seen.terms.contexts, before_item=seen.terms.take_batch, **changes)
         return cls(record, tuple(seen.terms.roots), tuple(seen.terms.scalars), seen.tables)
 
     def constants(self) -> list[tuple[TermsOfRoot, Term]]:
