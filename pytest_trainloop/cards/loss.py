@@ -62,18 +62,18 @@ def chances(facts: Facts) -> dict[tuple[str, str], float]:
 
 
 def terms(facts: Facts) -> Iterator[Line]:
-    from pytest_trainloop.checks.loss.loss_components.terms import Terms
+    from pytest_trainloop.checks.loss.loss_components.weights import terms as terms_of
 
     if "parts" not in facts.measured.given:
         yield none_seen("terms", "give parts=")
         return
-    found = facts.ask(Terms.of)
+    found = facts.ask(terms_of)
     if found is None:
         yield none_seen("terms", facts.why)
         return
-    for number, term in enumerate(found.terms):
-        weight = "a weight that moves" if term.moves else two(term.weight)
-        odd = term.weight == 0 or term.share == 0
-        text = f"{term.name} {two(term.value)} x {weight}: {percent(term.share)} of the terms' gradients"
+    for number, term in enumerate(found.weights):
+        weight = "a weight that moves" if term.how == "anneals" else two(term.trained)
+        odd = term.trained == 0 or term.share == 0
+        text = f"{term.name} {two(term.plain)} x {weight}: {percent(term.share)} of the terms' gradients"
         label = "" if number else "terms"
         yield Line(label=label, text=marked(text, odd), where=facts.where(found.place), odd=odd)

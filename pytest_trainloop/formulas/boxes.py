@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, score, single
+from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, one_part
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import DIVISIONS, EXTREMES
 
@@ -187,17 +187,14 @@ def _variants(kind: str) -> tuple[Variant, ...]:
             wrong.append((_Way(kind, form, distance=1), NOT_SQUARED))
     return (
         *(
-            Variant(
-                single(functools.partial(_overlap, way=way)),
-                score(),
+            one_part(
+                functools.partial(_overlap, way=way),
+                rises=True,
                 roles=("corner_boxes", "corner_boxes") if way.form == "corners" else None,
             )
             for way in right
         ),
-        *(
-            Variant(single(functools.partial(_overlap, way=way)), score(mistake), mistake, aim=_aim(way))
-            for way, mistake in wrong
-        ),
+        *(one_part(functools.partial(_overlap, way=way), mistake, rises=True, aim=_aim(way)) for way, mistake in wrong),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, cost, single
+from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, one_part
 from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES
@@ -199,7 +199,7 @@ CROSS_ENTROPY = tuple(
         "cross entropy",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html",
         (SCORES, target),
-        tuple(Variant(single(functools.partial(entropy_of_scores, dim=dim)), cost()) for dim in AXES),
+        tuple(one_part(functools.partial(entropy_of_scores, dim=dim)) for dim in AXES),
         needs=(LOGS,),
         suits=lambda cut: not by_softmax(cut),
         aim=SCORES_TO_CLASSES,
@@ -211,7 +211,7 @@ CROSS_ENTROPY_OF = tuple(
         "cross entropy of probabilities",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.NLLLoss.html",
         (PROBABILITIES, target),
-        tuple(Variant(single(functools.partial(_entropy_of, dim=dim)), cost()) for dim in AXES),
+        tuple(one_part(functools.partial(_entropy_of, dim=dim)) for dim in AXES),
         needs=(frozenset({"log", "log2", "log10"}),),
         numbers={"eps": (0.0,)},
         among=_small,
@@ -269,9 +269,8 @@ HINGE = Form(
     "https://en.wikipedia.org/wiki/Hinge_loss",
     (Argument("prediction", "values", learned=True), Argument("target", "signs", learned=False)),
     tuple(
-        Variant(
-            single(functools.partial(_hinge, sign=sign, power=power)),
-            cost(mistake),
+        one_part(
+            functools.partial(_hinge, sign=sign, power=power),
             mistake,
             aim=Aim("the hinge loss", functools.partial(_hinge, sign=-1, power=power)),
             suits=_grows,
@@ -306,9 +305,8 @@ HINGE_CLASSES = Form(
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiMarginLoss.html",
     (Argument("prediction", "values", learned=True), CLASSES),
     tuple(
-        Variant(
-            single(functools.partial(_hinge_classes, sign=sign, power=power, whole=whole)),
-            cost(mistake),
+        one_part(
+            functools.partial(_hinge_classes, sign=sign, power=power, whole=whole),
             mistake,
             aim=Aim("the hinge loss", functools.partial(_hinge_classes, sign=1, power=power, whole=whole)),
         )

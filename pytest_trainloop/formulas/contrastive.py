@@ -6,7 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, single
+from pytest_trainloop.formulas.form import Argument, Form, Mistake, one_part
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS, PRODUCTS
 
@@ -75,9 +75,8 @@ SIMILARITIES = Form(
     "https://arxiv.org/abs/2002.05709",
     (Argument("rows", learned=True),),
     (
-        Variant(
-            single(_similarities),
-            cost(_DIAGONAL),
+        one_part(
+            _similarities,
             _DIAGONAL,
             aim=Aim(
                 "the share of a softmax that goes to the row itself",
@@ -125,9 +124,8 @@ PENALTY = Form(
     "https://arxiv.org/abs/1704.00028",
     (Argument("gradient", learned=True),),
     tuple(
-        Variant(
-            single(functools.partial(_penalty, by_rows=by_rows, eps=eps)),
-            cost(mistake),
+        one_part(
+            functools.partial(_penalty, by_rows=by_rows, eps=eps),
             mistake,
             aim=Aim("the squared distance of a row's norm from 1", functools.partial(_penalty, by_rows=True, eps=eps)),
         )

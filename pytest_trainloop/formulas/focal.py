@@ -26,7 +26,7 @@ from pytest_trainloop.formulas.classification import (
     log_p,
     log_sigmoid,
 )
-from pytest_trainloop.formulas.form import Coefficients, Form, Mistake, Reading, Variant, cost, single
+from pytest_trainloop.formulas.form import Coefficients, Form, Mistake, Reading, Variant, one_part
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
 
@@ -107,29 +107,25 @@ def _read_focal(mistake: Mistake | None, found: Coefficients) -> Reading | None:
     return Reading(1 if one < 0 else -1, mistake) if one * other > 0 else None
 
 
-def _plain(logs: Logs, t: torch.Tensor) -> torch.Tensor | None:
-    return None if logs[0].shape != t.shape else -(t * logs[0] + (1 - t) * logs[1]).mean()
+def _entropies(logs: Logs, t: torch.Tensor) -> torch.Tensor | None:
+    return None if logs[0].shape != t.shape else -(t * logs[0] + (1 - t) * logs[1])
 
 
-def _mean_binary(logs: Logs, t: torch.Tensor, *, gamma: float, sign: int = -1) -> torch.Tensor | None:
-    if logs[0].shape != t.shape:
+def _modulated(loss: torch.Tensor | None, *, gamma: float, how: str) -> torch.Tensor | None:
+    """The cross entropy times a power of what its probability pt lacks of 1: with a mistake, of the mean cross entropy,
+    of exp(loss) for pt, or of pt itself."""
+    if loss is None:
         return None
-    loss = -(t * logs[0] + (1 - t) * logs[1]).mean()
-    return (1 - torch.exp(sign * loss)) ** gamma * loss
-
-
-def _grown(logs: Logs, t: torch.Tensor, *, gamma: float) -> torch.Tensor | None:
-    if logs[0].shape != t.shape:
-        return None
-    loss = -(t * logs[0] + (1 - t) * logs[1])
-    return (1 - torch.exp(loss)) ** gamma * loss
+    loss = loss.mean() if how == "mean" else loss
+    pt = torch.exp(loss if how == "grown" else -loss)
+    return (pt if how == "easy" else 1 - pt) ** gamma * loss
 
 
 def _focal_variants(logs: str) -> tuple[Variant, ...]:
     made = log_sigmoid if logs == "scores" else log_p
     ends = (-math.inf, math.inf) if logs == "scores" else (1e-12, 1 - 1e-12)
     aim = Aim(ENTROPY, lambda x, t, gamma: binary_entropy(made(x.clamp(*ends)), t), groups=True)
-    of_plain = Aim("the plain cross entropy", lambda x, t, gamma: _plain(made(x), t), parallel=True)
+    of_plain = Aim("the plain cross entropy", lambda x, t, gamma: _entropies(made(x), t), parallel=True)
     wanted: tuple[tuple[int, int, Mistake | None], ...] = (
         (1, 0, None),
         (0, 1, EASY_FOR_HARD),
@@ -157,13 +153,10 @@ def _focal_variants(logs: str) -> tuple[Variant, ...]:
     return (
         *terms,
         *halves,
-        Variant(
-            single(lambda x, t, gamma: _mean_binary(made(x), t, gamma=gamma)),
-            cost(MEAN_FIRST),
-            MEAN_FIRST,
-            aim=of_plain,
+        one_part(
+            lambda x, t, gamma: _modulated(_entropies(made(x), t), gamma=gamma, how="mean"), MEAN_FIRST, aim=of_plain
         ),
-        Variant(single(lambda x, t, gamma: _grown(made(x), t, gamma=gamma)), cost(GROWING), GROWING, aim=aim),
+        one_part(lambda x, t, gamma: _modulated(_entropies(made(x), t), gamma=gamma, how="grown"), GROWING, aim=aim),
     )
 
 
@@ -191,16 +184,6 @@ FOCAL = tuple(
 )
 
 
-def _focal_classes(z: torch.Tensor, y: torch.Tensor, *, gamma: float, dim: int, how: str) -> torch.Tensor | None:
-    loss = entropy_of_scores(z, y, dim=dim)
-    if loss is None:
-        return None
-    if how == "mean":
-        loss = loss.mean()
-    pt = torch.exp(loss if how == "grown" else -loss)
-    return (pt if how == "easy" else 1 - pt) ** gamma * loss
-
-
 _HOW: tuple[tuple[str, Mistake | None], ...] = (
     ("right", None),
     ("easy", EASY_FOR_HARD),
@@ -214,9 +197,10 @@ FOCAL_CLASSES = tuple(
         FOCAL_PAGE,
         (SCORES, target),
         tuple(
-            Variant(
-                single(lambda z, y, gamma, dim=dim, how=how: _focal_classes(z, y, gamma=gamma, dim=dim, how=how)),
-                cost(mistake),
+            one_part(
+                lambda z, y, gamma, dim=dim, how=how: _modulated(
+                    entropy_of_scores(z, y, dim=dim), gamma=gamma, how=how
+                ),
                 mistake,
                 aim=Aim(
                     "the plain cross entropy",

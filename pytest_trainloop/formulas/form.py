@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
@@ -153,33 +153,26 @@ class Form:
     between: a divisor that is kept above 0 is cut there."""
 
 
-def single(form: Callable[..., torch.Tensor | None]) -> Basis:
-    """The basis of a form that is known up to a factor and a constant."""
+def one_part(
+    form: Callable[..., torch.Tensor | None],
+    mistake: Mistake | None = None,
+    *,
+    rises: bool = False,
+    worse: Mistake | None = None,
+    **more: Any,
+) -> Variant:
+    """A form that is known up to a factor and a constant: a cost, or (``rises``) a score. ``worse`` is what it is where
+    the cost is raised; ``more`` are other fields of a ``Variant``."""
 
     def basis(*arguments: torch.Tensor, **numbers: float) -> Mapping[str, torch.Tensor] | None:
         made = form(*arguments, **numbers)
         return None if made is None else {"form": made}
 
-    return basis
-
-
-def cost(mistake: Mistake | None = None, worse: Mistake | None = None) -> Callable[[Coefficients], Reading | None]:
-    """Reads the coefficients of ``single``: the form is a cost, its negative a score. ``worse`` is what it is where the
-    cost is raised."""
-
     def read(found: Coefficients) -> Reading | None:
-        return Reading(1 if found["form"] > 0 else -1, mistake, worse=worse) if found["form"] else None
+        factor = -found["form"] if rises else found["form"]
+        return Reading(1 if factor > 0 else -1, mistake, worse=worse) if factor else None
 
-    return read
-
-
-def score(mistake: Mistake | None = None) -> Callable[[Coefficients], Reading | None]:
-    """Reads the coefficients of ``single``: the form is a score, its negative a cost."""
-
-    def read(found: Coefficients) -> Reading | None:
-        return Reading(-1 if found["form"] > 0 else 1, mistake) if found["form"] else None
-
-    return read
+    return Variant(basis, read, mistake, **more)
 
 
 def same(a: float, b: float) -> bool:

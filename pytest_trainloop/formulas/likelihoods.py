@@ -41,13 +41,19 @@ _SUMS = ADDITIONS | SUBTRACTIONS
 """What gives the value: the logarithm and the rest are two summands."""
 
 
+def _logarithm(spread: torch.Tensor, *others: torch.Tensor, logs: bool) -> torch.Tensor | None:
+    """That of a spread, which is given by it (``logs``) or is above 0; None where shapes differ."""
+    if any(other.shape != spread.shape for other in others) or not (logs or bool((spread > 0).all())):
+        return None
+    return spread if logs else spread.log()
+
+
 def _gaussian(
     mean: torch.Tensor, spread: torch.Tensor, target: torch.Tensor, *, logs: bool, times: float
 ) -> Mapping[str, torch.Tensor] | None:
     """The logarithm of the spread, which is ``times`` in that of the variance, and the squares over the variance."""
-    if mean.shape != target.shape or spread.shape != mean.shape or not (logs or bool((spread > 0).all())):
+    if (logarithm := _logarithm(spread, mean, target, logs=logs)) is None:
         return None
-    logarithm = spread if logs else spread.log()
     return {"logarithm": logarithm, "squares": (mean - target).square() * (-times * logarithm).exp()}
 
 
@@ -60,9 +66,8 @@ def _read_gaussian(found: Coefficients, *, times: float) -> Reading | None:
 def _laplace(
     mean: torch.Tensor, spread: torch.Tensor, target: torch.Tensor, *, logs: bool
 ) -> Mapping[str, torch.Tensor] | None:
-    if mean.shape != target.shape or spread.shape != mean.shape or not (logs or bool((spread > 0).all())):
+    if (logarithm := _logarithm(spread, mean, target, logs=logs)) is None:
         return None
-    logarithm = spread if logs else spread.log()
     return {"logarithm": logarithm, "distances": (mean - target).abs() * (-logarithm).exp()}
 
 
@@ -211,9 +216,8 @@ def _divergence(
     mean: torch.Tensor, spread: torch.Tensor, *, logs: bool, times: float, power: int = 2
 ) -> Mapping[str, torch.Tensor] | None:
     """The logarithm of the spread, a power of the mean, and the spread by one of the ways to give it."""
-    if mean.shape != spread.shape or not (logs or bool((spread > 0).all())):
+    if (logarithm := _logarithm(spread, mean, logs=logs)) is None:
         return None
-    logarithm = spread if logs else spread.log()
     return {"logarithm": logarithm, "mean": mean**power, "variance": (times * logarithm).exp()}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, score, single
+from pytest_trainloop.formulas.form import Argument, Form, Mistake, one_part
 from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import ADDITIONS, SUBTRACTIONS
@@ -17,19 +18,13 @@ if TYPE_CHECKING:
 _LOGS = frozenset({"logsumexp", "log", "logaddexp"})
 
 
-def _mixture(weights: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor | None:
-    """The logarithm of the sum of densities, each times its weight."""
+def _mixture(weights: torch.Tensor, logarithms: torch.Tensor, *, added: bool = False) -> torch.Tensor | None:
+    """The logarithm of the sum of densities, each times its weight, or (``added``) plus its weight."""
     if weights.shape != logarithms.shape:
         return None
     highest = logarithms.amax(-1, keepdim=True)
-    return (weights * (logarithms - highest).exp()).sum(-1).log() + highest.squeeze(-1)
-
-
-def _added(weights: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor | None:
-    if weights.shape != logarithms.shape:
-        return None
-    highest = logarithms.amax(-1, keepdim=True)
-    return (weights + (logarithms - highest).exp()).sum(-1).log() + highest.squeeze(-1)
+    densities = (logarithms - highest).exp()
+    return (weights + densities if added else weights * densities).sum(-1).log() + highest.squeeze(-1)
 
 
 def _plainly_added(weights: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor | None:
@@ -75,17 +70,17 @@ MIXTURE = Form(
     "https://publications.aston.ac.uk/id/eprint/373/",
     (Argument("weights", "shares", learned=True), Argument("logarithms", learned=True)),
     (
-        Variant(single(_mixture), score()),
+        one_part(_mixture, rises=True),
         *(
-            Variant(
-                single(way),
-                score(_ADDED),
+            one_part(
+                way,
                 _ADDED,
+                rises=True,
                 aim=Aim("the log-likelihood of the targets", _mixture, rises=True, held=(1,), shared=True),
             )
-            for way in (_added, _plainly_added)
+            for way in (functools.partial(_mixture, added=True), _plainly_added)
         ),
-        Variant(single(_not_logged), score(_NOT_LOGGED), _NOT_LOGGED),
+        one_part(_not_logged, _NOT_LOGGED, rises=True),
     ),
     ops=ADDITIONS | SUBTRACTIONS | _LOGS | frozenset({"squeeze"}),
     needs=(_LOGS,),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, score, single
+from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, one_part
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import ADDITIONS, CLAMPS, DISTANCE_LOSSES, MULTIPLICATIONS, SUBTRACTIONS
 
@@ -111,15 +111,15 @@ def _objective(variants: tuple[Variant, ...], low: float, high: float, among: ob
 
 CLIPPED = _objective(
     (
-        Variant(single(_clipped), score()),
-        Variant(single(functools.partial(_clipped, largest=True)), cost(worse=_LARGEST), aim=_FURTHER),
-        Variant(single(functools.partial(_clipped, turned=True)), score(_TURNED), _TURNED, aim=_GAINS),
+        one_part(_clipped, rises=True),
+        one_part(functools.partial(_clipped, largest=True), worse=_LARGEST, aim=_FURTHER),
+        one_part(functools.partial(_clipped, turned=True), _TURNED, rises=True, aim=_GAINS),
     ),
     0.8,
     1.2,
 )
 AROUND_ZERO = _objective(
-    (Variant(single(_clipped), score(_AROUND_ZERO), _AROUND_ZERO, aim=_LIKELIER),),
+    (one_part(_clipped, _AROUND_ZERO, rises=True, aim=_LIKELIER),),
     -0.2,
     0.2,
     among="zero",
@@ -207,11 +207,11 @@ def _bootstrapped(name: str, mistake: Mistake, *, best: bool, ends: bool) -> For
     with_ends = (*given, Argument("ends", "labels", learned=False))
     if ends:
         variants = tuple(
-            Variant(single(functools.partial(_target_with_ends, mask=mask)), cost(mistake), mistake, aim=_TARGET_MOVES)
+            one_part(functools.partial(_target_with_ends, mask=mask), mistake, aim=_TARGET_MOVES)
             for mask in (False, True)
         )
     else:
-        variants = (Variant(single(_target), cost(mistake), mistake, aim=_TARGET_MOVES),)
+        variants = (one_part(_target, mistake, aim=_TARGET_MOVES),)
     return Form(
         name,
         "http://incompleteideas.net/book/the-book-2nd.html",
@@ -272,10 +272,10 @@ GRADIENT = Form(
     "http://incompleteideas.net/book/the-book-2nd.html",
     (Argument("log_prob", learned=True), Argument("advantage", learned=True)),
     (
-        Variant(
-            single(_product),
-            score(_LEARNED_ADVANTAGE),
+        one_part(
+            _product,
             _LEARNED_ADVANTAGE,
+            rises=True,
             aim=Aim("the critic's squared error", lambda _, advantage: advantage.square(), held=(0,)),
         ),
     ),

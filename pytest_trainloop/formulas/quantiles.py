@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, cost, same, single
+from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, one_part, same
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
@@ -113,10 +113,9 @@ PAIRS = Form(
         Argument("share", "positive", learned=False),
     ),
     (
-        Variant(single(_pairs), cost()),
-        Variant(
-            single(functools.partial(_pairs, of_target=True)),
-            cost(_AXIS_OF_TARGET),
+        one_part(_pairs),
+        one_part(
+            functools.partial(_pairs, of_target=True),
             _AXIS_OF_TARGET,
             aim=Aim("the quantile loss with the shares along the predictions", _pairs),
         ),

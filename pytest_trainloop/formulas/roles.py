@@ -128,9 +128,7 @@ def class_axes(found: Slice, prediction: int, target: int) -> tuple[int, int] | 
 
 def unflattened(found: Slice, number: int) -> torch.Tensor:
     """A value before it was reshaped."""
-    while (call := found.call_of(number)) is not None and call.name in RESHAPES | CASTS and len(call.inputs) == 1:
-        number = call.inputs[0]
-    tensor = found.values[number].tensor
+    tensor = origin(found, number, RESHAPES | CASTS)[0].tensor
     return tensor if tensor.is_floating_point() else tensor.double()
 
 

@@ -39,26 +39,23 @@ FACTOR_OF_DICE = Mistake(
 )
 
 
-def _overlap(p: torch.Tensor, t: torch.Tensor, *, power: int, kept: int) -> Mapping[str, torch.Tensor] | None:
-    """Sums of products, predictions and targets over all axes but the first ``kept`` ones."""
-    t = t.to(p.dtype)
-    if p.shape != t.shape:
-        if p.numel() != t.numel():
-            return None
-        t = t.reshape(p.shape)
-    if kept >= p.dim():
-        return None
-    axes = tuple(range(kept, p.dim()))
+def _sums(p: torch.Tensor, t: torch.Tensor, *, power: int, axes: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
+    """Of products, predictions and targets."""
     return {"both": (p * t).sum(axes), "prediction": (p**power).sum(axes), "target": (t**power).sum(axes)}
+
+
+def _overlap(p: torch.Tensor, t: torch.Tensor, *, power: int, kept: int) -> Mapping[str, torch.Tensor] | None:
+    """Sums over all axes but the first ``kept`` ones."""
+    if p.numel() != t.numel() or kept >= p.dim():
+        return None
+    return _sums(p, t.to(p.dtype).reshape(p.shape), power=power, axes=tuple(range(kept, p.dim())))
 
 
 def _by_class(p: torch.Tensor, t: torch.Tensor, *, power: int) -> Mapping[str, torch.Tensor] | None:
     """The same with one entry for each class, on axis 1, over the whole batch."""
-    t = t.to(p.dtype)
     if p.shape != t.shape or p.dim() < 2:
         return None
-    axes = (0, *range(2, p.dim()))
-    return {"both": (p * t).sum(axes), "prediction": (p**power).sum(axes), "target": (t**power).sum(axes)}
+    return _sums(p, t.to(p.dtype), power=power, axes=(0, *range(2, p.dim())))
 
 
 def _read(found: Coefficients) -> Reading | None:
@@ -122,10 +119,7 @@ PIXEL_BY_PIXEL = Mistake(
 
 
 def _over_batch(p: torch.Tensor, t: torch.Tensor, *, power: int) -> Mapping[str, torch.Tensor] | None:
-    t = t.to(p.dtype)
-    if p.shape != t.shape or p.dim() != 2:
-        return None
-    return {"both": (p * t).sum(0), "prediction": (p**power).sum(0), "target": (t**power).sum(0)}
+    return _sums(p, t.to(p.dtype), power=power, axes=(0,)) if p.shape == t.shape and p.dim() == 2 else None
 
 
 def _of_images(cut: Cut) -> bool:
@@ -133,10 +127,6 @@ def _of_images(cut: Cut) -> bool:
     flat, images = cut.recorded[0], unflattened(cut.slice, cut.arguments[0])
     merged = sum(size > 1 for size in images.shape[1:]) > 1
     return flat.dim() == 2 and merged and len(images) == len(flat)
-
-
-def _of_classes(cut: Cut) -> bool:
-    return not _of_images(cut)
 
 
 def _read_pixels(found: Coefficients) -> Reading | None:
@@ -158,7 +148,7 @@ OVERLAP = Form(
     (Argument("prediction", "probabilities", learned=True), Argument("target", "labels", learned=False)),
     (
         *(Variant(way, _read, fraction=True, look=_look) for way in _WAYS),
-        *(Variant(way, _read, fraction=True, suits=_of_classes, look=_look) for way in _CLASSES),
+        *(Variant(way, _read, fraction=True, suits=lambda cut: not _of_images(cut), look=_look) for way in _CLASSES),
         *(
             Variant(
                 functools.partial(_over_batch, power=power),

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, score, single
+from pytest_trainloop.formulas.form import Argument, Form, Mistake, one_part
 from pytest_trainloop.formulas.trial import Aim
 from pytest_trainloop.recording.torch_names import DIVISIONS
 
@@ -37,10 +37,10 @@ FORMS = (
         "https://arxiv.org/abs/1811.02508",
         (Argument("estimate", learned=True), Argument("source", learned=False)),
         tuple(
-            Variant(
-                single(functools.partial(_ratio, centred=centred, own=own)),
-                score(mistake),
+            one_part(
+                functools.partial(_ratio, centred=centred, own=own),
                 mistake,
+                rises=True,
                 aim=Aim("the ratio", functools.partial(_ratio, centred=centred, own=False), rises=True),
             )
             for own, mistake in ((False, None), (True, ENERGY_OF_THE_ESTIMATE))

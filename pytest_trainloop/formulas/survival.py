@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, single
+from pytest_trainloop.formulas.form import Argument, Form, Mistake, one_part
 from pytest_trainloop.formulas.trial import Aim
 
 if TYPE_CHECKING:
@@ -78,9 +78,8 @@ def _form(suits: Callable[[Cut], bool], *ways: tuple[Mistake | None, bool, bool]
             Argument("event", "labels", learned=False),
         ),
         tuple(
-            Variant(
-                single(functools.partial(way, before=before, censored=censored)),
-                cost(mistake),
+            one_part(
+                functools.partial(way, before=before, censored=censored),
                 mistake,
                 aim=Aim("the partial likelihood's cost of the events", _by_events),
             )

@@ -184,13 +184,13 @@ def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]
     return [root.value for b in relevant for root in b.roots]
 
 
-def mover(names: Sequence[str], jitter: bool, share: float = 0.1) -> Callable[[Watch], None]:
+def mover(names: Sequence[str], jitter: bool, share: float = 0.1, seed: int = 20_240) -> Callable[[Watch], None]:
     """Moves the named parameters by half their root mean square, and with ``jitter`` all trainable ones by a share of
     it."""
     chosen = set(names)
 
     def move(watch: Watch) -> None:
-        random = torch.Generator().manual_seed(20_240)
+        random = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
                 if not (tensor.is_floating_point() or tensor.is_complex()) or torch.nn.parameter.is_lazy(tensor):
@@ -211,9 +211,9 @@ def moved_a_little(watch: Watch) -> None:
     mover((), True)(watch)
 
 
-def stirred(share: float) -> Callable[[Watch], None]:
+def stirred(share: float, seed: int = 20_240) -> Callable[[Watch], None]:
     """Moves every trainable weight by this share of its root mean square."""
-    return mover((), share > 0.0, share)
+    return mover((), share > 0.0, share, seed)
 
 
 def _epsilon(evidence: Evidence, double: bool) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.events import Site
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def never_read(site: Site) -> str:
@@ -29,10 +29,12 @@ def never_read(site: Site) -> str:
     """
     called = ""
     for filename, line in site:
-        found = _statement(filename, line)
-        if found is None:
+        located = statement_at(filename, line)
+        if located is None:
             return ""
-        function, block, statement = found
+        statement, block, function = located
+        if function is None:
+            return ""
         if not isinstance(statement, ast.Return):
             return _lost(function, block, statement, called)
         if not _is_the_call(statement.value, called):
@@ -42,26 +44,29 @@ def never_read(site: Site) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(filename: str) -> ast.Module | None:
+def parsed(filename: str) -> ast.Module | None:
+    """None where the source is not known."""
     try:
         return ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
         return None
 
 
-def _statement(filename: str, line: int) -> tuple[_Function, list[ast.stmt], ast.stmt] | None:
-    """The innermost function around a line, the simple statement on that line, and the block that it stands in."""
-    module = _parsed(filename)
-    functions = [n for n in ast.walk(module) if isinstance(n, _Function) and _covers(n, line)] if module else []
-    if not functions:
-        return None
-    function = max(functions, key=lambda f: f.lineno)
-    for node in ast.walk(function):
-        for block in _blocks(node):
-            for statement in block:
-                if _covers(statement, line) and not list(_blocks(statement)):
-                    return function, block, statement
+def statement_at(filename: str, line: int) -> tuple[ast.stmt, list[ast.stmt], Function | None] | None:
+    """The simple statement on a line, the block that it belongs to, and the innermost function around it."""
+    module = parsed(filename)
+    for statement, block, function in _simple(module, None) if module else ():
+        if covers(statement, line):
+            return statement, block, function
     return None
+
+
+def _simple(node: ast.AST, function: Function | None) -> Iterator[tuple[ast.stmt, list[ast.stmt], Function | None]]:
+    function = node if isinstance(node, Function) else function
+    for block in _blocks(node):
+        yield from ((s, block, function) for s in block if not list(_blocks(s)) and not isinstance(s, ast.Match))
+    for child in ast.iter_child_nodes(node):
+        yield from _simple(child, function)
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -71,11 +76,11 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
             yield block
 
 
-def _covers(node: ast.stmt, line: int) -> bool:
+def covers(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def _lost(function: _Function, block: list[ast.stmt], statement: ast.stmt, called: str) -> str:
+def _lost(function: Function, block: list[ast.stmt], statement: ast.stmt, called: str) -> str:
     if isinstance(statement, ast.Expr):
         return "its value is thrown away" if _is_the_call(statement.value, called) else ""
     if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
@@ -85,10 +90,10 @@ def _lost(function: _Function, block: list[ast.stmt], statement: ast.stmt, calle
     target = statement.targets[0]
     if not isinstance(target, ast.Name) or target.id.startswith("_") or _escapes(function, target.id):
         return ""
-    if not _reads(function, target.id):
+    if not reads(function, target.id):
         return f"nothing in {function.name}() reads {target.id}"
     for later in block[block.index(statement) + 1 :]:
-        if _reads(later, target.id):
+        if reads(later, target.id):
             return ""
         if isinstance(later, ast.Assign) and any(isinstance(t, ast.Name) and t.id == target.id for t in later.targets):
             return f"line {later.lineno} replaces {target.id} before anything reads it"
@@ -97,11 +102,11 @@ def _lost(function: _Function, block: list[ast.stmt], statement: ast.stmt, calle
     return ""
 
 
-def _reads(node: ast.AST, name: str) -> bool:
+def reads(node: ast.AST, name: str) -> bool:
     return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
 
 
-def _escapes(function: _Function, name: str) -> bool:
+def _escapes(function: Function, name: str) -> bool:
     """Whether the name is not the function's own, or may be read by its text."""
     for node in ast.walk(function):
         if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:

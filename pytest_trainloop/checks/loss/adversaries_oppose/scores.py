@@ -1,7 +1,7 @@
 """Which way each step of a game of two networks pushes the scores that one of them gives.
 
-A critic is a module all of whose weights one optimizer holds. Its calls are told apart by what they are given: "made"
-is what weights of another optimizer took part in computing, with history or not; "given" is the rest, data or noise.
+A critic is a module all of whose weights one optimizer holds. Its calls differ by what they are given: "made" is what
+weights of another optimizer took part in computing, with history or not; "given" is the rest, data or noise.
 In one further run the scores are moved by a constant, another one at each call from a line, so that a direction that
 depends on the score (least squares) is seen on both sides of its target.
 """
@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
 
@@ -45,7 +45,7 @@ LEAST = 3
 """Offsets at which both directions must be known."""
 
 BOTH = -1
-"""Stands for the optimizers of both sides, where both step with the gradient of one pass."""
+"""The optimizers of both sides, where both step with the gradient of one pass."""
 
 _BOUNDED = ("SigmoidBackward", "SoftmaxBackward", "TanhBackward")
 _MOVES = ("View", "Squeeze", "Unsqueeze", "Reshape", "Clamp", "Clone", "Mean")
@@ -62,7 +62,7 @@ class ScoreCall:
     made_by: frozenset[int]
     """The other optimizers whose weights took part in what it was given."""
     beside_data: bool
-    """Whether it was given other data of the batch as well, beside what they made."""
+    """Whether it was given other data of the batch as well, next to what they made."""
     offset: int
     place: Place
     pushes: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -75,34 +75,27 @@ class Pushed:
 
     place: Place
     by_offset: dict[int, float]
+    beside_data: set[bool]
+
+    def always(self, other: Pushed, factor: float) -> int:
+        """At how many offsets this direction is the other times the factor; 0 where at any it is not, or at few."""
+        both = self.by_offset.keys() & other.by_offset.keys()
+        agree = all(self.by_offset[o] == factor * other.by_offset[o] for o in both)
+        return len(both) if agree and len(both) >= LEAST else 0
+
+    def opposed(self, other: Pushed) -> int:
+        """At how many offsets the two directions are opposed."""
+        both = self.by_offset.keys() & other.by_offset.keys()
+        return sum(self.by_offset[o] == -other.by_offset[o] for o in both)
 
 
-@dataclass(frozen=True, slots=True)
-class Game:
-    """What the steps of a critic and of what plays with it do to one of its outputs."""
-
-    critic: str
-    given: Pushed
-    """The critic's step, on what no other trained weights made."""
-    made: Pushed
-    """The critic's step, on what the other one made."""
-    back: Pushed
-    """The other one's step, on what it made."""
-    beside_data: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Mixed:
-    """Steps of one side of a game that use the gradient of the other side's loss beside that of its own."""
+class Output(NamedTuple):
+    """One output of a critic, of what the weights of the optimizer ``maker`` made."""
 
     critic: str
-    stepped: str
-    """The class of the optimizer whose step it is."""
-    by_critic: bool
-    """Whether this is the critic's optimizer."""
-    step: Place
-    offsets: int
-    """The constants at which the two losses push the scores of what is made against each other."""
+    owner: int
+    number: int
+    maker: int
 
 
 class ScoreRecorder(WatchingMode):
@@ -117,15 +110,16 @@ class ScoreRecorder(WatchingMode):
         self._counts: dict[tuple[Any, ...], Iterator[int]] = defaultdict(lambda: itertools.cycle(range(len(OFFSETS))))
 
     @classmethod
-    def of(cls, evidence: Evidence) -> list[Game | Mixed]:
+    def of(cls, evidence: Evidence) -> dict[Output, dict[str, Pushed]]:
         """The games of the loop, from one further run; none where fewer than two optimizers step."""
         record = evidence.run()
         stepping = [o for o in record.optimizers if o.steps and o.parameters]
         if not any(set(a.parameters).isdisjoint(b.parameters) for a in stepping for b in stepping):
-            return []
+            return {}
         found = cls()
-        record = evidence.rerun(contexts=found.contexts, varied="with a constant added to the scores")
-        return list(games(record, found.calls))
+        return _games(
+            evidence.rerun(contexts=found.contexts, varied="with a constant added to the scores"), found.calls
+        )
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -183,13 +177,8 @@ class ScoreRecorder(WatchingMode):
         if self._watch is None or self.watch.is_suspended or not self._inside:
             return None
         owner = self._inside.pop()
-        if (
-            owner is None
-            or owner in self._inside
-            or not self.active()
-            or not torch.is_grad_enabled()
-            or not self.watch.full
-        ):
+        looked_at = self.active() and torch.is_grad_enabled() and self.watch.full
+        if owner is None or owner in self._inside or not looked_at:
             return None
         with self.watch.suspended():
             return self._called(module, owner, (args, kwargs), output)
@@ -223,7 +212,8 @@ class ScoreRecorder(WatchingMode):
             backward = self.watch.backward
             if backward is not None and backward.kind == "backward":
                 with self.watch.suspended():
-                    call.pushes.setdefault(backward.at, {})[number] = _sign(gradient.detach())
+                    above, below = bool((gradient > 0).any()), bool((gradient < 0).any())
+                    call.pushes.setdefault(backward.at, {})[number] = float(above) - float(below)
 
         return pushed
 
@@ -239,17 +229,11 @@ def _is_bounded(output: torch.Tensor) -> bool:
     return node is not None and node.name().startswith(_BOUNDED)
 
 
-def _sign(gradient: torch.Tensor) -> float:
-    above, below = bool((gradient > 0).any()), bool((gradient < 0).any())
-    return float(above) - float(below)
-
-
-def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game | Mixed]:
-    """Each output of a critic that is given what another optimizer's weights made, in steps of both."""
+def _games(record: Record, calls: list[ScoreCall]) -> dict[Output, dict[str, Pushed]]:
+    """What pushes each output of a critic: its own step its scores of data ("given") and of what is made ("made"), the
+    maker's step the latter ("back"); "shared" and "shared given" in passes that both step with."""
     holder = {i: min(held, key=lambda o: len(set(record.optimizers[o].parameters))) for i, held in record.held.items()}
-    stepped: dict[int, set[int]] = {}
-    for outcome in Ledger(record).passes:
-        stepped[outcome.at] = {holder[i] for i in outcome.used if i in holder}
+    stepped = {p.at: {holder[i] for i in p.used if i in holder} for p in Ledger(record).passes}
     pushed: dict[tuple[Any, ...], list[tuple[ScoreCall, float]]] = defaultdict(list)
     for call in calls:
         for at, signs in call.pushes.items():
@@ -260,65 +244,25 @@ def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game | Mixed]:
             turned = -1.0 if any(record.optimizers[o].maximizes for o in steps) else 1.0
             for number, sign in signs.items():
                 pushed[call.critic, call.owner, number, maker, by].append((call, sign * turned))
-    for (critic, owner, number, maker, by), back in pushed.items():
-        made = pushed.get((critic, owner, number, maker, owner), [])
-        given = pushed.get((critic, owner, number, None, owner), [])
-        if maker is not None and by == maker and made and given:
-            beside = all(call.beside_data for call, _ in made)
-            yield Game(critic, _all(given), _all(made), _all(back), beside)
-        if maker is not None and by == BOTH and not any(call.beside_data for call, _ in back):
-            yield from _mixed(record, pushed, (critic, owner, number, maker))
-
-
-def _mixed(record: Record, pushed: Mapping[Any, list[tuple[ScoreCall, float]]], of: tuple[Any, ...]) -> Iterator[Mixed]:
-    """Whether passes that both optimizers step with are those of the one side, and push what is made against the
-    passes that only the other side steps with."""
-    critic, owner, number, maker = of
-    shared, made = _all(pushed[critic, owner, number, maker, BOTH]), pushed.get((critic, owner, number, maker, owner))
-    given, back = pushed.get((critic, owner, number, None, owner)), pushed.get((critic, owner, number, maker, maker))
-    both_given = pushed.get((critic, owner, number, None, BOTH))
-    if made and given:  # the shared passes may be the maker's
-        offsets = always(shared, _all(made), -1.0)
-        if offsets and opposed_at(_all(given), _all(made)) >= 2:
-            yield Mixed(critic, record.optimizers[owner].kind, True, _step_of(record, owner), offsets)
-    if back and both_given:  # or the critic's
-        offsets = always(shared, _all(back), -1.0)
-        if offsets and opposed_at(_all(both_given), shared) >= 2:
-            yield Mixed(critic, record.optimizers[maker].kind, False, _step_of(record, maker), offsets)
-
-
-def _step_of(record: Record, optimizer: int) -> Place:
-    return next(step.place for step in record.innermost_steps() if step.optimizer == optimizer)
-
-
-def _all(pushed: list[tuple[ScoreCall, float]]) -> Pushed:
-    signs: dict[int, set[float]] = defaultdict(set)
-    for call, sign in pushed:
-        signs[call.offset].add(sign)
-    known = {offset: next(iter(found)) for offset, found in signs.items() if len(found) == 1}
-    return Pushed(pushed[0][0].place, {offset: sign for offset, sign in known.items() if sign})
-
-
-def always(one: Pushed, other: Pushed, factor: float) -> int:
-    """At how many offsets the one direction is the other times the factor; 0 where at any it is not, or at few."""
-    both = one.by_offset.keys() & other.by_offset.keys()
-    agree = all(one.by_offset[o] == factor * other.by_offset[o] for o in both)
-    return len(both) if agree and len(both) >= LEAST else 0
-
-
-def one_way(game: Game) -> int:
-    """At how many offsets all three directions are known and one and the same; 0 where at any they are not."""
-    three = (game.given, game.made, game.back)
-    signs = {sign for pushed in three for sign in pushed.by_offset.values()}
-    return min(len(pushed.by_offset) for pushed in three) if len(signs) == 1 else 0
+    found: dict[Output, dict[str, Pushed]] = defaultdict(dict)
+    for output in {Output(*key[:4]): None for key in pushed if key[3] is not None}:
+        critic, owner, number, maker = output
+        kinds = {"given": (None, owner), "made": (maker, owner), "back": (maker, maker)}
+        kinds |= {"shared": (maker, BOTH), "shared given": (None, BOTH)}
+        for kind, (made_by, by) in kinds.items():
+            seen = pushed.get((critic, owner, number, made_by, by))
+            if not seen:
+                continue
+            signs_at: dict[int, set[float]] = defaultdict(set)
+            for call, sign in seen:
+                signs_at[call.offset].add(sign)
+            known = {offset: next(iter(signs)) for offset, signs in signs_at.items() if len(signs) == 1}
+            by_offset = {offset: sign for offset, sign in known.items() if sign}
+            found[output][kind] = Pushed(seen[0][0].place, by_offset, {call.beside_data for call, _ in seen})
+    return found
 
 
 def may_hold_one_label(batch: Any) -> bool:
     """Whether some tensor of the batch holds a single value: labels that happen to be all one class."""
     tensors = [t.detach() for t in nested.tensors(batch) if t.numel()]
     return any(bool((t == t.flatten()[0]).all()) for t in tensors)
-
-
-def opposed_at(one: Pushed, other: Pushed) -> int:
-    """At how many offsets the two directions are opposed."""
-    return sum(one.by_offset[o] == -other.by_offset[o] for o in one.by_offset.keys() & other.by_offset.keys())

@@ -1,13 +1,13 @@
 """Every term that is added to the loss trains something, and every term that is computed is added.
 
 What it does
-    It takes what the loop backpropagates apart into the terms that it is the sum of, whoever computed them, and looks
+    It splits what the loop backpropagates into the terms that it is the sum of, whoever computed them, and looks
     for terms without a gradient. It also follows single numbers that were computed with a gradient and that no backward
     pass goes through.
 
 Why is this bad?
-    The value of such a term stands in the log and may even fall, because the weights move for other reasons. The
-    penalty, the auxiliary loss or the constraint that it stands for is not there.
+    The value of such a term appears in the log and may even fall, because the weights move for other reasons. The
+    penalty, the auxiliary loss or the constraint that it represents is missing.
 
 How it decides
     What is added without a history adds a constant: it trains nothing, whatever it is. Such a constant is a fault where
@@ -56,7 +56,7 @@ Fixed
 Known limits
     The results of layers are each taken for a value of their own: a model called twice on the same rows is not seen to
     be compared with itself. Penalties made of parameters alone are not looked into.
-    Terms inside compiled kernels and custom autograd functions are not taken apart, and what is added within a product
+    Terms inside compiled kernels and custom autograd functions are not split, and what is added within a product
     or a root is no term.
 
 References
@@ -68,76 +68,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.checks.loss.every_term_trains.causes import CAUSES
+from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-
-_DROPPED = (
-    "gradient_reaches_every_param:parameter_unused",
-    "gradient_reaches_every_param:graph_cut",
-    "loss_contract:part_left_out",
-)
-"""What other checks see of a term that is not added: its layer is used by nobody."""
-
-CAUSES = {
-    "penalty_off_graph": Cause(
-        proof="a term holds a derivative that was taken without a graph: its value changes with the weights, and it "
-        "has no gradient",
-        repair="torch.autograd.grad(..., create_graph=True)",
-    ),
-    "derivative_off_graph": Cause(
-        proof="a derivative that was taken without a graph is added to what has a gradient",
-        repair="torch.autograd.grad(..., create_graph=True), where the derivative is to be trained as well",
-        settle="derivative.detach() on it says that it is a target",
-    ),
-    "term_detached": Cause(
-        proof="a term is added without its gradient, and its value changes with the weights that the loss trains",
-        repair="add the tensor itself, without item(), detach() or no_grad()",
-        change=("seen",),
-    ),
-    "term_between_frozen": Cause(
-        proof="a term compares two results of weights that nothing trains: it is a constant",
-        repair="compare the result of the model that is trained with that of the teacher",
-        explains=("loss_contract:part_detached",),
-        change=("seen",),
-    ),
-    "term_left_out": Cause(
-        proof="a number was computed with a gradient, and no backward pass of the run went through it",
-        repair="add it to the loss, or delete the line",
-        explains=_DROPPED,
-        change=("seen",),
-        settle="no_grad() around what is only logged; parts= says what the loss is the sum of",
-    ),
-    "term_overwritten": Cause(
-        proof="a loop computes a loss for each of its turns under one name, and only the last is backpropagated",
-        repair="add them up: loss = 0 before the loop, and loss = loss + ... inside it",
-        explains=_DROPPED,
-        change=("seen",),
-    ),
-    "compared_with_itself": Cause(
-        proof="both sides of a difference are the same calls on the same tensors: it is a constant, whatever the "
-        "weights and the batch are",
-        repair="give the comparison the other side: look which name stands on both",
-        change=("seen",),
-    ),
-    "fill_chosen": Cause(
-        proof="the extreme of every row is the value that masked entries were filled with, and a hinge cuts it off: "
-        "the term does not depend on the weights",
-        repair="fill masked entries with -inf where the largest is taken, with inf where the smallest is",
-        change=("seen",),
-    ),
-    "weight_of_another_name": Cause(
-        proof="the weights have no entry for a term, and one for a like name that no term has, so that the term is not "
-        "in the loss",
-        repair="call both by one name, and look weights up by weights[name], which raises for a name that is not there",
-        explains=_DROPPED,
-        change=("seen",),
-    ),
-}
 
 
 @check(
@@ -149,19 +87,16 @@ CAUSES = {
     names="term",
 )
 def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss.every_term_trains.chosen_fills import chosen_fills
-    from pytest_trainloop.checks.loss.every_term_trains.constant_terms import constant_terms, derivatives_beside
-    from pytest_trainloop.checks.loss.every_term_trains.cut_terms import cut_terms
-    from pytest_trainloop.checks.loss.every_term_trains.lost_terms import lost_terms
-    from pytest_trainloop.checks.loss.every_term_trains.same_sides import same_sides
+    from pytest_trainloop.checks.loss.every_term_trains import constants, lost_terms, of_the_tape
     from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 
     survey = evidence.shared(Survey.of)
-    found = [*constant_terms(evidence, survey), *derivatives_beside(survey), *cut_terms(evidence, survey)]
-    yield from found
-    for lost in lost_terms(evidence, survey):
+    added = [*constants.constant_terms(evidence, survey), *constants.derivatives_beside(survey)]
+    added += constants.cut_terms(evidence, survey)
+    yield from added
+    for lost in lost_terms.lost_terms(evidence, survey):
         # a term that is added by its value alone is lost by that
-        if lost.level == "fault" or not any(f.where == lost.where or f.culprits == lost.culprits for f in found):
+        if lost.level == "fault" or not any(f.where == lost.where or f.culprits == lost.culprits for f in added):
             yield lost
-    yield from same_sides(evidence)
-    yield from chosen_fills(evidence)
+    yield from of_the_tape.same_sides(evidence)
+    yield from of_the_tape.chosen_fills(evidence)

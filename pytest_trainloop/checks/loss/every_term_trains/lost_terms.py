@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.loss.dead_values import never_read
+from pytest_trainloop.checks.loss.every_term_trains.causes import found
 from pytest_trainloop.checks.loss.every_term_trains.names import is_part, is_term, loops_over, name_at
 from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
-from pytest_trainloop.finding import Finding
 from pytest_trainloop.gradients.dependence import Dependences
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.checks.loss.every_term_trains.weight_tables import Unweighted
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -30,34 +30,41 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
     """Terms that the first steps lose are looked for over the whole run before anything is said."""
     if not any(term.live for root in survey.roots for term in root.terms):
         return
-    unweighted = [u for u in survey.tables.unweighted.values() if not _counts(u.scalar)]
+    unweighted = {term for (term, _), (scalar, *_) in survey.tables.unweighted.items() if not any(scalar.weights)}
     left_out = _left_out(survey)
     overwritten = _overwritten(survey)
     if not (unweighted or left_out or overwritten):
         return
     full = evidence.shared(Survey.in_full)
     named = set()
-    for other in full.tables.unweighted.values():
-        if not _counts(other.scalar) and any(other.term == u.term for u in unweighted):
-            named.add(other.scalar.place)
-            yield _of_weight(other)
+    for (term, weight), (scalar, place, number, others) in full.tables.unweighted.items():
+        if not any(scalar.weights) and term in unweighted:
+            named.add(scalar.place)
+            facts: dict[str, Any] = {"term": term, "weight": weight, "number": number, "others": others}
+            yield found("weight_of_another_name", place, (term,), "named", **facts)
     for site, scalars in _overwritten(full).items():
         if site in overwritten:
             named.add(scalars[0].place)
-            yield _of_overwritten(full.record, site, scalars)
+            name, line = loops_over(site) or ("", 0)
+            untrained = _untrained(full.record, scalars[:-1])
+            facts = {"name": name, "line": line, "count": len(scalars), "lost": len(scalars) - 1}
+            names = (name, *untrained)
+            yield found("term_overwritten", scalars[0].place, names, "named", untrained=untrained, **facts)
     for call, scalars in _left_out(full).items():
-        if call in left_out and scalars[0].place not in named:
-            site, named = call[0], named | {scalars[0].place}
-            found = _untrained(full.record, scalars)
-            if found and not evidence.repeatable and not is_part(name_at(site)):
-                continue  # whether its graph is cut elsewhere takes further runs
-            untrained = _independent(evidence, full, found) if evidence.repeatable else ()
-            if untrained or is_part(name_at(site)):
-                yield _of_left_out(site, scalars, untrained)
-
-
-def _counts(scalar: Scalar) -> bool:
-    return any(scalar.weights)
+        if call not in left_out or scalars[0].place in named:
+            continue
+        site, named = call[0], named | {scalars[0].place}
+        name, untrained = name_at(site), _untrained(full.record, scalars)
+        if untrained and not evidence.repeatable and not is_part(name):
+            continue  # whether its graph is cut elsewhere takes further runs
+        untrained = _independent(evidence, full, untrained) if evidence.repeatable else ()
+        if untrained or is_part(name):
+            why = never_read(site) if is_part(name) and not untrained else ""
+            why = f"it alone would train {some(untrained)}" if untrained else why
+            called = name or scalars[0].op
+            facts = {"name": called, "why": why, "count": len(scalars), "level": "fault" if why else "advice"}
+            variant, names = "named" if why and name else "", (called, *untrained)
+            yield found("term_left_out", scalars[0].place, names, variant, untrained=untrained, **facts)
 
 
 def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
@@ -69,18 +76,18 @@ def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
         by_call[scalar.site, scalar.op, turns[here]].append(scalar)  # a line may compute several
         turns[here] += 1
     used = {(s.site, s.op) for s in survey.scalars if s.used}
-    found = {}
+    lost_calls = {}
     for (site, op, turn), scalars in by_call.items():
         last = [s for s in scalars if not s.consumed]
         if not site or not last or any(s.used for s in scalars):
             continue
-        # torch's losses are loss_contract's; of the turns of a loop the last may be meant
+        # torch's losses are loss_contract's; of the turns of a loop the last alone may be wanted
         own = not any(s.of_losses for s in scalars) and (site, op) not in used
         name, lost = name_at(site), functools.partial(never_read, site)
         named = is_term(name) and (not all(s.of_used for s in last) or lost())
         if (own and (named or (is_part(name) and lost()))) or _untrained(survey.record, last):
-            found[site, op, turn] = last
-    return found
+            lost_calls[site, op, turn] = last
+    return lost_calls
 
 
 def _untrained(record: Record, scalars: Sequence[Scalar]) -> tuple[str, ...]:
@@ -115,12 +122,12 @@ def _overwritten(survey: Survey) -> dict[Site, list[Scalar]]:
     by_line: dict[tuple[Site, str], dict[int, list[Scalar]]] = defaultdict(lambda: defaultdict(list))
     for scalar in survey.scalars:
         by_line[scalar.site, scalar.op][scalar.window].append(scalar)
-    found = {}
+    sites = {}
     for (site, _), windows in by_line.items():
         several = [w for w in windows.values() if len(w) > 1]
         if several and all(_only_the_last(w) for w in several) and loops_over(site) is not None:
-            found[site] = several[0]
-    return found
+            sites[site] = several[0]
+    return sites
 
 
 def _only_the_last(scalars: Sequence[Scalar]) -> bool:
@@ -129,51 +136,3 @@ def _only_the_last(scalars: Sequence[Scalar]) -> bool:
     if not last.used or any(s.used or s.consumed for s in earlier):
         return False
     return any(s.data - last.data or s.parameters - last.parameters for s in earlier)
-
-
-def _of_left_out(site: Site, scalars: Sequence[Scalar], untrained: tuple[str, ...]) -> Finding:
-    name = name_at(site)
-    lost = never_read(site) if is_part(name) else ""
-    why = f"it alone would train {some(untrained)}" if untrained else lost
-    called = name or scalars[0].op
-    return Finding(
-        cause="term_left_out",
-        level="fault" if why else "advice",
-        summary=f"{called} is computed with a gradient and is in no loss that is backpropagated"
-        + (f": {why}" if why else ""),
-        measured=f"{len(scalars)} values in the run, and no backward pass went through any",
-        shown_by="other terms of the same steps were backpropagated"
-        + (f"; {some(untrained)} got no gradient" if untrained else ""),
-        culprits=(called, *untrained),
-        where=scalars[0].place,
-        repair=f"loss = loss + {called}" if why and name else "",
-    )
-
-
-def _of_overwritten(record: Record, site: Site, scalars: Sequence[Scalar]) -> Finding:
-    name, line = loops_over(site) or ("", 0)
-    untrained = _untrained(record, scalars[:-1])
-    return Finding(
-        cause="term_overwritten",
-        summary=f"the loop at line {line} computes {name} {len(scalars)} times, and only the last is backpropagated",
-        measured=f"{len(scalars) - 1} of {len(scalars)} values are replaced before anything reads them, in every step "
-        "that was watched",
-        shown_by="the earlier ones were computed from other data or other weights"
-        + (f"; {some(untrained)} got no gradient" if untrained else ""),
-        culprits=(name, *untrained),
-        where=scalars[0].place,
-        repair=f"{name} = 0 before the loop, and {name} = {name} + ... inside it",
-    )
-
-
-def _of_weight(found: Unweighted) -> Finding:
-    return Finding(
-        cause="weight_of_another_name",
-        summary=f"{found.term!r} is computed and is not in the loss: the weights call it {found.weight!r}",
-        measured=f"the weight {found.number:g} of {found.weight!r} is used by no term, in every step of the run",
-        shown_by=f"both dicts have {some(found.others)}; no gradient reached {found.term!r}",
-        culprits=(found.term,),
-        where=found.place,
-        repair=f"where the dict of weights is built, write {found.term!r} for {found.weight!r}; weights[name] raises "
-        "where weights.get(name, 0) gives 0",
-    )

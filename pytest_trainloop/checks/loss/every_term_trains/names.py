@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import functools
-import linecache
 import re
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from pytest_trainloop.checks.loss.dead_values import covers, parsed, reads, statement_at
 
+if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Site
 
 _TERM = frozenset(
@@ -51,10 +49,10 @@ def name_at(site: Site) -> str:
     """The name, attribute or key that the value of a call site is assigned to; of one that is returned, that of the
     caller, else of the function."""
     for filename, line in site:
-        found = _statement(filename, line)
+        found = statement_at(filename, line)
         if found is None:
             return ""
-        statement, function = found
+        statement, _, function = found
         if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
             return _key_of(statement.value, line) or _named(target)
@@ -62,8 +60,8 @@ def name_at(site: Site) -> str:
             return ""
         if key := _key_of(statement.value, line):
             return key
-        if words_of(function) & _TERM or "loss" in function:
-            return function
+        if function is not None and (words_of(function.name) & _TERM or "loss" in function.name):
+            return function.name
     return ""
 
 
@@ -72,16 +70,16 @@ def loops_over(site: Site) -> tuple[str, int] | None:
     names: the name that holds the value behind the loop, and the line of the loop. A line that returns the value, alone
     or among others, passes the question on to its caller."""
     for filename, line in site:
-        found = _statement(filename, line)
+        found = statement_at(filename, line)
         if found is not None and isinstance(found[0], ast.Return):
             continue
-        module = _parsed(filename)
+        module = parsed(filename)
         loops = (
-            [n for n in ast.walk(module) if isinstance(n, (ast.For, ast.While)) and _covers(n, line)] if module else []
+            [n for n in ast.walk(module) if isinstance(n, (ast.For, ast.While)) and covers(n, line)] if module else []
         )
         for loop in sorted(loops, key=lambda n: -n.lineno):
             for statement in loop.body:
-                if _covers(statement, line):
+                if covers(statement, line):
                     name = _left_behind(loop, statement)
                     return None if name is None else (name, loop.lineno)
         return None
@@ -101,7 +99,7 @@ def _left_behind(loop: ast.For | ast.While, statement: ast.stmt) -> str | None:
             others.remove(other)
             last = renamed[0]
             names += renamed
-    return None if any(_reads(s, name) for s in (statement, *others) for name in names) else last
+    return None if any(reads(s, name) for s in (statement, *others) for name in names) else last
 
 
 def _plain_names(statement: ast.stmt) -> list[str]:
@@ -112,16 +110,6 @@ def _plain_names(statement: ast.stmt) -> list[str]:
     parts = target.elts if isinstance(target, ast.Tuple) else [target]
     names = [part.id for part in parts if isinstance(part, ast.Name)]
     return names if len(names) == len(parts) else []
-
-
-def source_of(filename: str, line: int) -> list[ast.stmt]:
-    """The simple statement on a line; none where the source is not known."""
-    found = _statement(filename, line)
-    return [] if found is None else [found[0]]
-
-
-def _reads(node: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
 
 
 def _named(target: ast.expr) -> str:
@@ -135,39 +123,9 @@ def _named(target: ast.expr) -> str:
 
 
 def _key_of(value: ast.expr | None, line: int) -> str:
-    """The key of a dict display whose value alone stands on a line."""
+    """The key of a dict display whose value alone is on a line."""
     if not isinstance(value, ast.Dict):
         return ""
     entries = zip(value.keys, value.values, strict=True)
-    keys = [str(k.value) for k, entry in entries if isinstance(k, ast.Constant) and _covers(entry, line)]
+    keys = [str(k.value) for k, entry in entries if isinstance(k, ast.Constant) and covers(entry, line)]
     return keys[0] if len(keys) == 1 else ""
-
-
-@functools.lru_cache(maxsize=256)
-def _parsed(filename: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _statement(filename: str, line: int) -> tuple[ast.stmt, str] | None:
-    """The simple statement on a line and the name of the function around it."""
-    module = _parsed(filename)
-    found = None
-    for statement, function in _simple(module, "") if module else ():
-        if _covers(statement, line):
-            found = statement, function
-    return found
-
-
-def _simple(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt, str]]:
-    for child in ast.iter_child_nodes(node):
-        inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
-        if isinstance(child, ast.stmt) and not hasattr(child, "body"):
-            yield child, inside
-        yield from _simple(child, inside)
-
-
-def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -67,30 +68,11 @@ MOST_ENTRIES = 1_000_000
 """Entries of a prediction above which its values are not kept."""
 
 
-@dataclass(slots=True)
-class Origin:
-    """What a value was made of. ``draws`` are the numbers of the calls that drew random numbers."""
-
-    batch: bool = False
-    trained: bool = False
-    """Parameters that require grad."""
-    weights: bool = False
-    """Other parameters: those of a frozen net."""
-    ordered: bool = False
-    """Something was sorted on the way, or all distances were taken: rows have no fixed partner."""
-    opaque: bool = False
-    """Something has a history that was not seen, as the results of a custom function of autograd have."""
-    draws: frozenset[int] = frozenset()
-
-    def __or__(self, other: Origin) -> Origin:
-        return Origin(
-            self.batch or other.batch,
-            self.trained or other.trained,
-            self.weights or other.weights,
-            self.ordered or other.ordered,
-            self.opaque or other.opaque,
-            self.draws | other.draws,
-        )
+Origin = frozenset[str | int]
+"""What a value was made of: "batch"; "trained" parameters and other "weights", those of a frozen net; "ordered" where
+something was sorted on the way, or all distances were taken, so that rows have no fixed partner; "opaque" where
+something has a history that was not seen, as the results of a custom function of autograd have. The numbers are those
+of the calls that drew random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +94,6 @@ class FirstSteps(Calls):
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Copies of what a comparison was given, by the number of its call."""
     writes: BatchWrites = field(default_factory=BatchWrites)
-    _origins: dict[int, Origin] = field(default_factory=dict)
-    _leads: set[int] | None = None
 
     @classmethod
     def on(cls, evidence: Evidence) -> FirstSteps:
@@ -160,37 +140,30 @@ class FirstSteps(Calls):
         if given[0].requires_grad != given[1].requires_grad:
             self.kept[made.number] = (given[0].detach().clone(), given[1].detach().clone())
 
-    @property
+    @functools.cached_property
     def leads(self) -> set[int]:
         """The identities of all values that something backpropagated was made of."""
-        if self._leads is None:
-            found = {id(root) for root in self.roots}
-            for call in reversed(self.calls):
-                if any(id(out) in found for out in call.outputs):
-                    found.update(id(value) for value in call.inputs)
-            self._leads = found
-        return self._leads
+        found = {id(root) for root in self.roots}
+        for call in reversed(self.calls):
+            if any(id(out) in found for out in call.outputs):
+                found.update(id(value) for value in call.inputs)
+        return found
 
     def reaches_a_root(self, call: Call) -> bool:
         return any(id(out) in self.leads for out in call.outputs)
 
-    @property
-    def comparisons(self) -> list[Comparison]:
-        """The comparisons that something backpropagated depends on: of a result with a history with one without."""
-        found = []
-        distances = self._distances
-        for call in self.calls:
-            if call.number not in self.kept or call.number not in distances:
-                continue
-            one, other = (v for v in call.inputs[:2])
-            if one.history == other.history:
-                continue
-            first, second = self.kept[call.number]
-            if one.history:
-                found.append(Comparison(call, one, other, first, second))
-            else:
-                found.append(Comparison(call, other, one, second, first))
-        return found
+    @functools.cached_property
+    def by_line(self) -> list[list[Comparison]]:
+        """The comparisons that something backpropagated depends on, of a result with a history with one without, for
+        each line of the project."""
+        lines: dict[tuple[str, int], list[Comparison]] = defaultdict(list)
+        for number in sorted(self._distances & self.kept.keys()):
+            call = self.calls[number]
+            (one, first), (other, second) = sides = list(zip(call.inputs[:2], self.kept[number], strict=True))
+            if one.history != other.history:
+                (one, first), (other, second) = sides if one.history else reversed(sides)
+                lines[call.place.file, call.place.line].append(Comparison(call, one, other, first, second))
+        return list(lines.values())
 
     @property
     def _distances(self) -> set[int]:
@@ -212,40 +185,26 @@ class FirstSteps(Calls):
 
     def origin(self, value: Value) -> Origin:
         """What a value was made of."""
-        if not self._origins:
-            self._trace()
         return self._origins.get(id(value)) or _of_leaf(value)
 
-    def _trace(self) -> None:
-        """The origins of all results, in the order of the calls: no recursion."""
-        known: dict[int, Origin] = self._origins
+    @functools.cached_property
+    def _origins(self) -> dict[int, Origin]:
+        """Of all results, in the order of the calls: no recursion."""
+        known: dict[int, Origin] = {}
         for call in self.calls:
-            made = Origin(ordered=call.name in ORDERINGS)
+            made = Origin({"ordered"} if call.name in ORDERINGS else ())
             if call.name in DRAWS:
-                made |= Origin(draws=frozenset({call.number}))
+                made |= {call.number}
             elif call.name not in SHAPE_ONLY:
-                for value in call.inputs:
-                    made |= known.get(id(value)) or _of_leaf(value)
-            for out in call.outputs:
-                known[id(out)] = made
+                made = made.union(*(known.get(id(value)) or _of_leaf(value) for value in call.inputs))
+            known |= dict.fromkeys(map(id, call.outputs), made)
+        return known
 
-    @property
-    def left_torch(self) -> set[int]:
-        """The draws behind values that were taken out of torch: what became of them there is not known."""
-        found: set[int] = set()
-        for call in self.calls:
-            if call.name in TO_PYTHON and any(math.prod(v.shape) > 1 for v in call.inputs):
-                for value in call.inputs:
-                    found |= self.origin(value).draws
-        return found
-
-    def by_line(self) -> dict[tuple[str, int], list[Comparison]]:
-        """The comparisons of each line of the project."""
-        lines: dict[tuple[str, int], list[Comparison]] = defaultdict(list)
-        for comparison in self.comparisons:
-            place = comparison.call.place
-            lines[place.file, place.line].append(comparison)
-        return lines
+    @functools.cached_property
+    def left_torch(self) -> Origin:
+        """The origins of values that were taken out of torch: what became of them there is not known."""
+        calls = [c for c in self.calls if c.name in TO_PYTHON and any(math.prod(v.shape) > 1 for v in c.inputs)]
+        return Origin().union(*(self.origin(value) for call in calls for value in call.inputs))
 
 
 def _measures(call: Call) -> bool:
@@ -255,19 +214,9 @@ def _measures(call: Call) -> bool:
 
 def _of_leaf(value: Value) -> Origin:
     if value.made_by is not None:
-        return Origin(opaque=True)  # made before the log began
+        return Origin({"opaque"})  # made before the log began
     if value.of_batch:
-        return Origin(batch=True)
+        return Origin({"batch"})
     if value.parameter:
-        return Origin(trained=value.history, weights=not value.history)
-    return Origin(opaque=value.history)
-
-
-def other_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A draw with its numbers in another order: as likely, and the generators are where they were."""
-    out = func(*args, **kwargs)
-    turned = out.detach().flatten().flip(0).reshape(out.shape).clone()
-    if args and out is args[0]:
-        with torch.no_grad():
-            return out.copy_(turned)
-    return turned
+        return Origin({"trained" if value.history else "weights"})
+    return Origin({"opaque"} if value.history else ())

@@ -1,4 +1,4 @@
-"""Functions that write into a tensor of the batch, and what is read of it after they have returned."""
+"""Functions that write into a tensor of the batch, and what reads it after they have returned."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.source import layer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from pytest_trainloop.tracing.call_log import Call
@@ -27,7 +28,7 @@ class Write:
 
     call: Call
     leaf: int
-    """The tensor of the batch, in the order in which they were handed over."""
+    """The tensor of the batch, in the order in which fit got them."""
     activation: int
     """The identity of the function's frame, while that lives."""
     code: int
@@ -66,7 +67,7 @@ class BatchWrites:
             self._written(call, args[0])
 
     def _read(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running = _running()
+        running = {(id(frame), id(frame.f_code)) for frame in _frames()}  # functions that have not returned yet
         for write in self.writes:
             if (write.activation, write.code) in running:
                 continue
@@ -81,7 +82,9 @@ class BatchWrites:
     def _written(self, call: Call, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
         leaf = next((i for i, t in reversed(list(enumerate(self.leaves))) if storage_of(t) == storage), None)
-        frame = _writer()
+        # the project's or a library's function that makes the call
+        own = (f for f in _frames() if layer(f.f_code.co_filename) and not is_stand_in(f.f_code))
+        frame = next(own, None)
         if leaf is None or frame is None:
             return
         key = (id(frame), id(frame.f_code))
@@ -89,27 +92,17 @@ class BatchWrites:
             return
         argument = _argument(frame, storage)
         if argument:
-            self.writes.append(Write(call, leaf, *key, _name(frame), argument))
+            owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+            name = name if owner is None else f"{type(owner).__name__}.{name}"
+            self.writes.append(Write(call, leaf, *key, name, argument))
 
 
-def _writer() -> FrameType | None:
-    """The frame of the project's or a library's function that makes the call."""
+def _frames() -> Iterator[FrameType]:
+    """Those inside of ``fit``, from the innermost."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != FIT_CALLER:
-        if layer(frame.f_code.co_filename) and not is_stand_in(frame.f_code):
-            return frame
+        yield frame
         frame = frame.f_back
-    return None
-
-
-def _running() -> set[tuple[int, int]]:
-    """The functions that have not returned yet."""
-    frame: FrameType | None = sys._getframe(2)
-    found = set()
-    while frame is not None and frame.f_code.co_filename != FIT_CALLER:
-        found.add((id(frame), id(frame.f_code)))
-        frame = frame.f_back
-    return found
 
 
 def _argument(frame: FrameType, storage: int) -> str:
@@ -122,10 +115,3 @@ def _argument(frame: FrameType, storage: int) -> str:
         if any(storage_of(t) == storage for t in nested.tensors(value)):
             return name if isinstance(value, torch.Tensor) else f"{name}[...]"
     return ""
-
-
-def _name(frame: FrameType) -> str:
-    """The function as the project calls it."""
-    owner = frame.f_locals.get("self")
-    name = frame.f_code.co_name
-    return name if owner is None else f"{type(owner).__name__}.{name}"

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.checks.loss.loss_at_init.unit_inputs import UnitInputs
 from pytest_trainloop.losses.table.lookup import OF_TORCH, lookup
-from pytest_trainloop.recording.hooks import after_modules
+from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
-from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.hooks import hooked, unless_suspended
+from pytest_trainloop.tracing.arguments import takes_data
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ Guess = Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
 
 MOST = 16
 """Calls that are recorded, at most."""
+
+LARGE = 3.0
+"""Root mean square from which an input is not of unit size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +126,33 @@ class InitialRuns:
         return self._made[key]
 
     def losses_of_unit_inputs(self) -> tuple[list[InitialLoss], float]:
-        """With inputs scaled to unit size, and the root mean square of the largest original one."""
-        found, unit = InitialLosses(), UnitInputs()
-        contexts = lambda watch: (*unit.contexts(watch), *found.contexts(watch))  # noqa: E731
+        """With inputs divided by their root mean square where that is large, and the largest root mean square."""
+        found, sizes = InitialLosses(), [0.0]
+
+        def of_unit_size(given: Any) -> Any:
+            if not isinstance(given, torch.Tensor) or not given.is_floating_point() or given.requires_grad:
+                return given
+            sizes.append(_size(given))
+            return given / sizes[-1] if sizes[-1] > LARGE else given
+
+        @contextlib.contextmanager
+        def scaling(watch: Watch) -> Iterator[None]:
+            def enter(module: nn.Module, args: Any) -> Any:
+                if not takes_data(module, args):
+                    return None
+                with watch.suspended(), torch.no_grad():
+                    return tuple(map(of_unit_size, args))
+
+            with hooked(before_modules(unless_suspended(watch, enter))):
+                yield
+
+        contexts = lambda watch: (scaling(watch), *found.contexts(watch))  # noqa: E731
         self._evidence.rerun(contexts=contexts, enough=lambda r: r.begun, varied="with inputs of unit size")
-        return found.recorded, unit.largest
+        return found.recorded, max(sizes)
+
+
+def _size(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().double().square().mean().sqrt())
 
 
 def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:
@@ -164,19 +189,10 @@ def _initial_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any, o
         if answer.requires_grad:
             return found  # both sides are the model's: chance is not known
         answer, target = target, answer
-
-    def loss_of(uninformed: torch.Tensor) -> float:
-        return float(func(uninformed, target, *args[2:], **rest).detach().double().mean())
-
+    losses = [float(func(g, target, *args[2:], **rest).detach().double().mean()) for g in guess(answer, target)]
     below, entropy = _below_entropy(answer, target, args[2:], rest) if name == "cross_entropy" else (0.0, math.nan)
-    return replace(
-        found,
-        chance=max(map(loss_of, guess(answer, target))),
-        degree=OF_TORCH[name].degree,
-        below=below,
-        entropy=entropy,
-        outputs=float(answer.detach().double().square().mean().sqrt()),
-    )
+    found = replace(found, degree=OF_TORCH[name].degree, below=below, entropy=entropy)
+    return replace(found, chance=max(losses), outputs=_size(answer))
 
 
 def _of_library(entry: Entry, module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor) -> InitialLoss:
@@ -187,8 +203,8 @@ def _of_library(entry: Entry, module: nn.Module, args: Any, kwargs: Any, out: to
     if not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor):
         return found
     guesses = _BY_CHANCE[entry.chance](answer, target)
-    chance = max(float(module.forward(guess, *rest, **kwargs).detach().double().mean()) for guess in guesses)
-    return replace(found, chance=chance, outputs=float(answer.detach().double().square().mean().sqrt()))
+    losses = [float(module.forward(g, *rest, **kwargs).detach().double().mean()) for g in guesses]
+    return replace(found, chance=max(losses), outputs=_size(answer))
 
 
 def _below_entropy(answer: torch.Tensor, target: torch.Tensor, args: Any, kwargs: Any) -> tuple[float, float]:
@@ -207,14 +223,6 @@ def _below_entropy(answer: torch.Tensor, target: torch.Tensor, args: Any, kwargs
     return (entropy - float(each.mean())) / error if error > 0 else 0.0, entropy
 
 
-def _zeros(answer: torch.Tensor, _target: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.zeros_like(answer)]
-
-
-def _halves(answer: torch.Tensor, _target: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.full_like(answer, 0.5)]
-
-
 def _log_uniform(axis: int) -> Guess:
     def guess(answer: torch.Tensor, _target: torch.Tensor) -> list[torch.Tensor]:
         size = answer.shape[axis if answer.dim() > axis else 0] if axis >= 0 else answer.shape[-1]
@@ -223,16 +231,15 @@ def _log_uniform(axis: int) -> Guess:
     return guess
 
 
-def _constants(answer: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-    """Zero, and the mean of the targets: the outputs of an untrained net are near one of them."""
-    return [torch.zeros_like(answer), torch.full_like(answer, float(target.double().mean()))]
-
-
 _BY_CHANCE: dict[str, Guess] = {
-    "zeros": _zeros,
-    "halves": _halves,
+    "zeros": lambda answer, _target: [torch.zeros_like(answer)],
+    "halves": lambda answer, _target: [torch.full_like(answer, 0.5)],
     "log_uniform": _log_uniform(1),
     "log_uniform_last": _log_uniform(-1),
-    "constants": _constants,
+    # the outputs of an untrained net are near zero, or near the mean of the targets
+    "constants": lambda answer, target: [
+        torch.zeros_like(answer),
+        torch.full_like(answer, float(target.double().mean())),
+    ],
 }
 _GUESSES = {name: _BY_CHANCE[entry.chance] for name, entry in OF_TORCH.items() if entry.chance}

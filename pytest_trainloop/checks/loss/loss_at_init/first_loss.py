@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.checks.loss.loss_at_init.causes import found
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS, NEGATIONS
@@ -23,28 +24,56 @@ from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.provenance import Node
 
 SEEDS = 8
 ERRORS = 10.0
 
+DECLARED = 1.5
+"""Factor from a declared initial loss."""
+
 _FACTORS = MULTIPLICATIONS | DIVISIONS | NEGATIONS
 
 
-@dataclass(frozen=True, slots=True)
-class FirstLoss:
-    """``values``: what is backpropagated, and the same before each constant factor. ``rounding``: what may be left of
-    a loss that is zero."""
+def not_as_declared(evidence: Evidence, expected: float) -> Iterator[Finding]:
+    backwards = [b for b in evidence.run().backwards() if b.roots]
+    if not backwards:
+        raise CannotDecide("nothing is backpropagated; the first loss is not known")
+    first = backwards[0]
+    value = given = sum(root.value for root in first.roots)
+    if _as_declared(value, expected):
+        return
+    values, _ = _first_loss(evidence)
+    if any(_as_declared(v, expected) for v in values):
+        return
+    value = values[-1] if values else value
+    facts: dict[str, Any] = {"value": value, "expected": expected, "scaled": bool(value) and value != given}
+    facts |= {"factor": given / value if value else math.nan, "ratio": value / expected if expected else math.nan}
+    variant = "ratio" if expected else ""
+    over = [_first_loss(evidence, seed) for seed in range(SEEDS)] if not expected else []
+    if over and all(values for values, _ in over):
+        plain = [values[-1] for values, _ in over]
+        mean, error = statistics.fmean(plain), statistics.stdev(plain) / math.sqrt(SEEDS)
+        if abs(mean) <= max(rounding for _, rounding in over) + ERRORS * error:
+            return
+        facts, variant = facts | {"mean": mean, "error": error}, "over seeds"
+    yield found("not_as_declared", first, ("expected_init_loss",), variant, **facts)
 
-    values: tuple[float, ...]
-    rounding: float
 
-    @property
-    def plain(self) -> float:
-        return self.values[-1]
+def _as_declared(value: float, expected: float) -> bool:
+    """Whether it is of the same sign, and at most half as much again or as little."""
+    return value == expected or (value * expected > 0 and 1 / DECLARED <= value / expected <= DECLARED)
+
+
+def _first_loss(evidence: Evidence, other_seed: int = 0) -> tuple[tuple[float, ...], float]:
+    """What is backpropagated first under the loop's seed plus another, and the same before each constant factor; and
+    what rounding may leave of a loss that is zero. No values where it is not one number."""
+    looking, seed = _FirstBackward(), evidence.plan().seed + other_seed
+    evidence.rerun(contexts=looking.contexts, enough=lambda r: r.rounds >= 1, seed=seed)
+    return looking.values, looking.rounding
 
 
 class _FirstBackward(WatchingMode):
@@ -53,10 +82,11 @@ class _FirstBackward(WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self._lineage = Lineage()
-        self.found: FirstLoss | None = None
+        self.values: tuple[float, ...] = ()
+        self.rounding = 0.0
 
     def active(self) -> bool:
-        return self.found is None and super().active()
+        return not self.values and super().active()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
@@ -72,52 +102,16 @@ class _FirstBackward(WatchingMode):
         return out
 
     def _look(self, roots: list[torch.Tensor]) -> None:
-        if len(roots) == 1 and roots[0].numel() == 1:
-            eps = torch.finfo(roots[0].dtype).eps
-            single = torch.finfo(torch.float32).eps
-            self.found = FirstLoss(
-                _before_factors(self._lineage.of(roots[0])), 2 * eps if eps > single else 1e3 * single
-            )
-
-
-def _before_factors(node: Node) -> tuple[float, ...]:
-    values = [node.value]
-    while node.op in _FACTORS:
-        trained = [p for p in node.parents if p.history]
-        if len(trained) != 1 or math.isnan(trained[0].value):
-            break
-        node = trained[0]
-        values.append(node.value)
-    return tuple(values)
-
-
-@dataclass(frozen=True, slots=True)
-class OverSeeds:
-    mean: float
-    error: float
-    rounding: float
-
-    @property
-    def is_zero(self) -> bool:
-        return abs(self.mean) <= self.rounding + ERRORS * self.error
-
-
-class FirstLosses:
-    """The first loss of the loop, under its own seed and under others."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        self._evidence = evidence
-
-    def under(self, other_seed: int = 0) -> FirstLoss | None:
-        """None where it is not one number."""
-        looking, seed = _FirstBackward(), self._evidence.plan().seed + other_seed
-        self._evidence.rerun(contexts=looking.contexts, enough=lambda r: r.rounds >= 1, seed=seed)
-        return looking.found
-
-    def over_seeds(self) -> OverSeeds | None:
-        found = [one for s in range(SEEDS) if (one := self.under(s)) is not None]
-        if len(found) < SEEDS:
-            return None
-        plain = [one.plain for one in found]
-        error = statistics.stdev(plain) / math.sqrt(SEEDS)
-        return OverSeeds(statistics.fmean(plain), error, max(one.rounding for one in found))
+        if len(roots) != 1 or roots[0].numel() != 1:
+            return
+        eps, single = torch.finfo(roots[0].dtype).eps, torch.finfo(torch.float32).eps
+        self.rounding = 2 * eps if eps > single else 1e3 * single
+        node = self._lineage.of(roots[0])
+        values = [node.value]
+        while node.op in _FACTORS:
+            trained = [p for p in node.parents if p.history]
+            if len(trained) != 1 or math.isnan(trained[0].value):
+                break
+            node = trained[0]
+            values.append(node.value)
+        self.values = tuple(values)

@@ -7,19 +7,21 @@ as torch's own initialisation draws it. What is backpropagated before the first 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop.checks.loss.loss_at_init.causes import found
 from pytest_trainloop.formulas.origins import MOVES, origin
-from pytest_trainloop.runs.weight_origins import drawn
+from pytest_trainloop.runs.weight_origins import drawn, pretrained
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 from pytest_trainloop.tracing.loss_tape import Tapes
+from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.loss_slice import Slice, Value
@@ -31,20 +33,8 @@ _ODDS = frozenset({"sigmoid", "logsigmoid", "log_sigmoid", "softplus", "binary_c
 """What reads its input as the logarithm of odds."""
 
 
-@dataclass(frozen=True, slots=True)
-class InvertedPrior:
-    """``loss``: as it is; ``even``: with outputs of 0; ``turned``: with the other sign of the constant ``filled``."""
-
-    bias: str
-    filled: float
-    loss: float
-    even: float
-    turned: float
-    where: str
-
-
-def inverted_prior(evidence: Evidence) -> InvertedPrior | None:
-    """The bias whose sign is turned; None where there is none."""
+def inverted_prior(evidence: Evidence) -> Finding | None:
+    """The bias whose sign is turned; None where there is none. Pretrained weights have learned theirs."""
     if not evidence.repeatable:
         return None
     first = [(part, _log_odds(part)) for part in evidence.shared(Tapes.of).slices if part.step == 0]
@@ -64,8 +54,11 @@ def inverted_prior(evidence: Evidence) -> InvertedPrior | None:
         except CannotReplay:
             continue
         if turned < even:
-            place = given[0][1][0].place
-            return InvertedPrior(name, filled[name], loss, even, turned, str(place or ""))
+            if evidence.shared(pretrained):
+                return None
+            change = str(evidence.shared(MadeAt.of).drawn(name) or "")
+            facts = {"filled": filled[name], "wanted": -filled[name], "loss": loss, "even": even, "turned": turned}
+            return found("prior_inverted", given[0][1][0], (name,), "filled", change=change, **facts)
     return None
 
 

@@ -19,6 +19,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide, Refused, UsageError, UserCodeError
+from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.gradients.flat import flat
 from pytest_trainloop.recording.function_mode import aside, is_aside
 from pytest_trainloop.recording.patches import patched
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.events import Place, Site
-    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -64,18 +64,17 @@ class Part:
 
 @dataclass(slots=True)
 class State:
-    """A root, or the sum of several, and the parts beside it."""
+    """A root, or the sum of several, and the parts at the same moment."""
 
     place: Place
     site: Site
     item: int
-    step: int
-    """Optimizer steps that were made before."""
     value: float
     gradient: torch.Tensor
     parts: dict[str, Part]
-    sizes: tuple[tuple[str, int, int], ...] = ()
-    """The name of each parameter, its entries in the vectors, and its number of elements."""
+    spans: tuple[tuple[str, int, int], ...] = ()
+    """The name of each parameter, and where its entries in the vectors begin and end."""
+    numels: Mapping[str, int] = field(default_factory=dict)
     weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     draws: tuple[str, ...] = ()
     """The draws of random numbers that the loop made for it."""
@@ -122,14 +121,19 @@ def seen(evidence: Evidence, setup: Setup) -> Seen:
     ``UserCodeError`` where ``parts`` raises."""
     reader = _Reader(setup, outside=not evidence.run().backwards())
     plan = evidence.plan()
+
+    def repeated(loop: TrainLoop) -> Iterator[Any]:
+        number = setup.batch or 0
+        return itertools.repeat(loop.batch if loop.batches is None else first_batches(loop, number + 1)[number])
+
     record = evidence.rerun(
         replace(
             plan,
-            prepare=functools.partial(stir, setup.stir, setup.seed),
+            prepare=stirred(setup.stir, setup.seed),
             contexts=reader.contexts,
             before_item=reader.note_item,
             fit=reader.with_loop(plan.fit),
-            stream=None if setup.batch is None else functools.partial(_repeated, setup.batch),
+            stream=None if setup.batch is None else repeated,
             count=setup.count or plan.count,
             enough=lambda record: record.rounds >= setup.rounds or len(reader.states) >= MOST,
             fit_seed=setup.fit_seed,
@@ -140,8 +144,15 @@ def seen(evidence: Evidence, setup: Setup) -> Seen:
     if reader.error is not None:
         _require_taken(evidence, setup, reader.error)
         raise reader.error
-    _require_states(evidence, reader, record)
-    return Seen(reader.states, setup, record.double, record.items)
+    if reader.states:
+        return Seen(reader.states, setup, record.double, record.items)
+    if record.raised is not None and evidence.run().raised is None:
+        raise CannotDecide(
+            f"fit raised {record.raised.summary} where its loss was differentiated together with its parts, in float64"
+        )
+    if reader.unread:
+        raise CannotDecide(f"the loss at {reader.unread} cannot be differentiated a second time")
+    raise CannotDecide("fit backpropagates nothing after it takes its first batch: there is no loss to compare with")
 
 
 def _require_taken(evidence: Evidence, setup: Setup, error: Exception) -> None:
@@ -156,37 +167,7 @@ def _require_taken(evidence: Evidence, setup: Setup, error: Exception) -> None:
         return
     how = "with moved weights" if setup.plain else "in float64, with moved weights"
     part = " on part of a batch" if setup.chunks > 1 else ""
-    raise Refused(f"{error}{part} {how}, and not beside the loop's own steps") from error
-
-
-def _require_states(evidence: Evidence, reader: _Reader, record: Record) -> None:
-    raised = record.raised
-    if reader.states:
-        return
-    if raised is not None and evidence.run().raised is None:
-        raise CannotDecide(
-            f"fit raised {raised.summary} where its loss was differentiated beside its parts, in float64"
-        )
-    if reader.unread:
-        raise CannotDecide(f"the loss at {reader.unread} cannot be differentiated a second time")
-    raise CannotDecide("fit backpropagates nothing after it takes its first batch: there is no loss to compare with")
-
-
-def _repeated(number: int, loop: TrainLoop) -> Iterator[Any]:
-    given = loop.batch if loop.batches is None else first_batches(loop, number + 1)[number]
-    return itertools.repeat(given)
-
-
-def stir(share: float, seed: int, watch: Watch) -> None:
-    """Move every weight that trains by a share of its root mean square, at random; those at zero by 0.02."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in watch.table.tensors:
-            if torch.nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-                continue
-            if tensor.requires_grad and tensor.numel():
-                noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
-                tensor.add_(noise, alpha=share * float(tensor.abs().square().mean().sqrt()) or 0.02)
+    raise Refused(f"{error}{part} {how}, and not in the loop's own steps") from error
 
 
 class _Reader:
@@ -247,39 +228,33 @@ class _Reader:
         def call(*args: Any, **kwargs: Any) -> Any:
             args = tuple(tuple(a) if hasattr(a, "__next__") else a for a in args)
             kwargs = {n: tuple(v) if hasattr(v, "__next__") else v for n, v in kwargs.items()}
-            if not self._ready():
+            watching = self._watch is not None and not self._watch.is_suspended and not is_aside()
+            full = self._item is None or self.error is not None or len(self.states) >= MOST
+            if not watching or full or self._busy:
                 return original(*args, **kwargs)
             self._busy = True  # torch's own backward, called by a tensor's, comes by here a second time
             try:
-                self._note(_total(*roots_of(*args, **kwargs)))
+                try:
+                    self._look(_total(*roots_of(*args, **kwargs)))
+                except Exception as error:  # raised after the run: a loop may swallow what its backward pass raises
+                    self.error = error
                 return original(*args, **kwargs)
             finally:
                 self._busy = False
 
         return call
 
-    def _ready(self) -> bool:
-        watching = self._watch is not None and not self._watch.is_suspended and not is_aside()
-        return watching and self._item is not None and not self._busy and self.error is None and len(self.states) < MOST
-
-    def _note(self, root: torch.Tensor | None) -> None:
-        """What goes wrong is raised after the run: a loop may swallow what its backward pass raises."""
-        try:
-            self._look(root)
-        except Exception as error:
-            self.error = error
-
     def _look(self, root: torch.Tensor | None) -> None:
         watch, loop = self._watch, self._loop
         if root is None or watch is None or loop is None or self._moment is None or loop.parts is None:
             return
         place, site = here()
-        known = [
-            (entry.name, tensor)
+        known = {
+            entry.name: tensor
             for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True)
             if tensor.requires_grad and tensor.is_leaf and not torch.nn.parameter.is_lazy(tensor)
-        ]
-        tensors = [tensor for _, tensor in known]
+        }
+        tensors = list(known.values())
         drawn = tuple(self._drawn)
         try:
             gradient = _gradient(root, tensors)
@@ -296,21 +271,18 @@ class _Reader:
             parts_draw = tuple(self._drawn)
         self._drawn = list(drawn)
         self._of_item += 1
-        sizes, at = [], 0
         weights = flat(tensors, tensors)
-        for (name, tensor), vector in zip(known, weights, strict=True):
-            sizes.append((name, at, tensor.numel()))
-            at += len(vector)
+        ends = list(itertools.accumulate(map(len, weights)))
         self.states.append(
             State(
                 place=place,
                 site=site,
                 item=self._number,
-                step=watch.record.steps,
                 value=float(root.detach()),
                 gradient=gradient,
                 parts=parts,
-                sizes=tuple(sizes),
+                spans=tuple(zip(known, [0, *ends], ends, strict=False)),
+                numels={name: tensor.numel() for name, tensor in known.items()},
                 weights=torch.cat(weights),
                 draws=drawn,
                 parts_draw=parts_draw,
@@ -387,16 +359,11 @@ def _part(name: str, given: Any, tensors: Sequence[torch.Tensor]) -> Part:
     for one in (weight, value):
         _require_number(name, one)
     whole = weight * value
-    number = _number(whole)
+    number, weight, plain = (float(v.detach() if isinstance(v, torch.Tensor) else v) for v in (whole, weight, value))
     if not math.isfinite(number):
         raise CannotDecide(f"{name} of parts= is {number} at some step (see finite)")
-    total = whole.sum() if isinstance(whole, torch.Tensor) else None
-    gradient = None if total is None else _gradient(total, tensors)
-    return Part(number, gradient, _number(weight), _number(value), bare)
-
-
-def _number(value: Any) -> float:
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+    gradient = _gradient(whole.sum(), tensors) if isinstance(whole, torch.Tensor) else None
+    return Part(number, gradient, weight, plain, bare)
 
 
 def _require_number(name: str, value: Any) -> None:

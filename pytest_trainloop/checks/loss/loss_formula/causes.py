@@ -1,101 +1,230 @@
-"""The causes of ``loss_formula``: one for each kind of wrong ingredient, whatever the form."""
+"""The causes of ``loss_formula``: one for each kind of wrong ingredient, whatever the form. Plain data, no torch.
+
+Where no other texts are given, what is wrong is said by the mistake of the form (``formulas/form.py``).
+"""
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause
+from functools import partial
+
+from pytest_trainloop.registry import Cause, finding_maker
 
 LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
 
-
-def _cause(proof: str, repair: str, *explains: str) -> Cause:
-    return Cause(proof=proof, repair=repair, explains=(*LEARNING, *explains), change=("seen",))
-
+_of_form = partial(
+    Cause,
+    summary="{form}: {mistake}",
+    measured=(
+        "{trained:?{trained}|value and gradient equal the form named above, to rounding, at {count} values of its "
+        "inputs, in float64}"
+    ),
+    shown_by=(
+        "the textbook form does not give this value; with the difference named above it does, at {count} values of its "
+        "inputs, in float64"
+    ),
+    explains=LEARNING,
+    change=("seen",),
+)
+_AS_SCORES = "the loss equals the form with the output of a layer in the place of its probabilities"
 
 CAUSES = {
-    "scores_as_probabilities": _cause(
-        "the loss equals a form that takes probabilities, and is given the output of a layer, below 0 or above 1",
-        "take sigmoid (one class) or softmax along the class axis first",
+    "scores_as_probabilities": _of_form(
+        proof="the loss equals a form that takes probabilities, and is given the output of a layer, below 0 or above 1",
+        summary="{form} takes probabilities and is given the output of {layer}, from {low:.3g} to {high:.3g}",
+        shown_by=_AS_SCORES,
+        repair="take sigmoid (one class) or softmax along the class axis first",
+        variants={
+            "logarithms": {
+                "summary": "{form} takes log-probabilities and is given the output of {layer}, up to {high:.3g}",
+            }
+        },
     ),
-    "probabilities_as_scores": _cause(
-        "the loss equals a form that takes a sigmoid or softmax, and is given the result of one",
-        "give the scores as they are: the loss takes the sigmoid or softmax itself",
+    "probabilities_as_scores": _of_form(
+        proof="the loss equals a form that takes a sigmoid or softmax, and is given the result of one",
+        summary="{form} takes scores and is given probabilities, from {low:.3g} to {high:.3g}",
+        shown_by="the loss equals the form with the result of a sigmoid or softmax in the place of its scores",
+        repair="give the scores as they are: the loss takes the sigmoid or softmax itself",
+        variants={
+            "squashed twice": {
+                "summary": (
+                    "{form} is given a sigmoid or softmax taken twice: after the second the values lie in {low:.3g} to "
+                    "{high:.3g}"
+                ),
+                "shown_by": "no layer lies between the two: the model's output is squashed, and squashed again",
+                "repair": "leave one of the two out: the one in the model, or the one in the loss",
+            }
+        },
     ),
-    "labels_as_signs": _cause(
-        "the loss equals a form that takes -1 and 1, and is given 0 and 1",
-        "sign = 2 * y - 1",
-        "every_row_teaches:class_costs_a_constant",
+    "labels_as_signs": _of_form(
+        proof="the loss equals a form that takes -1 and 1, and is given 0 and 1",
+        summary="{form} takes -1 and 1 and is given 0 and 1",
+        shown_by=(
+            "the loss equals the form with targets of 0 and 1: rows with 0 cost the margin, whatever the model gives"
+        ),
+        repair="sign = 2 * y - 1",
+        explains=(*LEARNING, "every_row_teaches:class_costs_a_constant"),
     ),
-    "box_format": _cause(
-        "the loss equals a form that reads boxes by their corners, and what the batch holds is no such box",
-        "convert boxes from (centre, width, height) to corners before they are given to this function",
+    "box_format": _of_form(
+        proof="the loss equals a form that reads boxes by their corners, and what the batch holds is no such box",
+        summary="{form} takes two corners, and the second is not the larger one in {rows}",
+        shown_by=(
+            "the loss equals the form with boxes read by corners; read as centre, width and height all are boxes"
+        ),
+        repair="convert boxes from (centre, width, height) to corners before they are given to this function",
+        source="https://github.com/stevebottos/owl-vit-object-detection/issues/14",
     ),
-    "sign_flipped": _cause(
-        "the loss holds a textbook form, or a distance from the target, and its gradient makes that worse",
-        "turn the sign: minimise a cost (1 - dice, -log p), not a score",
+    "sign_flipped": _of_form(
+        proof="the loss holds a textbook form, or a distance from the target, and its gradient makes that worse",
+        summary="{form} is a {score:?score, and is minimised|cost, and is maximised}: training makes it worse",
+        shown_by="the gradient of what is backpropagated with respect to it; nothing else trains these outputs",
+        repair="turn the sign: minimise a cost (1 - dice, -log p), not a score",
+        variants={
+            "form": {"repair": "1 - score, or -score, for a score; the cost without its minus for a cost"},
+            "distance": {
+                "summary": "the distance between prediction and target is made larger",
+                "measured": "{trained:?{trained}|{counted} differences}",
+                "shown_by": (
+                    "the gradient of what is backpropagated with respect to all {counted} differences that have one, "
+                    "above and below the target; nothing else trains these outputs"
+                ),
+                "repair": "between this line and backward() the sign is turned: leave that minus out",
+            },
+        },
     ),
-    "factor_missing": _cause(
-        "the loss equals a form without one constant factor, and not with it",
-        "put the factor in",
+    "factor_missing": _of_form(
+        proof="the loss equals a form without one constant factor, and not with it",
+        repair="put the factor in",
     ),
-    "term_missing": _cause(
-        "the loss equals a form without one of its terms; no other part of the loss adds it back",
-        "add the term",
+    "term_missing": _of_form(
+        proof="the loss equals a form without one of its terms; no other part of the loss adds it back",
+        repair="add the term",
     ),
-    "term_sign": _cause(
-        "the loss equals a form with the sign of one of its terms turned, and not the textbook form",
-        "turn the sign of that term",
+    "term_sign": _of_form(
+        proof="the loss equals a form with the sign of one of its terms turned, and not the textbook form",
+        repair="turn the sign of that term",
     ),
-    "clamp_missing": _cause(
-        "the loss equals a form without its clamp, and differs from it with the clamp",
-        "clamp(min=0)",
+    "clamp_missing": _of_form(
+        proof="the loss equals a form without its clamp, and differs from it with the clamp",
+        repair="clamp(min=0)",
+        source="https://github.com/yhenon/keras-frcnn/issues/45",
     ),
-    "wrong_axes": _cause(
-        "the loss equals a form with sums, means or a softmax over other axes than its own",
-        "reduce over the axes of the form",
+    "wrong_axes": _of_form(
+        proof="the loss equals a form with sums, means or a softmax over other axes than its own",
+        repair="reduce over the axes of the form",
+        variants={
+            "softmax": {
+                "summary": "{form}: probabilities sum to 1 along axis {summed}, and classes lie along axis {classes}",
+                "shown_by": "the sums of both along each axis",
+                "repair": "softmax(dim={classes})",
+            }
+        },
     ),
-    "entries_misaligned": _cause(
-        "both sides are reshaped copies of tensors with the same axes, and entries of different places meet",
-        "before both are reshaped, bring the axes into one order: one_hot(y, C).movedim(-1, 1) for (N, C, ...)",
-    ),
-    "errors_cancel": _cause(
-        "with any errors of mean 0 added to the differences the loss is the same",
-        "take the square or the absolute value of each difference before the mean: (p - t).square().mean()",
-    ),
-    "power_differs": _cause(
-        "the loss equals a form with another power of one of its parts: squared for plain, or plain for squared",
-        "take the power that the form has",
-    ),
-    "mean_taken_early": Cause(
-        proof="the loss equals a form applied to a mean over the batch, and not row by row, or a minimum over "
-        "permutations is taken for all rows, and some rows alone choose another",
-        repair="apply the form to each entry or row, and take the mean last",
+    "entries_misaligned": Cause(
+        proof="both sides are reshaped copies of tensors with the same axes, and entries of different places meet",
+        summary=(
+            "{function}() compares entries of different places: one side is laid out as {mine}, the other as {theirs}"
+        ),
+        measured="{trained:?{trained}|{entries} pairs of entries, in two orders}",
+        shown_by="the same reshapes and transposes, applied to the places of the entries",
+        repair="before both are reshaped, bring the axes into one order: one_hot(y, C).movedim(-1, 1) for (N, C, ...)",
         explains=LEARNING,
         change=("seen",),
-        settle="rows_interact=False makes one permutation for all rows a fault, rows_interact=True says that it is "
-        "meant",
+        variants={
+            "scores": {
+                "summary": (
+                    "{function} compares labels with the scores of other positions: scores of shape {theirs} are "
+                    "reshaped to {mine}, which spreads the scores of one position over several"
+                ),
+                "measured": "{trained:?{trained}|{entries} pairs of entries}",
+                "shown_by": (
+                    "the same reshapes, applied to the places of the entries: whichever axis holds the classes, some "
+                    "label meets another position's scores"
+                ),
+                "repair": "scores.movedim(1, -1).reshape(-1, classes)",
+            }
+        },
     ),
-    "turned_round": _cause(
-        "the loss equals a form with two arguments, labels or directions changed round, and not the textbook form",
-        "change them back",
+    "errors_cancel": Cause(
+        proof="with any errors of mean 0 added to the differences the loss is the same",
+        summary="only the mean of the differences counts: errors of opposite sign cancel",
+        measured="{trained:?{trained}|{entries} differences}",
+        shown_by=(
+            "the loss is the same with random errors of mean 0 added to them, and another with all raised by 1; "
+            "nothing else trains these outputs"
+        ),
+        repair="take the square or the absolute value of each difference before the mean: (p - t).square().mean()",
+        explains=LEARNING,
+        change=("seen",),
     ),
-    "parameter_confused": _cause(
-        "the loss equals a form with a function of one parameter in its place: a logarithm, a variance, a deviation",
-        "convert it first: exp(log_variance), std ** 2",
+    "power_differs": _of_form(
+        proof="the loss equals a form with another power of one of its parts: squared for plain, or plain for squared",
+        repair="take the power that the form has",
     ),
-    "pairs_with_itself": _cause(
-        "the loss equals a form with the similarity of each row with itself among what it is compared with",
-        "mask the diagonal out before the softmax",
+    "mean_taken_early": _of_form(
+        proof=(
+            "the loss equals a form applied to a mean over the batch, and not row by row, or a minimum over "
+            "permutations is taken for all rows, and some rows alone choose another"
+        ),
+        repair="apply the form to each entry or row, and take the mean last",
+        settle=(
+            "rows_interact=False makes one permutation for all rows a fault, rows_interact=True says that it is wanted"
+        ),
+        variants={
+            "permutation": {
+                "summary": (
+                    "{function} chooses one permutation for all rows: {alone} of {rows} rows alone choose another (row "
+                    "{first} first)"
+                ),
+                "measured": "the costs of each permutation, of all {rows} rows and of each row alone",
+                "shown_by": (
+                    "the loop's own calls made again with one row each: their mean is the cost of all, and each cost "
+                    "is the first one with the outputs permuted"
+                ),
+                "repair": (
+                    "keep one cost per row and permutation, take the minimum along the permutations, and then the mean"
+                ),
+            }
+        },
     ),
-    "extreme_turned": _cause(
-        "the loss equals a form with a minimum in place of a maximum, or the reverse, and not the textbook form",
-        "take the other extreme",
+    "turned_round": _of_form(
+        proof=(
+            "the loss equals a form with two arguments, labels or directions changed round, and not the textbook form"
+        ),
+        repair="change them back",
     ),
-    "target_with_gradient": _cause(
-        "the loss equals the textbook form, and a gradient flows through its target",
-        "compute the target under no_grad(), or detach() it",
+    "parameter_confused": _of_form(
+        proof=(
+            "the loss equals a form with a function of one parameter in its place: a logarithm, a variance, a deviation"
+        ),
+        repair="convert it first: exp(log_variance), std ** 2",
     ),
-    "ingredient_differs": _cause(
-        "the loss equals a form with one ingredient changed, and not the textbook form",
-        "put the ingredient right",
+    "pairs_with_itself": _of_form(
+        proof="the loss equals a form with the similarity of each row with itself among what it is compared with",
+        repair="mask the diagonal out before the softmax",
+    ),
+    "extreme_turned": _of_form(
+        proof="the loss equals a form with a minimum in place of a maximum, or the reverse, and not the textbook form",
+        repair="take the other extreme",
+    ),
+    "target_with_gradient": _of_form(
+        proof="the loss equals the textbook form, and a gradient flows through its target",
+        repair="compute the target under no_grad(), or detach() it",
+    ),
+    "ingredient_differs": _of_form(
+        proof="the loss equals a form with one ingredient changed, and not the textbook form",
+        repair="put the ingredient right",
+        variants={
+            "one function": {
+                "summary": (
+                    "what is multiplied by the label and what is multiplied by 1 - label are the same function: the "
+                    "label says nothing"
+                ),
+                "measured": "equal in the run, and at other settings of all that both are computed of",
+                "shown_by": "the loop's own calls made again, with other outputs of layers and other batches",
+                "repair": "give the other label its own term",
+            }
+        },
     ),
 }
+
+found = finding_maker(CAUSES)

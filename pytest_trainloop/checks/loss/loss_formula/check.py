@@ -1,4 +1,4 @@
-"""Losses written by hand compute the form that they are meant to.
+"""Losses written by hand compute the textbook form that they resemble.
 
 What it does
     It notes every call of torch between the outputs of the last layers, the batch and what is backpropagated, in the
@@ -83,6 +83,6 @@ if TYPE_CHECKING:
 
 @check(needs={"run"}, causes=CAUSES, rank=12, instrument="pytest_trainloop.tracing.loss_tape:Tapes")
 def loss_formula(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss.loss_formula.judged import judged
+    from pytest_trainloop.checks.loss.loss_formula.forms import judged
 
     yield from judged(evidence)

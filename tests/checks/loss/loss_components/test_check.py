@@ -12,7 +12,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.api import check_loop
-from pytest_trainloop.checks.loss.loss_components.terms import Terms
+from pytest_trainloop.checks.loss.loss_components.weights import terms
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops import data
@@ -129,7 +129,7 @@ def test_without_parts_it_is_a_skip_that_names_the_field():
     result = judged(None)
     assert (result.outcome, result.reason) == ("skipped", "TrainLoop.parts is not given")
     with pytest.raises(CannotDecide):
-        Terms.of(Evidence(maker(None)))
+        terms(Evidence(maker(None)))
 
 
 def test_a_hidden_state_that_the_loop_carries_is_no_missing_term():
@@ -166,11 +166,11 @@ def test_a_hidden_state_that_the_loop_carries_is_no_missing_term():
 
 
 def test_the_terms_have_the_weights_that_are_trained_and_their_shares_of_the_gradient():
-    found = Evidence(maker(lambda m, b: {"ce": ce(m, b), "size": (0.1, size(m, b))})).shared(Terms.of)
-    assert [t.name for t in found.terms] == ["ce", "size"]
-    assert [t.weight for t in found.terms] == pytest.approx([1.0, 0.1])
-    assert sum(t.share for t in found.terms) == pytest.approx(1)
-    assert found.terms[1].value > 0.01  # without its weight
+    found = Evidence(maker(lambda m, b: {"ce": ce(m, b), "size": (0.1, size(m, b))})).shared(terms)
+    assert [t.name for t in found.weights] == ["ce", "size"]
+    assert [t.trained for t in found.weights] == pytest.approx([1.0, 0.1])
+    assert sum(t.share for t in found.weights) == pytest.approx(1)
+    assert found.weights[1].plain > 0.01  # without its weight
     assert found.factor == 1
     assert "backward()" in found.place
 
@@ -178,10 +178,10 @@ def test_the_terms_have_the_weights_that_are_trained_and_their_shares_of_the_gra
 def test_the_terms_have_the_factor_of_all_and_weights_that_move():
     steps = iter(range(1000))
     parts = {"parts": lambda m, b: {"ce": ce(m, b), "size": size(m, b)}}
-    halved = Evidence(maker(**parts, loss=lambda m, b: (ce(m, b) + size(m, b)) / 2)).shared(Terms.of)
+    halved = Evidence(maker(**parts, loss=lambda m, b: (ce(m, b) + size(m, b)) / 2)).shared(terms)
     assert halved.factor == pytest.approx(0.5)
-    moving = Evidence(maker(**parts, loss=lambda m, b: ce(m, b) + next(steps) / 1000 * size(m, b))).shared(Terms.of)
-    assert [t.moves for t in moving.terms] == [False, True]
+    moving = Evidence(maker(**parts, loss=lambda m, b: ce(m, b) + next(steps) / 1000 * size(m, b))).shared(terms)
+    assert [t.how for t in moving.weights] == ["agrees", "anneals"]
 
 
 def test_nothing_of_the_users_is_changed_by_the_look_at_its_parts():

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.loss.loss_components.fits import (
     EQUAL,
@@ -14,11 +16,10 @@ from pytest_trainloop.checks.loss.loss_components.fits import (
     agree,
     candidates,
     chosen,
-    gradient_of,
     solved,
+    unreported,
 )
 from pytest_trainloop.checks.loss.loss_components.states import Seen, Setup, seen
-from pytest_trainloop.checks.loss.loss_components.unreported import Unreported, unreported
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import combination
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.loss.loss_components.states import Part, State
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 LONG = 24
@@ -34,18 +36,18 @@ LONG = 24
 
 _TO_CONFIRM = ("left_out", "differs", "negated", "detached", "constant")
 
-How = Literal["agrees", "left_out", "differs", "negated", "detached", "constant", "anneals", "untold"]
+How = Literal["agrees", "left_out", "differs", "negated", "detached", "constant", "anneals", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weight of one part, beside the common factor of all."""
+    """The weight of one part, without the common factor of all."""
 
     name: str
     how: How
     declared: float
     found: float
-    """What the loop trains it at, in the units of the declared weight; NaN where it moves or cannot be told."""
+    """What the loop trains it at, in the units of the declared weight; NaN where it moves or is not known."""
     share: float
     """Of the sizes of all terms' gradients."""
     value: float
@@ -54,6 +56,17 @@ class Weight:
     """Without it."""
     bare: bool = False
     """Whether no weight was declared."""
+
+    @classmethod
+    def of(cls, name: str, part: Part, how: How, at: float, share: float) -> Weight:
+        """``at``: without the common factor, in units of the declared weight."""
+        return cls(name, how, part.weight, at * part.weight, share, part.value, part.plain, part.bare)
+
+    @property
+    def trained(self) -> float:
+        """What the loop trains it at: NaN where it moves from step to step, what is declared where it is not known (a
+        hinge that is met has no slope)."""
+        return self.declared if self.how in ("unknown", "constant") else self.found
 
 
 @dataclass(slots=True)
@@ -67,8 +80,15 @@ class Judged:
     states: int
     residual: float
     by_value: bool = False
-    learned: bool = False
-    unreported: Unreported | None = None
+    unreported: Finding | None = None
+    """Of a root that the parts do not explain."""
+
+
+def terms(evidence: Evidence) -> Judged:
+    """The same for the loop card. Raises ``CannotDecide`` where ``parts=`` is not given too."""
+    if not {"fit", "parts"} <= evidence.offers:
+        raise CannotDecide("TrainLoop.parts is not given", needs="parts=")
+    return evidence.shared(judged)
 
 
 def judged(evidence: Evidence) -> Judged:
@@ -80,66 +100,51 @@ def judged(evidence: Evidence) -> Judged:
     if not keys:
         return _unmatched(evidence, runs[0])
     made = _judge_all(runs, keys)
+    parts = len(made.weights)
     if any(w.how in _TO_CONFIRM for w in made.weights):
-        runs += _more(evidence, len(made.weights), runs[0].setup)
+        # further states, as many as there are parts and three: weights stirred, other batches in between
+        chunks = runs[0].setup.chunks
+        further = [Setup(rounds=1, stir=0.3, seed=n + 2, batch=n % 2 * n, chunks=chunks) for n in range(parts + 3)]
+        runs += [seen(evidence, setup) for setup in further]
         if any(w.how in ("left_out", "detached") for w in made.weights):
             base = replace(runs[0].setup, rounds=LONG)
             runs += [seen(evidence, replace(base, count=count)) for count in (LONG, 3)]  # many batches, many passes
         made = _judge_all(runs, keys)
     if any(w.how == "constant" and not w.value for w in made.weights):
-        made.weights = _zero_with_dropout_too(evidence, made.weights)
+        # two passes of one model differ by their dropout alone in some methods
+        states = seen(evidence, Setup(plain=True)).states
+        moves = {name for s in states for name, part in s.parts.items() if part.value}
+        checked = [replace(w, how="unknown") if w.how == "constant" and w.name in moves else w for w in made.weights]
+        made.weights = checked
     return made
-
-
-def _zero_with_dropout_too(evidence: Evidence, weights: list[Weight]) -> list[Weight]:
-    """Two passes of one model differ by their dropout alone in some methods."""
-    states = seen(evidence, Setup(plain=True)).states
-    moves = {name for s in states for name, part in s.parts.items() if part.value}
-    return [replace(w, how="untold") if w.how == "constant" and w.name in moves else w for w in weights]
 
 
 def _judge_all(runs: Sequence[Seen], keys: Sequence[Key]) -> Judged:
     """The parts by the root that trains them, where several are made of some of them."""
     made = [_judge(_with_key(runs, key), runs) for key in keys]
+    lacking = ("left_out", "detached", "unknown", "constant")
     for other in made[1:]:
-        known = {w.name: w for w in other.weights}
-        lacking = ("left_out", "detached", "untold", "constant")
-        weights = [
-            w if w.how not in lacking or known[w.name].how in lacking else known[w.name] for w in made[0].weights
-        ]
-        made[0].weights = weights
+        known = {w.name: w for w in other.weights if w.how not in lacking}
+        made[0].weights = [known.get(w.name, w) if w.how in lacking else w for w in made[0].weights]
     return made[0]
-
-
-def _more(evidence: Evidence, parts: int, setup: Setup) -> list[Seen]:
-    """Further states, as many as there are parts and three: weights stirred, other batches in between."""
-    given = [Setup(rounds=1, stir=0.3, seed=n + 2, batch=n % 2 * n, chunks=setup.chunks) for n in range(parts + 3)]
-    return [seen(evidence, one) for one in given]
 
 
 def _matched(evidence: Evidence, first: Seen) -> tuple[list[Seen], list[Key]]:
     """The run in which some root is made of the parts, and which one, or which ones."""
-    if best := _chosen(first):
-        return [first], best
     tries = [Setup(batch=0)]  # the loop reads ahead
     of_item = max((sum(s.item == i for s in first.states) for i in {s.item for s in first.states}), default=1)
     if of_item > 1:
         tries.append(Setup(batch=0, chunks=of_item))  # it splits each batch
-    for setup in tries:
-        again = seen(evidence, setup)
-        if best := _chosen(again):
-            return [again], best
+    for setup in (None, *tries):
+        run = first if setup is None else seen(evidence, setup)
+        if keys := chosen(run):
+            return [run], keys
     return [first], []
-
-
-def _chosen(run: Seen) -> list[Key]:
-    return [c.key for c in chosen(candidates(run.states, run.rounding), run.rounding)]
 
 
 def _with_key(runs: Sequence[Seen], key: Key) -> list[Candidate]:
     """The candidate of that key in each run, where its fits explain the root."""
-    of_run = ((run, c) for run in runs for c in candidates(run.states, run.rounding))
-    found = [c for run, c in of_run if c.key == key and c.explains(run.rounding)]
+    found = [c for run in runs for c in candidates(run) if c.key == key and all(c.explained)]
     if len(found) < len(runs):
         raise CannotDecide("the loss is a weighted sum of its parts at some weights and batches and not at others")
     return found
@@ -149,28 +154,24 @@ def _judge(found: Sequence[Candidate], runs: Sequence[Seen]) -> Judged:
     states = [s for c in found for s in c.states]
     fits = [f for c in found for f in c.fits if f is not None]
     names = list(states[0].parts)
-    told = {n: [f.weights[n] for f in fits] for n in names}
-    if any(f.dependent for f in fits) and not agree([1.0, *(w for ws in told.values() for w in ws)]):
+    fitted = {n: [f.weights[n] for f in fits] for n in names}
+    if any(f.dependent for f in fits) and not agree([1.0, *(w for ws in fitted.values() for w in ws)]):
         _require_independent(states)
-    common = [_factor([told[n][t] for n in names]) for t in range(len(fits))]
+    common = [_factor([fitted[n][t] for n in names]) for t in range(len(fits))]
     learned = any(f.learned for f in fits)
-    shares = _shares(states[0], {n: told[n][0] for n in names})
+    parts, sizes = states[0].parts, dict.fromkeys(names, 0.0)
+    for name in names:
+        if (gradient := parts[name].gradient) is not None and not math.isnan(fitted[name][0]):
+            sizes[name] = abs(fitted[name][0]) * float(torch.linalg.vector_norm(gradient))
+    whole = sum(sizes.values()) or 1.0
     weights = []
     for name in names:
-        relative = [w / c if c else 0.0 for w, c in zip(told[name], common, strict=True)]
-        how, at = _how(relative, learned=learned)
-        part = states[0].parts[name]
-        weights.append(
-            Weight(name, how, part.weight, at * part.weight, shares[name], part.value, part.plain, part.bare)
-        )
-    weights = _valued(weights, states, _known(told), common, runs)
+        relative = [w / c if c else 0.0 for w, c in zip(fitted[name], common, strict=True)]
+        weights.append(Weight.of(name, parts[name], *_how(relative, learned=learned), sizes[name] / whole))
+    known = {name: [0.0 if math.isnan(w) else w for w in fitted[name]] for name in names}
+    weights = _valued(weights, states, known, common, runs)
     residual = max(f.residual for f in fits)
-    return Judged(str(found[0].place), weights, common[0], len(states), residual, learned=learned)
-
-
-def _known(told: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Zero where a weight cannot be told."""
-    return {name: [0.0 if math.isnan(w) else w for w in weights] for name, weights in told.items()}
+    return Judged(str(found[0].place), weights, common[0], len(states), residual)
 
 
 def _factor(weights: Sequence[float]) -> float:
@@ -184,7 +185,7 @@ def _factor(weights: Sequence[float]) -> float:
 def _how(relative: Sequence[float], *, learned: bool) -> tuple[How, float]:
     known = [w for w in relative if not math.isnan(w)]
     if not known:
-        return "untold", math.nan
+        return "unknown", math.nan
     if all(abs(w) <= EQUAL for w in known):
         return "left_out", 0.0
     if not agree(known):
@@ -196,25 +197,19 @@ def _how(relative: Sequence[float], *, learned: bool) -> tuple[How, float]:
     return ("negated" if abs(known[0] + 1) <= EQUAL else "differs"), known[0]
 
 
-def _shares(state: State, weights: dict[str, float]) -> dict[str, float]:
-    sizes = {n: 0.0 if math.isnan(w) else abs(w) * gradient_of(state.parts[n]) for n, w in weights.items()}
-    whole = sum(sizes.values())
-    return {n: size / whole if whole else 0.0 for n, size in sizes.items()}
-
-
 def _valued(
     weights: list[Weight],
     states: Sequence[State],
-    told: dict[str, list[float]],
+    fitted: dict[str, list[float]],
     common: Sequence[float],
     runs: Sequence[Seen],
 ) -> list[Weight]:
     """Parts that train nothing, by the value of the root: it holds them, or it does not."""
-    silent = [w for w in weights if w.how in ("left_out", "untold")]
+    silent = [w for w in weights if w.how in ("left_out", "unknown")]
     if not silent:
         return weights
     rest = [
-        (s.value - sum(told[w.name][t] * s.parts[w.name].value for w in weights if w not in silent))
+        (s.value - sum(fitted[w.name][t] * s.parts[w.name].value for w in weights if w not in silent))
         / (common[t] or 1.0)
         for t, s in enumerate(states)
     ]
@@ -226,7 +221,7 @@ def _valued(
     for part in steady:
         cut_off = bool(part.value) and states[0].parts[part.name].gradient is None
         zero = not part.value and bool(part.declared)
-        how: How = "constant" if cut_off or zero else "untold"
+        how: How = "constant" if cut_off or zero else "unknown"
         out[part.name] = replace(part, how=how)
     if moving:
         rows = [[s.parts[w.name].value for w in moving] + [1.0] for s in states]
@@ -234,9 +229,9 @@ def _valued(
         for number, part in enumerate(moving):
             in_value = held is not None and held[1] <= 100 * rounding and abs(held[0][number] - 1) <= 1e-4
             unclear = held is None or held[1] > 100 * rounding
-            if part.how == "untold" and states[0].parts[part.name].gradient is not None:
+            if part.how == "unknown" and states[0].parts[part.name].gradient is not None:
                 continue  # it has a history, and no slope at these states: a hinge that is met
-            how = "detached" if in_value else "untold" if unclear and part.how == "untold" else "left_out"
+            how = "detached" if in_value else "unknown" if unclear and part.how == "unknown" else "left_out"
             out[part.name] = replace(part, how=how, found=0.0)
     return [out[w.name] for w in weights]
 
@@ -249,56 +244,38 @@ def _moves(parts: Sequence[Part]) -> bool:
 def _by_value(evidence: Evidence, first: Seen) -> Judged:
     """Parts that are numbers only: the values of root and parts at several weights and batches."""
     roots = _value_states(first)
-    names = list(roots[0].parts)
-    ratios = [s.value / t if (t := sum(p.value for p in s.parts.values())) else math.nan for s in roots]
-    place = str(roots[0].place)
-    first_values = {n: p.value for n, p in roots[0].parts.items()}
-    whole = sum(map(abs, first_values.values())) or 1.0
+    parts = roots[0].parts
+    whole = sum(abs(p.value) for p in parts.values()) or 1.0
 
     def made(how: dict[str, tuple[How, float]], factor: float, residual: float, states: int) -> Judged:
-        weights = [
-            Weight(
-                n,
-                how[n][0],
-                roots[0].parts[n].weight,
-                how[n][1] * roots[0].parts[n].weight,
-                abs(first_values[n]) / whole,
-                first_values[n],
-                roots[0].parts[n].plain,
-                roots[0].parts[n].bare,
-            )
-            for n in names
-        ]
-        return Judged(place, weights, factor, states, residual, by_value=True)
+        weights = [Weight.of(n, p, *how[n], abs(p.value) / whole) for n, p in parts.items()]
+        return Judged(str(roots[0].place), weights, factor, states, residual, by_value=True)
 
+    ratios = [s.value / t if (t := sum(p.value for p in s.parts.values())) else math.nan for s in roots]
     if agree(ratios) and len(roots) > 1 and not math.isnan(ratios[0]) and ratios[0]:
-        return made(dict.fromkeys(names, ("agrees", 1.0)), ratios[0], 0.0, len(roots))
-    setups = [Setup(rounds=2, stir=0.3, seed=n + 2, batch=n % 2 * n) for n in range(len(names) + 4)]
+        return made(dict.fromkeys(parts, ("agrees", 1.0)), ratios[0], 0.0, len(roots))
+    setups = [Setup(rounds=2, stir=0.3, seed=n + 2, batch=n % 2 * n) for n in range(len(parts) + 4)]
     runs = [_value_states(seen(evidence, setup)) for setup in setups]
-    steps = min(len(run) for run in runs)
-    told: list[list[float]] = []
+    fitted: list[list[float]] = []
     residual = 0.0
-    for step in range(min(steps, 2)):
-        at = [run[step] for run in runs]
-        solution = solved([[s.parts[n].value for n in names] for s in at], [s.value for s in at])
+    for at in list(zip(*runs, strict=False))[:2]:
+        solution = solved([[s.parts[n].value for n in parts] for s in at], [s.value for s in at])
         if solution is None:
             raise CannotDecide(
-                f"the parts {', '.join(names)} are numbers that do not vary on their own: which has which weight "
-                "cannot be told; return tensors with their history"
+                f"the parts {', '.join(parts)} are numbers that do not vary on their own: which has which weight "
+                "cannot be known; return tensors with their history"
             )
-        told.append(solution[0])
+        fitted.append(solution[0])
         residual = max(residual, solution[1])
     if residual > 1e-8:
         raise CannotDecide(
             "the parts are numbers without a history, and no constant weights of them give the loss: return tensors, "
-            "so that weights that move can be told from what is missing"
+            "so that weights that move can be distinguished from what is missing"
         )
-    common = [_factor(weights) for weights in told]
-    how = {
-        n: _how([weights[i] / c for weights, c in zip(told, common, strict=True)], learned=False)
-        for i, n in enumerate(names)
-    }
-    return made(how, common[0], residual, len(runs) * len(told))
+    common = [_factor(weights) for weights in fitted]
+    relative = [[w / c for w in weights] for weights, c in zip(fitted, common, strict=True)]
+    how = {n: _how(of_part, learned=False) for n, of_part in zip(parts, zip(*relative, strict=True), strict=True)}
+    return made(how, common[0], residual, len(runs) * len(fitted))
 
 
 def _value_states(run: Seen) -> list[State]:
@@ -307,7 +284,7 @@ def _value_states(run: Seen) -> list[State]:
     if len(sites) > 1 or len(set(items)) < len(items):
         raise CannotDecide(
             "the parts are numbers without a history, and the loop backpropagates several losses on a batch: return "
-            "tensors, so that they can be told apart"
+            "tensors, so that each can be compared with them"
         )
     return run.states
 
@@ -315,7 +292,7 @@ def _value_states(run: Seen) -> list[State]:
 def _unmatched(evidence: Evidence, run: Seen) -> Judged:
     """No root is a weighted sum of the parts. It is a fault only where nothing else explains it."""
     states = run.states
-    if any(c.explains_some(run.rounding) for c in candidates(states, run.rounding)):
+    if any(any(c.explained) for c in candidates(run)):
         raise CannotDecide(
             "the parts add up to the loss at some batches and not at others: they depend on what the loop carries from "
             "batch to batch, or a term begins later"
@@ -350,10 +327,10 @@ def _unmatched(evidence: Evidence, run: Seen) -> Judged:
         raise CannotDecide("the loop draws random numbers outside of torch, and parts may draw others")
     if not same.double:
         raise CannotDecide("the loop computes in low precision, so that its loss is no exact sum of its parts")
-    candidate = candidates(same.states, same.rounding)[0]
+    candidate = candidates(same)[0]
     return Judged(
         str(candidate.place),
-        [Weight(n, "untold", p.weight, math.nan, 0.0, p.value, p.plain) for n, p in candidate.states[0].parts.items()],
+        [Weight.of(name, part, "unknown", math.nan, 0.0) for name, part in candidate.states[0].parts.items()],
         1.0,
         len(candidate.states),
         math.nan,
