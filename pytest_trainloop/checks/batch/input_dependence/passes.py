@@ -124,8 +124,10 @@ class _Run:
         return True
 
 
-_OF_A_LOSS = re.compile(r"done|terminal|terminated|advantage|log_?prob|logp|weight|mask|length|reward", re.IGNORECASE)
-"""Names of what a loss is made of, next to what models are called with. Labels may be there for an evaluation only."""
+_OF_A_LOSS = re.compile(r"done|terminal|terminated|advantage|old_?log", re.IGNORECASE)
+"""Names of what only a loss is made of. Labels may be there for an evaluation only, masks and lengths for other models
+(odd: clouds_filled_with_zeros), and a rollout keeps log-probabilities that no ratio asks for
+(odd: reinforce_by_numpy_with_rewards_of_one)."""
 
 Tensors = Mapping[int, torch.Tensor]
 """Tensors of the batch by their numbers, or of what a model is called with."""
@@ -173,7 +175,13 @@ class InputRuns:
         )
         if not unused:
             return None
-        read = None if blind else self._read_behind(unused, [t for t in tensors if t.passed], unchanged)
+        read = (
+            None
+            if blind
+            else self._read_behind(
+                [t for t in unused if t.passed or t.name in uses], [t for t in tensors if t.passed], unchanged
+            )
+        )
         mask, hidden = read or (None, None)
         return UnusedInputs(unused, blind, unchanged.place, mask, hidden)
 
