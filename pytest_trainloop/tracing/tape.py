@@ -21,9 +21,12 @@ from torch.nn.parameter import is_lazy
 
 from pytest_trainloop import nested
 from pytest_trainloop.paths import FIT_CALLER
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import readable, shape_of, storage_of
+from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import NOWHERE, layer, place_of
+from pytest_trainloop.recording.torch_internals import writes_in_place
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, CONSTANT_ATTRIBUTES, IN_PLACE_OPERATORS, INDEXING
+from pytest_trainloop.tracing.arguments import is_dense
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 MOST = 50_000
 """Calls that are recorded between two steps."""
 
+DEEPEST = 80
+"""Frames of the stack that are looked at."""
+
 _MAKES_NONE = AUTOGRAD_CALLS | CONSTANT_ATTRIBUTES | {"item", "tolist", "numpy"}
 _USERS, _LIBRARY, _END, _FUNCTION = 1, 2, 4, 8
 
@@ -44,11 +50,15 @@ class Value:
     """One tensor: the ``call`` that made it (None for one from outside) and which of its results it is. ``batch`` has a
     bit for each tensor of the batch that it was made of; ``path`` is its own place in the batch."""
 
-    __slots__ = ("__weakref__", "_tensor", "batch", "call", "floating", "history", "parameter", "path", "shape", "slot")
+    __slots__ = (
+        *("__weakref__", "_tensor", "batch", "call", "floating"),
+        *("history", "parameter", "path", "shape", "slot", "version"),
+    )
 
     def __init__(self, tensor: torch.Tensor, call: Call | None = None, slot: int = 0, batch: int = 0) -> None:
-        shape = tensor.shape
+        shape = tensor.shape if not tensor.is_nested else torch.Size(shape_of(tensor))
         self.call, self.slot, self.shape, self.batch = call, slot, shape, batch
+        self.version = writes_in_place(tensor)
         self.history = tensor.requires_grad
         self.floating = tensor.dtype.is_floating_point
         self.parameter = isinstance(tensor, nn.Parameter)
@@ -58,9 +68,10 @@ class Value:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor itself, while it lives."""
+        """The tensor itself, while it lives and nothing has written to it since."""
         found = self._tensor
-        return found() if type(found) is weakref.ref else found
+        found = found() if type(found) is weakref.ref else found
+        return found if found is None or self.parameter or writes_in_place(found) == self.version else None
 
     @property
     def op(self) -> str:
@@ -78,12 +89,14 @@ class Value:
     def number(self) -> float:
         """The entry of a tensor that has one; NaN where there is none, or it cannot be read any more."""
         tensor = self.tensor if self.is_number else None
-        plain = tensor is not None and not tensor.is_complex() and readable(tensor)
-        return float(tensor.detach()) if plain and tensor is not None else math.nan
+        if tensor is None or tensor.is_complex() or not is_dense(tensor) or not readable(tensor):
+            return math.nan
+        return float(tensor.detach())
 
     def keep(self) -> None:
         """Hold the tensor: an index that a replay needs, and no graph."""
-        self._tensor = self.tensor if not self.history else self._tensor
+        if not self.history:
+            self._tensor = self.tensor
 
 
 class Call:
@@ -112,6 +125,11 @@ class Call:
     def module(self) -> str:
         """The path of the module that made it."""
         return "" if self._module is None else self.watch.table.path_of(self._module)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the module that made it is in evaluation mode now."""
+        return self._module is not None and not self._module.training
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -146,6 +164,8 @@ class Tape(WatchingMode):
         super().__init__()
         self._listener, self._ops, self._may_run = listener, ops, may_run
         self._known: dict[int, Value] = {}
+        self._writers: dict[int, Value] = {}
+        """By memory: what the last call that wrote there gave."""
         self._kinds: dict[int, tuple[int, CodeType]] = {}
         self._step = -1
         self.every: Callable[[Call], None] | None = None
@@ -185,18 +205,37 @@ class Tape(WatchingMode):
     def forget(self) -> None:
         """Let go of everything but parameters, which nothing made."""
         self._known = {k: v for k, v in self._known.items() if v.parameter and v.call is None and v.tensor is not None}
+        self._writers.clear()
         self.running.clear()
         self.count = 0
 
     def of(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor; a new one from outside where no call made it."""
+        """The value of a tensor; a new one from outside where no call made it, and one by a call "write" where a view
+        of it was written to, or its ``data``."""
         known = self._known.get(id(tensor))
         if known is not None:
             found = known._tensor
             if found is tensor or (type(found) is weakref.ref and found() is tensor):
-                return known
+                if known.parameter or known.version == writes_in_place(tensor):
+                    return known
+                return self._written(tensor, known)
         with self.watch.suspended():
             made = self._known[id(tensor)] = Value(tensor)
+        return made
+
+    def _written(self, tensor: torch.Tensor, before: Value) -> Value:
+        """The value of a tensor whose memory a call has written to by way of another tensor."""
+        with self.watch.suspended():
+            writer = self._writers.get(storage_of(tensor) or -1)
+            by, call = None if writer is None else writer.call, Call()
+            call.func, call.op, call.args, call.kwargs = _unseen, "write", (), {}
+            call.inputs = (before,) if writer is None or writer is before else (before, writer)
+            call.number, call.grad, call.writes, call.watch = self.count, torch.is_grad_enabled(), True, self.watch
+            call._module, call._at = (None, None) if by is None else (by._module, by._at)
+            self.count += 1
+            batch = before.batch | (0 if writer is None else writer.batch)
+            made = self._known[id(tensor)] = Value(tensor, call, 0, batch)
+            made.path = before.path
         return made
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,7 +244,7 @@ class Tape(WatchingMode):
         if name in CONSTANT_ATTRIBUTES:
             if self._may_run is not None:  # a function's arguments are to be seen before it assigns to their names
                 self._look_at_the_stack()
-            return func(*args, **kwargs)
+            return passed_on(func, args, kwargs)
         watch, listener = self.watch, self._listener
         if watch.record.steps != self._step:
             self._step = watch.record.steps
@@ -221,7 +260,7 @@ class Tape(WatchingMode):
                 if self.every is not None:
                     self.every(call)
         try:
-            out = func(*args, **kwargs)
+            out = passed_on(func, args, kwargs)
         except Exception as error:
             if asked is not None:
                 with watch.suspended():
@@ -239,7 +278,7 @@ class Tape(WatchingMode):
     def _begun(
         self, watch: Watch, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
-        call, inputs = Call(), []
+        call, inputs = Call(), list[Value]()
         call.func, call.watch, call.number = func, watch, self.count
         call.grad = torch.is_grad_enabled()
         call.writes = name in IN_PLACE_OPERATORS or (name[-1:] == "_" != name[-2:-1] and name != "requires_grad_")
@@ -278,7 +317,9 @@ class Tape(WatchingMode):
             batch |= value.batch
         results = [out] if isinstance(out, torch.Tensor) else list(_tensors(out))
         for slot, tensor in enumerate(results):
-            self._known[id(tensor)] = Value(tensor, call, slot, batch)
+            made = self._known[id(tensor)] = Value(tensor, call, slot, batch)
+            if call.writes:
+                self._writers[storage_of(tensor)] = made
         if self.running:
             result = next((t for t in results if t.requires_grad), None)
             for running in self.running if result is not None else ():
@@ -288,7 +329,9 @@ class Tape(WatchingMode):
         """The user's nearest line, else that of the nearest library; and which functions of the listener's run."""
         frame: FrameType | None = sys._getframe(2)
         kinds, users, library, functions = self._kinds, None, None, []
-        while frame is not None:
+        for _ in range(DEEPEST):
+            if frame is None:
+                break
             code = frame.f_code
             kind = (kinds.get(id(code)) or self._kind(frame, code))[0]
             if kind:
@@ -331,6 +374,15 @@ class Tape(WatchingMode):
                 if id(frame) not in known:
                     inside = any(one[1] is not None for one in self.running)
                     self.running.append([frame, None if inside else self._listener.began(frame), None])
+
+
+class Gone(LookupError):
+    """A tensor was freed or written to, and cannot be computed again."""
+
+
+def _unseen(*_args: Any, **_kwargs: Any) -> Any:
+    """What a write by way of another tensor did."""
+    raise Gone
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:

@@ -30,6 +30,8 @@ from pytest_trainloop.recording.torch_names import (
     TRANSPOSES,
     VIEWS,
 )
+from pytest_trainloop.tracing.tape import Gone
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Set
@@ -44,7 +46,9 @@ MOVES = VIEWS | INDEXING | CASTS | {"contiguous"}
 """They move or cast entries, and change none."""
 
 _PLUS = ADDITIONS | (SUBTRACTIONS - {"rsub", "__rsub__"})
-_SAME_SHAPE = MULTIPLICATIONS | DIVISIONS | _PLUS | CLAMPS | MASKING | NEGATIONS | {"dropout"}
+_PATCHES = MASKING | {"write"}
+"""Some entries are replaced; "write" is by way of a view."""
+_SAME_SHAPE = MULTIPLICATIONS | DIVISIONS | _PLUS | CLAMPS | _PATCHES | NEGATIONS | {"dropout"}
 _BY_MEMORY = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as}
 """What does the same as a view, and does not mind how the numbers lie in memory."""
 
@@ -54,7 +58,7 @@ _BY_MEMORY = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as}
 
 def made_of(value: Value | None, most: int = 400) -> Iterator[Value]:
     """The value and what it was made of, nearest first."""
-    todo, seen = [value] if value is not None else [], set()
+    todo, seen = [value] if value is not None else [], set[int]()
     for at in todo:
         if len(seen) >= most:
             return
@@ -62,10 +66,6 @@ def made_of(value: Value | None, most: int = 400) -> Iterator[Value]:
             seen.add(id(at))
             yield at
             todo.extend(at.parents)
-
-
-def reaches(value: Value, sink: Value, most: int = 20_000) -> bool:
-    return any(one is value for one in made_of(sink, most))
 
 
 def inner(value: Value) -> Value | None:
@@ -116,7 +116,7 @@ def behind(value: Value | None) -> Found | None:
         call, parent = value.call, inner(value)
         if call is None or parent is None:
             return found
-        if call.op in MOVES or (call.op in MASKING and parent.shape == value.shape and parent.history):
+        if call.op in MOVES or (call.op in _PATCHES and parent.shape == value.shape and parent.history):
             found = replace(found, value=parent)
         elif call.op == "dropout":
             found = replace(found, value=parent, dropped=value if dropout_rate(call) > 0 else found.dropped)
@@ -184,10 +184,10 @@ def by_weights(layer: Value) -> bool:
 
 def of_unit_rows(product: Value) -> bool:
     """Whether both factors of a product are vectors of length 1 along the axis that is summed over."""
-    factors = [p.tensor for p in product.parents[:2]]
+    factors = [f for f in (p.tensor for p in product.parents[:2]) if f is not None]
     if len(factors) < 2 or product.op not in PRODUCTS | {"baddbmm"}:
         return False
-    if any(f is None or f.dim() < 2 or not f.is_floating_point() or not readable(f) for f in factors):
+    if any(f.dim() < 2 or not f.is_floating_point() or not readable(f) for f in factors):
         return False
 
     def ones(tensor: Any, axis: int) -> bool:
@@ -223,8 +223,8 @@ def dropout_rate(call: Call) -> float:
 def bounds_of(clamp: Call) -> tuple[float, float]:
     low = clamp.argument("min", 1 if clamp.op != "clamp_max" else 9)
     high = clamp.argument("max", 1 if clamp.op == "clamp_max" else 2)
-    number = lambda v, none: float(v) if isinstance(v, (int, float)) else none  # noqa: E731
-    return number(low, -math.inf), number(high, math.inf)
+    plain = [v if isinstance(v, (int, float)) else None for v in (low, high)]
+    return -math.inf if plain[0] is None else float(plain[0]), math.inf if plain[1] is None else float(plain[1])
 
 
 def picks(value: Value) -> bool:
@@ -240,10 +240,6 @@ def picks(value: Value) -> bool:
 
 
 # Replay
-
-
-class Gone(LookupError):
-    """A tensor that a replay needs was freed."""
 
 
 def again(value: Value, given: Mapping[Value, torch.Tensor], calls: Mapping[Call, Callable[..., Any]] = {}) -> Any:
@@ -289,7 +285,7 @@ def again(value: Value, given: Mapping[Value, torch.Tensor], calls: Mapping[Call
 def depends(value: Value, given: Mapping[Value, torch.Tensor]) -> bool:
     """Whether a value lies on a way to one of those that are given."""
     first = min((one.call.number if one.call else -1 for one in given), default=-1)
-    todo, seen = [value], set()
+    todo, seen = [value], set[int]()
     for at in todo:
         if at in given:
             return True
@@ -298,40 +294,6 @@ def depends(value: Value, given: Mapping[Value, torch.Tensor]) -> bool:
                 seen.add(id(parent))
                 todo.append(parent)
     return False
-
-
-def same(one: Value, other: Value) -> bool:
-    """Whether two values are one by the way they were made: the same calls of the same values, none of which draws."""
-    if one is other:
-        return True
-    a, b = one.call, other.call
-    if a is None or b is None or a.op != b.op or a.writes or b.writes or one.slot != other.slot:
-        return False
-    if a.op in DRAWS | DROPOUTS | SAMPLES or len(a.inputs) != len(b.inputs) or one.shape != other.shape:
-        return False
-    plain = lambda v: [x for x in v if isinstance(x, (int, float, str, bool, slice, type(None)))]  # noqa: E731
-    return (
-        plain(a.args) == plain(b.args)
-        and plain(a.kwargs.values()) == plain(b.kwargs.values())
-        and all(map(same, a.inputs, b.inputs))
-    )
-
-
-def slice_of(root: Value, most: int = 3_000) -> tuple[list[Value], list[Value]]:
-    """What a loss was computed by, in order, and what that was computed of: what layers gave, the batch, constants."""
-    inside, sources, seen, todo = [], [], set(), [root]
-    while todo and len(inside) < most:
-        value = todo.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        trained = any(p.parameter and not p.is_number for p in value.parents)
-        if value.call is None or (trained and not all(p.parameter for p in value.parents)):
-            sources.append(value)
-        else:
-            inside.append(value)
-            todo.extend(value.parents)
-    return sorted(inside, key=lambda v: v.call.number), sources  # type: ignore[union-attr]
 
 
 # Where entries come from
@@ -403,7 +365,10 @@ def layout(value: Value | None) -> Layout | None:
             return None
         try:
             position, feature = again(move, {source: position}), again(move, {source: feature})
-        except (RuntimeError, TypeError, Gone):  # a move that numbers cannot make, as to another dtype
+        except Gone:
+            return None
+        except (RuntimeError, TypeError) as error:  # a move that numbers cannot make, as to another dtype
+            reraise_raised(error)
             return None
     return Layout(layer, position, feature, any(map(picks, moves)), any(m.op in TRANSPOSES for m in moves))
 

@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.loss.dead_values import never_read
-from pytest_trainloop.checks.loss.loss_contract.causes import CAUSES, IN_EVERY_CALL, SAYS
-from pytest_trainloop.finding import Finding
+from pytest_trainloop.checks.loss.loss_contract.call import WAITING_STEPS, Embedded, LossCall, Step, both_grow
+from pytest_trainloop.checks.loss.loss_contract.causes import found
+from pytest_trainloop.checks.loss.loss_contract.rules import rules_of
+from pytest_trainloop.checks.loss.loss_contract.shifts import Shifts
+from pytest_trainloop.checks.loss.loss_contract.sides import NamedSides
 from pytest_trainloop.losses.table.lookup import OF_TORCH, may_be_known, of_frame
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
@@ -31,23 +34,22 @@ from pytest_trainloop.runs.hooks import before_calls
 from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
 from pytest_trainloop.tracing.tape import Tape
 from pytest_trainloop.tracing.tape_queries import SCALES, SUMS, addends, last_layer
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import FrameType
 
-    from pytest_trainloop.finding import Level
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.loop import Padding
-    from pytest_trainloop.losses.table.lookup import Known
     from pytest_trainloop.recording.events import Place, Site
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.tape import Call, Value
 
 MOST = 256
 """Calls from one line that are judged."""
-WAITING_STEPS = 3
-"""Optimizer steps for which a call waits for its backward pass, and after which a criterion's weights have moved."""
 
 OPERATIONS: Mapping[str, Mapping[str, str]] = {
     "log_softmax": {"input": "class_logits"},
@@ -70,158 +72,6 @@ KEPT = DISTANCE_LOSSES | {"difference"}
 
 
 @dataclass(slots=True)
-class Step:
-    """What is known between two optimizer steps."""
-
-    declared: Padding | None = None
-    batch: Any = None
-    rows: int = 0
-    embedded: list[tuple[torch.Tensor, int | None, torch.Tensor, str]] = field(default_factory=list)
-    """What embeddings looked up: ids, ``padding_idx``, the result, the path of the table."""
-    calls: list[LossCall] = field(default_factory=list)
-    """Earlier calls that others are compared with."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LossCall:
-    """``given`` has the arguments by name and ``values`` what the tensors among them were made of; ``weights`` is the
-    gradient of what is backpropagated (``root``) at the result, ``arrived`` that at the input from all its uses."""
-
-    name: str
-    takes: Mapping[str, str]
-    given: dict[str, Any]
-    values: dict[str, Value]
-    place: Place
-    site: Site
-    step: Step
-    module: str
-    class_dim: int = 1
-    known: Known | None = None
-    embedded: tuple[Any, ...] = ()
-    unstepped: tuple[str, ...] = ()
-    layer: str | None = None
-    out: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    made: Value | None = None
-    weights: torch.Tensor | None = None
-    arrived: torch.Tensor | None = None
-    root: float | None = None
-    number: int = 0
-    error: Exception | None = None
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        value = self.given.get(name)
-        return value.detach() if isinstance(value, torch.Tensor) else None
-
-    @property
-    def of_torch(self) -> bool:
-        return self.known is None and self.name in LOSSES
-
-    @property
-    def over_classes(self) -> bool:
-        return bool({"index", "one_hot", "distribution", "class_logits"} & {*self.takes.values()})
-
-    def counted(self, like: torch.Tensor) -> torch.Tensor:
-        """Which entries the loop's loss depends on, where the call has one loss for each; all where it has not."""
-        each = self.weights is not None and self.out.dim() and self.weights.shape == self.out.shape == like.shape
-        kept = self.weights.detach() != 0 if each and self.weights is not None else torch.ones_like(like).bool()
-        weight = self.tensor("weight")
-        if self.name.startswith("binary") and weight is not None and weight.numel() == like.numel():
-            kept = kept & (weight.reshape(like.shape) != 0)
-        return kept
-
-    @property
-    def one_each(self) -> bool:
-        return self.weights is not None and self.out.dim() > 0 and self.weights.shape == self.out.shape
-
-    @property
-    def alone(self) -> bool:
-        """Whether this call, weighted, is all of what is backpropagated."""
-        if self.weights is None or self.root is None or self.weights.shape != self.out.shape:
-            return False
-        total = float((self.weights.detach().double() * self.out.detach().double()).sum())
-        return abs(total - self.root) <= 1e-4 * abs(self.root)
-
-    def finds(
-        self,
-        wording: str,
-        *,
-        culprit: str = "",
-        source: Value | None = None,
-        repair: str = "",
-        do_not: str = "",
-        change: Place | None = None,
-        level: Level = "fault",
-        **facts: Any,
-    ) -> Finding:
-        """A finding at this call, or at the line of its ``source``; ``wording`` is a cause, or "cause/wording"."""
-        known = _Facts(self, facts)
-        summary, measured, shown_by, own = (s.format_map(known) for s in (*SAYS[wording], "", "", "")[:4])
-        cause, place = wording.partition("/")[0], None
-        if source is not None and source.call is not None:
-            place, culprit = source.call.place, culprit or named(source)
-            shown_by += f"; {source.op} at {place.file}:{place.line}"
-        return Finding(
-            cause=cause, level=level, summary=summary, measured=measured or known["numbers"],
-            shown_by=shown_by.removeprefix("; ") or CAUSES[cause].proof, culprits=(culprit or self.name,),
-            where=str(place or self.place), repair=repair or own, do_not=do_not, change=str(change or ""),
-        )  # fmt: skip
-
-
-class _Facts(dict[str, Any]):
-    """What a sentence may name of a call, besides what the rule knows."""
-
-    def __init__(self, call: LossCall, facts: dict[str, Any]) -> None:
-        super().__init__(facts)
-        self._call = call
-
-    def __missing__(self, name: str) -> Any:
-        call = self._call
-        if name == "call":
-            return call.name
-        if name in ("input", "target", "var"):
-            return bounds(call.given[name])
-        if name == "shape":
-            return tuple(call.given["input"].shape)
-        if name == "loss":
-            return f"{float(call.out.detach().double().mean()):.4g}"
-        if name == "root":
-            return call.root
-        if name == "error":
-            return str(call.error).strip().partition("\n")[0][:160]
-        if name == "flags":
-            when = call.known.contract.when if call.known is not None else {}
-            flags = [f"{n}={v!r}" for n, v in when.items() if isinstance(v, (bool, int, str)) or v is None]
-            return f"{call.name} has {', '.join(flags)}; " if flags else ""
-        tensors = {n: v for n, v in call.given.items() if isinstance(v, torch.Tensor)}
-        if name == "numbers" and call.error is not None:
-            return ", ".join(f"{n} {tuple(v.shape)} {dtype(v)}" for n, v in tensors.items())
-        if name == "numbers":
-            shown = [f"{n} in {bounds(tensors[n])}" for n in ("input", "target", "var") if n in tensors]
-            return "; ".join([*shown[:2], f"{call.name} {self['loss']}"])
-        return ""
-
-
-def named(value: Value) -> str:
-    """An operation with its module, for a message."""
-    module = value.call.module if value.call is not None else ""
-    return f"{value.op} in {module}" if module else value.op
-
-
-def dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def bounds(tensor: torch.Tensor) -> str:
-    wide = tensor.detach().double()
-    return f"[{float(wide.min()):.4g}, {float(wide.max()):.4g}]" if wide.numel() else "[]"
-
-
-def listed(values: Any, most: int = 6) -> str:
-    values = torch.as_tensor(values, dtype=torch.float64).flatten()
-    return f"[{', '.join(f'{v:g}' for v in values[:most].tolist())}{', ...' if len(values) > most else ''}]"
-
-
-@dataclass(slots=True)
 class CallSite:
     """The calls of one function from one line whose scores come from one layer."""
 
@@ -231,16 +81,17 @@ class CallSite:
     at: Site
     of_table: bool
     with_history: int = 0
+    evaluated: int = 0
+    """Calls with a history that were made while the layer was in evaluation mode."""
     judged: int = 0
     findings: dict[tuple[str, str], list[Finding]] = field(default_factory=lambda: defaultdict(list))
+    every: set[tuple[str, str]] = field(default_factory=set)
 
 
 class LossCalls:
     """The calls of a run that is made in its ``contexts``; it listens to a tape."""
 
     def __init__(self, padding: Padding | None = None, *, open_embeddings: bool = False) -> None:
-        from pytest_trainloop.checks.loss.loss_contract.tokens import NamedSides, Shifts
-
         self._open = open_embeddings
         self._step = Step(padding)
         self.shifts = Shifts()
@@ -249,30 +100,31 @@ class LossCalls:
         self.sites: dict[tuple[str, Site, str | None], CallSite] = {}
         self.unread: list[str] = []
         self._detached: dict[tuple[str, str], int] = defaultdict(int)
-        self._backwards, self._root = 0, None
+        self._backwards = 0
+        self._root: float | None = None
         self._waiting: deque[tuple[int, list[LossCall]]] = deque()
         self._versions: dict[int, tuple[int, int]] = {}
-        self.record: Any = None
+        self._record: Record | None = None
 
     @classmethod
     def of(cls, evidence: Evidence) -> LossCalls:
         """The watched run made again, with every call of a loss function recorded."""
-        found = cls(evidence.declared("padding"))
+        calls = cls(evidence.declared("padding"))
         if evidence.shared(makes_own_data):
-            evidence.rerun(contexts=lambda watch: (*found.contexts(watch), found.taking_arguments(watch)))
+            evidence.rerun(contexts=lambda watch: (*calls.contexts(watch), calls.taking_arguments(watch)))
         else:
-            evidence.rerun(contexts=found.contexts, before_item=found.take_batch)
-        return found
+            evidence.rerun(contexts=calls.contexts, before_item=calls.take_batch)
+        return calls
 
     @classmethod
     def with_open_embeddings(cls, evidence: Evidence) -> LossCalls:
         """The same run with a gradient at what embeddings give, frozen or not, and with plain calls for checkpoints."""
-        found = cls(open_embeddings=True)
-        evidence.rerun(contexts=lambda watch: (*found.contexts(watch), switched(without)), before_item=found.take_batch)
-        return found
+        calls = cls(open_embeddings=True)
+        evidence.rerun(contexts=lambda watch: (*calls.contexts(watch), switched(without)), before_item=calls.take_batch)
+        return calls
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        self.record = watch.record
+        self._record = watch.record
         return (self._recorded(), *self.tape.contexts(watch))
 
     @contextlib.contextmanager
@@ -298,7 +150,11 @@ class LossCalls:
 
         return before_calls(watch, enter)
 
-    # What the tape tells
+    @property
+    def record(self) -> Record:
+        return present(self._record, "the record of the run")
+
+    # What the tape reports
 
     def new_step(self) -> None:
         self._step.embedded.clear()
@@ -323,8 +179,9 @@ class LossCalls:
             given = bound_arguments(F.embedding, args, kwargs)
             ids, pad = given.get("input"), given.get("padding_idx")
             if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2):
-                pad = None if pad is None or pad < 0 else pad
-                self._step.embedded.append((ids.detach(), pad, out, call.module))
+                pad, table = (None if pad is None or pad < 0 else pad), given.get("weight")
+                entries = len(table) if isinstance(table, torch.Tensor) else 0
+                self._step.embedded.append(Embedded(ids.detach(), pad, out, call.module, entries))
             return out
         made = self._made(call, args, kwargs) if out.requires_grad else None
         if made is not None:
@@ -366,9 +223,8 @@ class LossCalls:
         if name in LOSSES or name == "embedding":
             if getattr(F, name, None) is not call.func:
                 return None
-            given, takes = bound_arguments(call.func, args, kwargs), {}
-            if name in OF_TORCH:
-                takes = OF_TORCH[name].contracts[0].arguments
+            given = bound_arguments(call.func, args, kwargs)
+            takes = OF_TORCH[name].contracts[0].arguments if name in OF_TORCH else {}
         else:
             name, given = _operation(call, name, args, kwargs)
             takes = OPERATIONS.get(name, {})
@@ -389,17 +245,17 @@ class LossCalls:
         values = {key: self.tape.of(v) for key, v in given.items() if isinstance(v, torch.Tensor)}
         made = LossCall(
             name=name, takes=takes, given=given, values=values, place=place, site=site, step=self._step,
-            module=self.tape.watch.module_path(), embedded=tuple(self._step.embedded),
+            module=self.tape.watch.module_path(), embedded=tuple(self._step.embedded), steps=self.record.steps,
         )  # fmt: skip
         layer, _ = last_layer(values.get("input"))
         if layer is not None and layer.call is not None and any(p.parameter for p in layer.parents):
-            made.layer = layer.call.module
+            made.layer, made.evaluates = layer.call.module, layer.call.evaluates
         return made
 
     def _unstepped(self, owner: nn.Module) -> Iterator[str]:
         """Weights of a criterion that no step has changed since it was first called, three steps ago at least."""
         steps = self.record.steps
-        for name, weight in owner.named_parameters():
+        for name, weight in members.named_parameters(owner):
             version, since = self._versions.setdefault(id(weight), (writes_in_place(weight), steps))
             if writes_in_place(weight) == version and steps - since >= WAITING_STEPS and weight.requires_grad:
                 yield name
@@ -422,7 +278,8 @@ class LossCalls:
         if call.name in KEPT:
             self._step.calls.append(call)
         call.made = self.tape.of(call.out) if call.known is not None else None
-        self._site_of(call).with_history += 1
+        site = self._site_of(call)
+        site.with_history, site.evaluated = site.with_history + 1, site.evaluated + call.evaluates
         given = next((v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad), None)
 
         # A graph holds its hooks, and these would hold the call's tensors, and with them the graph: until it is judged,
@@ -450,42 +307,50 @@ class LossCalls:
             on_gradient(given, at_input)
 
     def _judge(self, call: LossCall) -> None:
-        from pytest_trainloop.checks.loss.loss_contract.rules import judge
-
         site = self._site_of(call)
         tensors = [v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad]
         if site.judged >= MOST or any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors):
             return
         call.number, site.judged = site.judged, site.judged + 1
-        try:
-            self.shifts.add(call)
-            for finding in judge(call):
-                site.findings[finding.cause, finding.culprits[0]].append(finding)
-        except Exception as error:
-            self.unread.append(f"{call.name} at {call.place}: {type(error).__name__}: {error}")
+        for rule in (self.shifts.compare, *rules_of(call)):
+            try:
+                for finding in rule(call):
+                    site.findings[finding.cause, finding.culprits[0]].append(finding)
+            except Exception as error:  # torch may refuse what is computed of tensors of the project's
+                if not self.record.note_mistake(error):
+                    self.unread.append(f"{call.name} at {call.place}: {type(error).__name__}: {error}")
+        site.every |= call.every
 
     # What is said in the end
 
     def findings(self) -> Iterator[Finding]:
         """What is wrong with the calls, with the number of calls that show it; those of the table first."""
         for site in sorted(self.sites.values(), key=lambda site: not site.of_table):
-            for (cause, _), found in site.findings.items():
-                if cause in IN_EVERY_CALL and site.name != "ctc_loss" and len(found) < site.judged:
+            for key, seen in site.findings.items():
+                if key in site.every and len(seen) < site.judged:
                     continue
-                if cause == "sign_flipped" and found[0].level == "fault" and not self._is_mistake(site):
-                    continue
-                yield _counted(found[0], len(found), site.judged)
+                meant = self._is_contrast if seen[0].level == "advice" else self._is_meant
+                if key[0] != "sign_flipped" or not meant(site):
+                    yield _counted(seen[0], len(seen), site.judged)
         yield from self._without_gradient()
 
-    def _is_mistake(self, site: CallSite) -> bool:
-        """Whether a loss is maximised by mistake: no other loss is backpropagated, and the layers that gave the scores
-        are trained, by no optimizer that maximises (an attack on the inputs trains none)."""
+    def _is_meant(self, site: CallSite) -> bool:
+        """Whether a loss may be maximised on purpose: the optimizer maximises, another loss is backpropagated, or no
+        optimizer holds the layer that gave the scores (an attack on the inputs)."""
         if any(o.maximizes for o in self.record.optimizers):
+            return True
+        if site.of_table and site.layer is None:
             return False
-        if site.of_table:
-            return site.layer is None or bool(self._held_below(site.layer))
-        others = [s for s in self.sites.values() if s is not site and s.name in LOSSES and s.judged]
-        return not others and bool(self._held_below(site.layer))
+        others = any(s is not site and s.name in LOSSES and s.judged and not site.of_table for s in self.sites.values())
+        return others or not self._held_below(site.layer)
+
+    def _is_contrast(self, site: CallSite) -> bool:
+        """Whether the same loss of the same layer is minimised elsewhere: an energy-based critic lowers the error of
+        real examples and raises that of fakes."""
+        others = (s for s in self.sites.values() if s is not site and (s.name, s.layer) == (site.name, site.layer))
+        return site.layer is not None and any(
+            s.judged and not any(cause == "sign_flipped" for cause, _ in s.findings) for s in others
+        )
 
     def _held_below(self, layer: str | None) -> list[int]:
         """The parameters of a layer that an optimizer holds."""
@@ -496,27 +361,20 @@ class LossCalls:
         """Losses that were computed with a history and are not backpropagated, or only with their value."""
         detached = [where for where, times in self._detached.items() if times == self._backwards]
         for name, where in detached:
-            summary = f"the value of {name} is added to what is backpropagated, and its gradient is not"
-            yield Finding(
-                cause="part_detached", summary=summary, measured=f"in {self._backwards} of {self._backwards} passes",
-                shown_by="the sum contains it without its history, and another loss with one", culprits=(name,),
-                where=where,
-            )  # fmt: skip
+            yield found("part_detached", where, (name,), passes=self._backwards)
         losses = [site for site in self.sites.values() if site.name in LOSSES]
+        trains = any(site.judged and not site.evaluated for site in losses)
         for site in losses if any(site.judged for site in losses) else ():
+            if trains and site.evaluated == site.with_history:
+                continue  # a validation without no_grad(), between steps in training mode
             if site.with_history > 2 and not site.judged and (site.name, site.place) not in detached:
                 held = self._held_below(site.layer)
                 only = site.layer if held and not any(any(self.record.arrivals(i)) for i in held) else None
                 lost = never_read(site.at)
-                why = f": no other loss trains {only}" if only else f": {lost}" if lost else ""
-                found = Finding(
-                    cause="part_left_out", level="fault" if why else "advice", measured="in no step of the run",
-                    summary=f"{site.name} is computed with a history and goes into nothing that is backpropagated{why}",
-                    shown_by=f"no gradient reached its value, and others did{'; ' if lost else ''}{lost}",
-                    culprits=(only or site.name,), where=site.place,
-                    repair="add it to the loss" if only else "add it to the loss, or delete the line" if lost else "",
-                )  # fmt: skip
-                yield _counted(found, site.with_history, site.with_history)
+                variant = "layer" if only else "lost" if lost else ""
+                facts = {"call": site.name, "layer": only, "lost": lost, "calls": site.with_history}
+                level = "fault" if variant else "advice"
+                yield found("part_left_out", site.place, (only or site.name,), variant, level=level, **facts)
 
 
 def _without_gradient(root: Value) -> set[tuple[str, str]]:
@@ -549,16 +407,9 @@ def _operation(call: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     return name, {}
 
 
-def both_grow(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape that two are broadcast to, if it is larger than each of them."""
-    try:
-        out = torch.broadcast_shapes(left, right)
-    except RuntimeError:
-        return None
-    sizes = torch.Size(left).numel(), torch.Size(right).numel()
-    return tuple(out) if min(sizes) > 1 and out.numel() > max(sizes) else None
-
-
 def _counted(finding: Finding, times: int, calls: int) -> Finding:
+    if finding.cause == "all_ignored" and times == calls > 1:
+        # a count of at least 1 would hide that nothing is ever learned
+        finding = replace(finding, repair="look why no target of any batch counts: all labels are masked, or cut off")
     often = f"; in {times} of {calls} calls" if calls > 1 else ""
     return replace(finding, measured=f"{finding.measured}{often}".removeprefix("; "))

@@ -66,16 +66,13 @@ References
 
 from __future__ import annotations
 
-import ast
 import itertools
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.loss_contract.causes import CAUSES
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import code_of
-from pytest_trainloop.recording.torch_names import LOSSES
 from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
@@ -89,6 +86,7 @@ INSTRUMENT = "pytest_trainloop.checks.loss.loss_contract.calls:LossCalls"
 
 @check(needs={"run"}, causes=CAUSES, rank=10, instrument=INSTRUMENT)
 def loss_contract(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.loss_contract.adapted import adapted
     from pytest_trainloop.checks.loss.loss_contract.calls import LossCalls
     from pytest_trainloop.runs.weight_origins import pretrained
 
@@ -103,33 +101,7 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
             reported.add(key)
             turned = finding.cause in ("sign_flipped", "sides_turned") and finding.level == "fault"
             meant = turned and evidence.shared(pretrained)  # these may be made to unlearn
-            repair = edited(finding.cause, code_of(finding.where), finding.repair or CAUSES[finding.cause].repair)
+            repair = adapted(finding.cause, code_of(finding.where), finding.repair or CAUSES[finding.cause].repair)
             yield replace(finding, repair=repair, level="advice" if meant else finding.level)
     if not reported and calls.unread:
         raise CannotDecide(f"a call of a loss function could not be judged: {calls.unread[0]}")
-
-
-def edited(cause: str, code: str, repair: str) -> str:
-    """The repair with the user's own line in front, where one edit of the loss call is the repair."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:  # a part of a statement that goes over several lines
-        return repair
-    for call in ast.walk(tree):
-        name = call.func if isinstance(call, ast.Call) else None
-        if not isinstance(call, ast.Call) or getattr(name, "attr", getattr(name, "id", "")) not in LOSSES:
-            continue
-        keyword = re.match(r"(?:pass |give |another )?(\w+)=([\w.'-]+)", repair)
-        if cause == "logits_as_log_probabilities":
-            setattr(name, "attr" if isinstance(name, ast.Attribute) else "id", "cross_entropy")
-        elif cause == "arguments_swapped" and len(call.args) > 1:
-            call.args[:2] = call.args[1::-1]
-        elif cause == "class_axis" and repair.startswith("transpose(1, 2)") and "view" not in code + "reshape":
-            call.args[0] = ast.parse(f"({ast.unparse(call.args[0])}).transpose(1, 2)", mode="eval").body
-        elif keyword and cause != "class_axis":
-            value = ast.parse(keyword[2], mode="eval").body
-            call.keywords = [k for k in call.keywords if k.arg != keyword[1]] + [ast.keyword(keyword[1], value)]
-        else:
-            return repair
-        return f"{ast.unparse(tree)}\n{repair}"
-    return repair

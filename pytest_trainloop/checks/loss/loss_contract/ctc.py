@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.calls import listed
+from pytest_trainloop.checks.loss.loss_contract.call import listed
 from pytest_trainloop.tracing.tape_queries import constant, layout, unmoved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks.loss.loss_contract.calls import LossCall
+    from pytest_trainloop.checks.loss.loss_contract.call import LossCall
     from pytest_trainloop.finding import Finding
 
 
@@ -23,25 +23,22 @@ def ctc(call: LossCall) -> Iterator[Finding]:
         return
     at = layout(call.values["log_probs"])
     if at is not None and at.position.dim() == 3 and not at.picked and len(at.leading) == 2:
-        if sum(not constant(c, 0) for c in at.coordinates(at.position.select(2, 0))) > 1:
-            yield call.finds("class_axis/steps", layer=tuple(at.layer.shape), shape=tuple(given.shape))
+        axes = sum(not constant(c, 0) for c in at.coordinates(at.position.select(2, 0)))
+        if axes > 1:
+            yield call.finds("class_axis", "steps", layer=tuple(at.layer.shape), size=tuple(given.shape))
     rows, blank, classes = list(_labels(call)), int(call.given.get("blank", 0)), given.shape[-1]
     with_blank = [row for row in rows if blank in row]
     if with_blank:
-        facts: dict[str, Any] = {"count": len(with_blank), "all": len(rows), "seen": listed(with_blank[0])}
-        yield call.finds("blank_in_targets", blank=blank, **facts)
+        facts = {"count": len(with_blank), "all": len(rows), "blank": blank, "seen": listed(with_blank[0])}
+        repair = f"number the labels without {blank}, or give another blank="
+        yield call.finds("blank_in_targets", **facts, repair=repair)
     yield from _short_inputs(call, rows, given.shape[0])
     beyond = [row for row in rows if any(label >= classes or label < 0 for label in row)]
     if beyond:
         low, high = (f(label for row in beyond for label in row) for f in (min, max))
-        facts: dict[str, Any] = {
-            "last": classes - 1,
-            "seen": listed(beyond[0]),
-            "how": "the labels within target_lengths",
-        }
-        yield call.finds(
-            "target_out_of_range", low=low, high=high, **facts, repair="widen the head, or remap the labels"
-        )
+        facts = {"low": low, "high": high, "last": classes - 1, "hint": "", "seen": listed(beyond[0])}
+        how, repair = "the labels within target_lengths", "widen the head, or remap the labels"
+        yield call.finds("target_out_of_range", **facts, how=how, repair=repair)
 
 
 def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator[Finding]:
@@ -67,8 +64,7 @@ def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator
         repair += "target_lengths counts padding as labels"
     yield call.finds(
         "alignment_impossible", count=len(short), all=len(rows), given=given, frames=frames, labels=len(row),
-        needed=needed, blanks=" (a blank stands between equal ones)" if needed > len(row) else "",
-        then="they are left out" if dropped else "the loss is infinite", repair=repair,
+        needed=needed, repeats=needed > len(row), dropped=dropped, repair=repair,
         change=counted.call.place if miscounted and counted is not None and counted.call is not None else None,
         level="advice" if dropped and len(short) < len(rows) else "fault",
     )  # fmt: skip
