@@ -210,8 +210,8 @@ class Tape(WatchingMode):
         self.count = 0
 
     def of(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor; a new one from outside where no call made it, and one by a call "write" where a view
-        of it was written to, or its ``data``."""
+        """The value of a tensor: a new one where no call made it, and one by a call "write" where its memory was written
+        to by way of a view or of a detached tensor."""
         known = self._known.get(id(tensor))
         if known is not None:
             found = known._tensor
@@ -230,7 +230,7 @@ class Tape(WatchingMode):
             by, call = None if writer is None else writer.call, Call()
             call.func, call.op, call.args, call.kwargs = _unseen, "write", (), {}
             call.inputs = (before,) if writer is None or writer is before else (before, writer)
-            call.number, call.grad, call.writes, call.watch = self.count, torch.is_grad_enabled(), True, self.watch
+            call.number, call.grad, call.writes, call.watch = self.count, torch.is_grad_enabled(), False, self.watch
             call._module, call._at = (None, None) if by is None else (by._module, by._at)
             self.count += 1
             batch = before.batch | (0 if writer is None else writer.batch)

@@ -131,6 +131,7 @@ class LossCall:
         culprit = culprit or self.name
         if every or (cause in IN_EVERY_CALL and self.name != "ctc_loss"):
             self.every.add((cause, culprit))
+        given["change"] = str(given.get("change") or "")
         if not given.get("repair"):
             given.pop("repair", None)  # that of the cause
         facts = self.facts() | {"source": culprit} | given

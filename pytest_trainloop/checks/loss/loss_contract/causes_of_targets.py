@@ -257,8 +257,8 @@ OF_TARGETS = {
     "shifted_twice": _learns(
         proof="the labels of a causal model are the inputs two positions ahead",
         summary=(
-            "{unsure:?it seems that |}labels are shifted by {ahead} positions: the output of a causal model at "
-            "position t is compared with the token at t + {ahead} ({call})"
+            "{unsure:?it seems that |}labels are shifted {twice:?twice|by {ahead}}: the output of a causal model is "
+            "compared with the token {ahead} positions ahead ({call})"
         ),
         measured=(
             "{count} labels are the id {far} and not the next one, and none is otherwise; the probability of that in "

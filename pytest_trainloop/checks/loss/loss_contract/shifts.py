@@ -179,6 +179,7 @@ class Shifts:
                 "call": one.name,
                 "count": count,
                 "ahead": ahead,
+                "twice": ahead == 2,
                 "back": ahead < 0,
                 "far": far if ahead else "of the same position",
                 "chance": "below 1e-12" if chance < math.log(1e-12) else f"{math.exp(chance):.0e}",
