@@ -13,7 +13,7 @@ import contextlib
 import math
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from pytest_trainloop.recording.torch_internals import writes_in_place
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, CONSTANT_ATTRIBUTES, IN_PLACE_OPERATORS, INDEXING
 from pytest_trainloop.tracing.arguments import is_dense
 from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -67,10 +68,15 @@ class Value:
         self._tensor: Any = tensor if small_constant else weakref.ref(tensor)
 
     @property
+    def now(self) -> torch.Tensor | None:
+        """The tensor while it lives, with the entries that it has now."""
+        found: torch.Tensor | None = self._tensor() if type(self._tensor) is weakref.ref else self._tensor
+        return found
+
+    @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor itself, while it lives and nothing has written to it since."""
-        found = self._tensor
-        found = found() if type(found) is weakref.ref else found
+        """The tensor while it lives and nothing has written to it."""
+        found = self.now
         return found if found is None or self.parameter or writes_in_place(found) == self.version else None
 
     @property
@@ -94,9 +100,8 @@ class Value:
         return float(tensor.detach())
 
     def keep(self) -> None:
-        """Hold the tensor: an index that a replay needs, and no graph."""
-        if not self.history:
-            self._tensor = self.tensor
+        """Hold the tensor from now on."""
+        self._tensor = self.now
 
 
 class Call:
@@ -127,6 +132,11 @@ class Call:
         return "" if self._module is None else self.watch.table.path_of(self._module)
 
     @property
+    def name(self) -> str:
+        """The function's own name: with the underscores of one that writes in place."""
+        return name_of(self.func)
+
+    @property
     def evaluates(self) -> bool:
         """Whether the module that made it is in evaluation mode now."""
         return self._module is not None and not self._module.training
@@ -140,20 +150,36 @@ class Call:
         return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
 
 
-class Listener(Protocol):
-    """What is told of calls while they are made; all tensors are there."""
+class Listener:
+    """Sees calls while they are made and all their tensors are there. Each method does nothing; override some."""
 
-    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-    def after(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any: ...
-    def raised(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None: ...
-    def began(self, frame: FrameType) -> Any: ...
-    def ended(self, running: Any, result: torch.Tensor) -> None: ...
-    def new_step(self) -> None: ...
+    def before(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call is about to be made."""
+
+    def after(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """A call was made: gives what takes the place of its result, or None."""
+
+    def raised(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+        """A call raised."""
+
+    def began(self, frame: FrameType) -> Any:
+        """A function runs: gives what ``ended`` is called with, or None."""
+
+    def ended(self, running: Any, result: torch.Tensor) -> None:
+        """A function has ended, and this is the last result with a history that was made in it."""
+
+    def new_step(self) -> None:
+        """An optimizer step was made, and the tape forgets what was before."""
 
 
 class Tape(WatchingMode):
-    """Records the calls of a run made in its ``contexts``. The ``listener`` is told of calls of ``ops``, and of the
-    functions for whose frames ``may_run`` holds: a frame on the stack of a call is a function that runs."""
+    """Records the calls of a run made in its ``contexts``.
+
+    The ``listener`` sees the calls of ``ops``, and the functions for whose frames ``may_run`` holds: a frame on the
+    stack of a call is a function that runs.
+    """
+
+    most = MOST
 
     def __init__(
         self,
@@ -169,7 +195,7 @@ class Tape(WatchingMode):
         self._kinds: dict[int, tuple[int, CodeType]] = {}
         self._step = -1
         self.every: Callable[[Call], None] | None = None
-        """Told of every call before it is made, where it is set."""
+        """Called with every call before it is made, where it is set."""
         self.count = 0
         self.batch: dict[str, Value] = {}
         self.running: list[list[Any]] = []
@@ -196,11 +222,20 @@ class Tape(WatchingMode):
 
     def take(self, _number: int, item: Any) -> None:
         """Mark the tensors of a batch: for ``RunPlan.before_item``."""
+        self._notice_a_step()
         self.batch = {}
         for number, (path, tensor) in enumerate(nested.paths(item)):
             value = Value(tensor, batch=1 << min(number, 62))
             value.path = nested.shown(path)
-            self._known[id(tensor)] = self.batch[value.path] = value
+            self.batch[value.path] = self._noted(value, tensor)
+
+    def _notice_a_step(self) -> None:
+        """Forget what was before an optimizer step."""
+        if self.watch.record.steps != self._step:
+            self._step = self.watch.record.steps
+            self.forget()
+            if self._listener is not None:
+                self._listener.new_step()
 
     def forget(self) -> None:
         """Let go of everything but parameters, which nothing made."""
@@ -210,47 +245,46 @@ class Tape(WatchingMode):
         self.count = 0
 
     def of(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor: a new one where no call made it, and one by a call "write" where its memory was written
-        to by way of a view or of a detached tensor."""
+        """The value of a tensor: a new one where no call made it, and one by a call "write" where a view of it, or a
+        detached tensor, was written to."""
         known = self._known.get(id(tensor))
         if known is not None:
-            found = known._tensor
-            if found is tensor or (type(found) is weakref.ref and found() is tensor):
+            if known.now is tensor:
                 if known.parameter or known.version == writes_in_place(tensor):
                     return known
                 return self._written(tensor, known)
         with self.watch.suspended():
-            made = self._known[id(tensor)] = Value(tensor)
-        return made
+            return self._noted(Value(tensor), tensor)
+
+    def _noted(self, value: Value, tensor: torch.Tensor) -> Value:
+        """The value, by which this tensor is known from now on."""
+        self._known[id(tensor)] = value
+        return value
 
     def _written(self, tensor: torch.Tensor, before: Value) -> Value:
         """The value of a tensor whose memory a call has written to by way of another tensor."""
         with self.watch.suspended():
             writer = self._writers.get(storage_of(tensor) or -1)
             by, call = None if writer is None else writer.call, Call()
-            call.func, call.op, call.args, call.kwargs = _unseen, "write", (), {}
+            call.func, call.op, call.args, call.kwargs = unseen, "write", (), {}
             call.inputs = (before,) if writer is None or writer is before else (before, writer)
             call.number, call.grad, call.writes, call.watch = self.count, torch.is_grad_enabled(), False, self.watch
             call._module, call._at = (None, None) if by is None else (by._module, by._at)
             self.count += 1
             batch = before.batch | (0 if writer is None else writer.batch)
-            made = self._known[id(tensor)] = Value(tensor, call, 0, batch)
+            made = Value(tensor, call, 0, batch)
             made.path = before.path
-        return made
+            return self._noted(made, tensor)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            name = name_of(func)
         if name in CONSTANT_ATTRIBUTES:
             if self._may_run is not None:  # a function's arguments are to be seen before it assigns to their names
                 self._look_at_the_stack()
             return passed_on(func, args, kwargs)
+        self._notice_a_step()
         watch, listener = self.watch, self._listener
-        if watch.record.steps != self._step:
-            self._step = watch.record.steps
-            self.forget()
-            if listener is not None:
-                listener.new_step()
         call = self._begun(watch, name, func, args, kwargs)
         asked = listener if listener is not None and name in self._ops else None
         if asked is not None or self.every is not None:
@@ -266,13 +300,13 @@ class Tape(WatchingMode):
                 with watch.suspended():
                     asked.raised(call, args, kwargs, error)
             raise
-        if name in _MAKES_NONE or self.count > MOST:
+        if name in _MAKES_NONE or self.count > self.most:
             return out
         with watch.suspended():
             if asked is not None:
                 changed = asked.after(call, args, kwargs, out)
                 out = out if changed is None else changed
-            self._ended(call, args[0] if call.writes and args else out)
+            self._ended(call, args, out)
         return out
 
     def _begun(
@@ -288,7 +322,8 @@ class Tape(WatchingMode):
         call.inputs = tuple(inputs)
         if name in INDEXING:
             for index in inputs[1:]:
-                index.keep()
+                if not index.history:  # a replay needs it, and it holds no graph
+                    index.keep()
         modules = watch.thread.modules
         call._module = modules[-1] if modules else None
         call._at = self._look_at_the_stack()
@@ -305,19 +340,27 @@ class Tape(WatchingMode):
                 one = self.of(one)
                 inputs.append(one)
             elif isinstance(one, (list, tuple)):
-                one = self._with_values(one, inputs)
+                values = self._with_values(one, inputs)
+                one = values if type(one) is tuple else list(values) if type(one) is list else one
             elif type(one) is dict:
                 one = dict(zip(one, self._with_values(one.values(), inputs), strict=True))
             put.append(one)
         return tuple(put)
 
-    def _ended(self, call: Call, out: Any) -> None:
-        batch = 0
+    def _results(self, call: Call, args: tuple[Any, ...], out: Any) -> list[torch.Tensor]:
+        """What a call has made: the tensors that it gives, or that it wrote to."""
+        if call.writes and args:
+            out = args[0]
+        elif args and out is args[0] and isinstance(out, torch.Tensor):  # relu(inplace=True), or nothing to do
+            call.writes = call.inputs[0].version != writes_in_place(out)
+        return [out] if isinstance(out, torch.Tensor) else list(_tensors(out))
+
+    def _ended(self, call: Call, args: tuple[Any, ...], out: Any) -> None:
+        batch, results = 0, self._results(call, args, out)
         for value in call.inputs:
             batch |= value.batch
-        results = [out] if isinstance(out, torch.Tensor) else list(_tensors(out))
         for slot, tensor in enumerate(results):
-            made = self._known[id(tensor)] = Value(tensor, call, slot, batch)
+            made = self._noted(Value(tensor, call, slot, batch), tensor)
             if call.writes:
                 self._writers[storage_of(tensor)] = made
         if self.running:
@@ -380,7 +423,7 @@ class Gone(LookupError):
     """A tensor was freed or written to, and cannot be computed again."""
 
 
-def _unseen(*_args: Any, **_kwargs: Any) -> Any:
+def unseen(*_args: Any, **_kwargs: Any) -> Any:
     """What a write by way of another tensor did."""
     raise Gone
 

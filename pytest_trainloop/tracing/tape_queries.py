@@ -258,8 +258,8 @@ def again(value: Value, given: Mapping[Value, torch.Tensor], calls: Mapping[Call
             todo.extend(one.parents)
 
     def put(one: Any) -> Any:
-        if isinstance(one, tuple):
-            return tuple(map(put, one))
+        if type(one) in (tuple, list):
+            return type(one)(map(put, one))
         if isinstance(one, dict):
             return {key: put(v) for key, v in one.items()}
         if not hasattr(one, "parents"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.tape import Gone, Tape
+from pytest_trainloop.tracing.tape import Gone, Listener, Tape
 from pytest_trainloop.tracing.tape_queries import (
     Layout,
     addends,
@@ -221,27 +221,27 @@ def test_questions_to_single_values():
     assert seen(loss, look) == (True, 0, ["mean", "sum"])
 
 
-class Listening:
-    """What a tape reports while calls are made."""
+class Listening(Listener):
+    """Notes what a tape reports while calls are made."""
 
     def __init__(self):
-        self.told, self.steps = [], 0
+        self.seen, self.steps = [], 0
 
     def before(self, call, args, kwargs):
-        self.told.append(f"before {call.op}")
+        self.seen.append(f"before {call.op}")
 
     def after(self, call, args, kwargs, out):
-        self.told.append(f"after {call.op}")
+        self.seen.append(f"after {call.op}")
 
     def raised(self, call, args, kwargs, error):
-        self.told.append(f"{call.op} raised {type(error).__name__}")
+        self.seen.append(f"{call.op} raised {type(error).__name__}")
 
     def began(self, frame):
-        self.told.append(f"{frame.f_code.co_name} began")
+        self.seen.append(f"{frame.f_code.co_name} began")
         return "running"
 
     def ended(self, running, result):
-        self.told.append(f"{running} ended with {tuple(result.shape)}")
+        self.seen.append(f"{running} ended with {tuple(result.shape)}")
 
     def new_step(self):
         self.steps += 1
@@ -263,7 +263,7 @@ def test_a_listener_gets_calls_of_its_names_and_functions_that_run():
         return counted_loss(out) + out.exp().sum()
 
     seen(loss, lambda loss: None, tape=tape)
-    assert listener.told[:6] == [
+    assert listener.seen[:6] == [
         "before view",
         "view raised RuntimeError",
         "counted_loss began",
@@ -290,3 +290,30 @@ def test_nothing_of_a_step_is_held_after_it():
     finally:
         gc.enable()
     assert alive == [False]
+
+
+def test_the_batch_of_each_step_is_known():
+    tape, bits = Tape(), []
+
+    def loss(net, batch):
+        out = net(batch[0])
+        if tape.is_on:
+            bits.append(tape.of(out).batch)
+        return F.mse_loss(out, batch[1])
+
+    seen(loss, lambda loss: None, tape=tape)
+    assert len(bits) > 2
+    assert set(bits) == {1}
+
+
+def test_a_function_that_gives_its_input_back_written_to_writes():
+    def loss(net, batch):
+        out = net(batch[0])
+        return F.relu(out, inplace=True).sum(), out
+
+    def look(_, out):
+        given = torch.full((ROWS, 2), -1.0)
+        again(out, {out.parents[0]: given})
+        return out.op, out.call.writes, given.sum().item()
+
+    assert seen(loss, look) == ("relu", True, -8.0)

@@ -32,7 +32,7 @@ from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import before_calls
 from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
-from pytest_trainloop.tracing.tape import Tape
+from pytest_trainloop.tracing.tape import Listener, Tape
 from pytest_trainloop.tracing.tape_queries import SCALES, SUMS, addends, last_layer
 from pytest_trainloop.whose import present
 
@@ -88,7 +88,7 @@ class CallSite:
     every: set[tuple[str, str]] = field(default_factory=set)
 
 
-class LossCalls:
+class LossCalls(Listener):
     """The calls of a run that is made in its ``contexts``; it listens to a tape."""
 
     def __init__(self, padding: Padding | None = None, *, open_embeddings: bool = False) -> None:
