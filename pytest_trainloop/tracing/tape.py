@@ -248,11 +248,9 @@ class Tape(WatchingMode):
         """The value of a tensor: a new one where no call made it, and one by a call "write" where a view of it, or a
         detached tensor, was written to."""
         known = self._known.get(id(tensor))
-        if known is not None:
-            if known.now is tensor:
-                if known.parameter or known.version == writes_in_place(tensor):
-                    return known
-                return self._written(tensor, known)
+        if known is not None and known.now is tensor:
+            same = known.parameter or known.version == writes_in_place(tensor)
+            return known if same else self._written(tensor, known)
         with self.watch.suspended():
             return self._noted(Value(tensor), tensor)
 
@@ -313,7 +311,7 @@ class Tape(WatchingMode):
         self, watch: Watch, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
         call, inputs = Call(), list[Value]()
-        call.func, call.watch, call.number = func, watch, self.count
+        call.func, call.watch = func, watch
         call.grad = torch.is_grad_enabled()
         call.writes = name in IN_PLACE_OPERATORS or (name[-1:] == "_" != name[-2:-1] and name != "requires_grad_")
         call.op = name if not call.writes else name.strip("_").removeprefix("i") if name[0] == "_" else name[:-1]
@@ -327,6 +325,7 @@ class Tape(WatchingMode):
         modules = watch.thread.modules
         call._module = modules[-1] if modules else None
         call._at = self._look_at_the_stack()
+        call.number = self.count  # after the writes that were noticed at its arguments
         self.count += 1
         return call
 
