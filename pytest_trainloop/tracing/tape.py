@@ -21,11 +21,13 @@ from torch.nn.parameter import is_lazy
 
 from pytest_trainloop import nested
 from pytest_trainloop.paths import FIT_CALLER
+from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.samples import readable, shape_of, storage_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import NOWHERE, layer, place_of
 from pytest_trainloop.recording.torch_internals import writes_in_place
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, CONSTANT_ATTRIBUTES, IN_PLACE_OPERATORS, INDEXING
+from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.tracing.arguments import is_dense
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
@@ -57,7 +59,10 @@ class Value:
     )
 
     def __init__(self, tensor: torch.Tensor, call: Call | None = None, slot: int = 0, batch: int = 0) -> None:
-        shape = tensor.shape if not tensor.is_nested else torch.Size(shape_of(tensor))
+        try:
+            shape = tensor.shape
+        except RuntimeError:  # its parts are of several sizes
+            shape = torch.Size(shape_of(tensor))
         self.call, self.slot, self.shape, self.batch = call, slot, shape, batch
         self.version = writes_in_place(tensor)
         self.history = tensor.requires_grad
@@ -107,7 +112,7 @@ class Value:
 class Call:
     """One call of a torch function. Its arguments have a ``Value`` where a tensor was."""
 
-    __slots__ = ("_at", "_module", "args", "func", "grad", "inputs", "kwargs", "number", "op", "watch", "writes")
+    __slots__ = ("_at", "_module", "args", "func", "inputs", "kwargs", "number", "op", "watch", "writes")
 
     op: str
     """The function's name; without the underscore where it writes in place."""
@@ -116,7 +121,6 @@ class Call:
     kwargs: dict[str, Any]
     inputs: tuple[Value, ...]
     number: int
-    grad: bool
     writes: bool
     watch: Watch
     _at: tuple[str, int] | None
@@ -202,7 +206,25 @@ class Tape(WatchingMode):
         """The frame of each function of the listener's that runs, what ``began`` gave, and the last result."""
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self.watching(watch), self.on_while_full(watch))
+        return (self.watching(watch), self._off_in_steps(watch), self.on_while_full(watch))
+
+    @contextlib.contextmanager
+    def _off_in_steps(self, watch: Watch) -> Iterator[None]:
+        """Off while an optimizer steps: most calls of a run are made there, and none is looked at. A closure is."""
+
+        def enter(_optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not callable(args[1] if len(args) > 1 else kwargs.get("closure")):
+                self.take_off()
+
+        def leave(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            self._on_again()
+
+        with hooked(before_steps(enter), after_steps(leave)):
+            yield
+
+    def _on_again(self) -> None:
+        if self._watch is not None and self._watch.full:
+            self.put_on_within_fit()
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -222,6 +244,7 @@ class Tape(WatchingMode):
 
     def take(self, _number: int, item: Any) -> None:
         """Mark the tensors of a batch: for ``RunPlan.before_item``."""
+        self._on_again()  # a step that raises leaves it off
         self._notice_a_step()
         self.batch = {}
         for number, (path, tensor) in enumerate(nested.paths(item)):
@@ -266,7 +289,7 @@ class Tape(WatchingMode):
             by, call = None if writer is None else writer.call, Call()
             call.func, call.op, call.args, call.kwargs = unseen, "write", (), {}
             call.inputs = (before,) if writer is None or writer is before else (before, writer)
-            call.number, call.grad, call.writes, call.watch = self.count, torch.is_grad_enabled(), False, self.watch
+            call.number, call.writes, call.watch = self.count, False, self.watch
             call._module, call._at = (None, None) if by is None else (by._module, by._at)
             self.count += 1
             batch = before.batch | (0 if writer is None else writer.batch)
@@ -312,7 +335,6 @@ class Tape(WatchingMode):
     ) -> Call:
         call, inputs = Call(), list[Value]()
         call.func, call.watch = func, watch
-        call.grad = torch.is_grad_enabled()
         call.writes = name in IN_PLACE_OPERATORS or (name[-1:] == "_" != name[-2:-1] and name != "requires_grad_")
         call.op = name if not call.writes else name.strip("_").removeprefix("i") if name[0] == "_" else name[:-1]
         call.args = self._with_values(args, inputs)

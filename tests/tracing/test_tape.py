@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.tracing.tape import Gone, Listener, Tape
 from pytest_trainloop.tracing.tape_queries import (
@@ -317,3 +318,40 @@ def test_a_function_that_gives_its_input_back_written_to_writes():
         return out.op, out.call.writes, given.sum().item()
 
     assert seen(loss, look) == ("relu", True, -8.0)
+
+
+def test_the_tape_is_off_while_an_optimizer_steps_and_on_in_its_closure():
+    tape, inside = Tape(), []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure=None):
+            if tape.is_on:
+                inside.append(("step", closure is None, tape._on))
+            super().step(closure)
+
+    def make():
+        net = nn.Linear(3, 2)
+        optimizer = Looking(net.parameters(), lr=0.01)
+
+        def fit(batches):
+            for number, x in enumerate(batches):
+                optimizer.zero_grad()
+
+                def closure(x=x):
+                    loss = net(x).square().mean()
+                    loss.backward()
+                    if tape.is_on:
+                        inside.append(ops(tape.of(loss)))
+                    return loss
+
+                if number % 2:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+
+        return TrainLoop(model=net, optimizer=optimizer, batch=torch.randn(ROWS, 3), fit=fit)
+
+    Evidence(make).rerun(contexts=tape.contexts, before_item=tape.take)
+    made = ["mean", "square", "linear"]
+    assert inside[:4] == [made, ("step", True, False), ("step", False, True), made]
