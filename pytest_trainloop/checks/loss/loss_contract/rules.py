@@ -87,7 +87,8 @@ def rules_of(call: LossCall) -> Iterator[Rule]:
         yield padding
     if name in BY_NAME:
         yield BY_NAME[name]
-    yield sign
+    if call.of_torch or call.known is not None or name == "gather":
+        yield sign
 
 
 def of_table(call: LossCall) -> Findings:
