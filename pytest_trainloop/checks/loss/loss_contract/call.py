@@ -145,7 +145,7 @@ class LossCall:
         """What the texts of every finding may name (``causes.OF_EVERY_CALL``)."""
         tensors = {n: v for n, v in self.given.items() if isinstance(v, torch.Tensor)}
         scores, loss = tensors.get("input"), "" if self.error else f"{float(self.out.detach().double().mean()):.4g}"
-        shown = [f"{n} in {bounds(tensors[n])}" for n in ("input", "target", "var") if n in tensors]
+        shown = [f"{n} in {bounds(tensors[n])}" for n in ("input", "log_probs", "target", "var") if n in tensors]
         numbers = "; ".join([*shown[:2], f"{self.name} {loss}"])
         if self.error is not None:
             numbers = ", ".join(f"{n} {tuple(v.shape)} {dtype(v)}" for n, v in tensors.items())

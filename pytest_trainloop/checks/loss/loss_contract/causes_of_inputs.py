@@ -247,6 +247,10 @@ OF_INPUTS = {
         measured="{pairs} differences instead of {rows}",
         shown_by="{how}",
         variants={
+            "rows": {
+                "summary": "{left} and {right} are broadcast to {out}: the loss compares every row with every other",
+                "measured": "{pairs} pairs instead of {rows}",
+            },
             "values": {
                 "summary": (
                     "{call} is asked for values of shape {left}, and its distributions have {right}: both are "
@@ -353,7 +357,7 @@ OF_INPUTS = {
     "part_detached": _seen(
         proof="the value of a loss is added to what is backpropagated, without its history",
         summary="the value of {names} is added to what is backpropagated, and its gradient is not",
-        measured="in {passes:backward pass} of {passes}",
+        measured="in {passes} of {passes:backward pass}",
         shown_by="the sum contains it without its history, and another loss with one",
         repair="add the loss itself, without detach() and outside of no_grad()",
         explains=(*LEARNING, "every_term_trains:term_detached"),

@@ -329,7 +329,7 @@ OF_TARGETS = {
     ),
     "classes_imbalanced": _seen(
         proof="fewer than 5 % of the labels are positive, without a weight",
-        summary="{percent} of the labels given to {call} are positive, and no pos_weight is given",
+        summary="{part:share} of the labels given to {call} are positive, and no pos_weight is given",
         measured="{count} of {all} labels of a call",
         shown_by="the targets of every recorded call",
         repair="give pos_weight=negatives / positives",

@@ -146,10 +146,10 @@ def sign(call: LossCall) -> Findings:
         logs = [c.weights for c in call.step.calls if c.name.endswith(".log_prob") and c.known and c.weights is not None
                 and c.known.owner is known.owner]  # fmt: skip
         if any(bool((w > 0).any()) and bool((w < 0).any()) for w in logs):
-            why = "of the policy is minimised: a bonus for entropy is subtracted from the loss"
+            why = "of the policy is minimised: the entropy bonus has the wrong sign"
             yield flipped(call, why, "loss = policy_loss - coefficient * entropy.mean()")
     elif known is not None and known.contract.gives == "similarity" and "." not in call.name:
-        why = "is minimised: it is larger the more alike its arguments are"
+        why = "is minimised: it is larger the more its arguments agree"
         yield flipped(call, why, f"1 - {call.name}(...), or its negative")
 
 

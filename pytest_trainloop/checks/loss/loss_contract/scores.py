@@ -362,9 +362,8 @@ def divergence(call: LossCall) -> Findings:
     elif found is not None and found.op == "softmax":
         yield call.finds("probabilities_as_log_probabilities", "softmax")
     elif found is not None and found.is_layer and not found.clamped and bool((given > 0).any()):
-        yield call.finds(
-            "logits_as_log_probabilities", shown_by="it comes from the last layer, and no axis is normalised"
-        )
+        how, repair = "it comes from the last layer, and no axis is normalised", "give log_softmax of the scores"
+        yield call.finds("logits_as_log_probabilities", shown_by=how, repair=repair)
     elif found is not None and found.op == "log_softmax" and found.scale == 1 and target.shape == given.shape:
         mine, theirs = _axes(logs_of_one, given), _axes(sums_to_one, target) | _axes(logs_of_one, target)
         rows, softmax = across_rows(found.value), found.value

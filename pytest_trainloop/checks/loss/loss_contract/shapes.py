@@ -78,7 +78,7 @@ def differences(call: LossCall) -> Findings:
     if any(t is not None and sum_over_pairs(*t) for t in (table, *others)):
         left, right, n = tuple(call.given["input"].shape), tuple(call.given["target"].shape), column.shape[0]
         how = "one side is the output of a layer with one feature, the other data, and every pair counts"
-        yield compared(call, left, right, (n, n), how)
+        yield compared(call, left, right, (n, n), how, "rows")
 
 
 def _both_train(call: LossCall) -> bool:

@@ -215,7 +215,7 @@ def two_labels(call: LossCall) -> Findings:
         count = int((target > 0.5).sum())
         share = count / target.numel()
         if target.numel() >= MANY and 0 < share < RARE:
-            facts = {"percent": f"{share:.1%}", "count": count, "all": target.numel()}
+            facts = {"part": share, "count": count, "all": target.numel()}
             repair = f"pos_weight=negatives / positives (here {1 / share - 1:.0f})"
             yield call.finds("classes_imbalanced", **facts, repair=repair, level="advice")
 
