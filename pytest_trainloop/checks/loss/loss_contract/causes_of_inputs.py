@@ -361,6 +361,7 @@ OF_INPUTS = {
         shown_by="the sum contains it without its history, and another loss with one",
         repair="add the loss itself, without detach() and outside of no_grad()",
         explains=(*LEARNING, "every_term_trains:term_detached"),
+        source="https://github.com/myscience/open-genie/issues/6",
     ),
     "part_left_out": _learns(
         proof="no gradient of the run reached a loss with a history, while others were backpropagated",
