@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.checks.loss.loss_contract.causes_of_inputs import LEARNING, NO_SLOPE
 from pytest_trainloop.registry import Cause
 
+LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
+NO_SLOPE = (
+    "gradient_reaches_every_param:gradient_vanished",
+    "gradient_reaches_every_param:dead_activation",
+    "every_param_moves:not_updated",
+)
+"""What scores of a constant loss look like."""
 _DOCS = "https://docs.pytorch.org/docs/stable/generated/torch.nn."
 
 _seen = partial(Cause, change=("seen",))
