@@ -339,9 +339,9 @@ def last_layer(value: Value | None) -> tuple[Value | None, list[Value]]:
                 moves.append(value)
             value = value.parents[0] if value.parents else None
         elif value.op in _SAME_SHAPE or value.op in ACTIVATIONS:
-            alike = [p for p in value.parents if p.floating and p.shape == value.shape]
-            alike = [p for p in alike if p.history and not p.parameter] or alike
-            value = alike[0] if len(alike) == 1 else None
+            same = [p for p in value.parents if p.floating and p.shape == value.shape]
+            same = [p for p in same if p.history and not p.parameter] or same
+            value = same[0] if len(same) == 1 else None
         else:
             value = None
     return (value if value is not None and value.op in LAYERS else None), moves

@@ -30,7 +30,7 @@ ROWS = 4
 
 
 def seen(loss_of, look, *, net=None, batch=None, tape=None):
-    """What ``look`` finds of the first loss, or of the tensors that ``loss_of`` gives beside it, while they live."""
+    """What ``look`` finds of the first loss, or of the tensors that ``loss_of`` gives with it, while they live."""
     tape = tape or Tape()
     found = []
 

@@ -142,7 +142,7 @@ class LossCalls(Listener):
         self.sides.take()
 
     def taking_arguments(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
-        """What a model is called with stands for the batch where the loop makes its own data."""
+        """What a model is called with takes the place of the batch where the loop makes its own data."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             item = named_arguments(module, args, kwargs)
@@ -329,8 +329,8 @@ class LossCalls(Listener):
             for key, seen in site.findings.items():
                 if key in site.every and len(seen) < site.judged:
                     continue
-                meant = self._is_contrast if seen[0].level == "advice" else self._is_meant
-                if key[0] != "sign_flipped" or not meant(site):
+                intended = self._is_contrast if seen[0].level == "advice" else self._is_meant
+                if key[0] != "sign_flipped" or not intended(site):
                     yield _counted(seen[0], len(seen), site.judged)
         yield from self._without_gradient()
 

@@ -100,8 +100,8 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
         if key not in reported:
             reported.add(key)
             turned = finding.cause in ("sign_flipped", "sides_turned") and finding.level == "fault"
-            meant = turned and evidence.shared(pretrained)  # these may be made to unlearn
+            intended = turned and evidence.shared(pretrained)  # these may be made to unlearn
             repair = adapted(finding.cause, code_of(finding.where), finding.repair or CAUSES[finding.cause].repair)
-            yield replace(finding, repair=repair, level="advice" if meant else finding.level)
+            yield replace(finding, repair=repair, level="advice" if intended else finding.level)
     if not reported and calls.unread:
         raise CannotDecide(f"a call of a loss function could not be judged: {calls.unread[0]}")

@@ -150,7 +150,7 @@ def _counted(
         elsewhere = None if own else misplaced(call, at, found.mask, taken, declared=declared)
         if elsewhere is not None:
             yield elsewhere
-        elif len(values) == 1 or declared:  # labels that differ may be meant
+        elif len(values) == 1 or declared:  # labels that differ may be intended
             yield _padding(
                 call, found, float(values[0]) if len(values) == 1 else None, ignored, wrong, counted, own=own
             )
@@ -252,7 +252,7 @@ def misplaced(
 ) -> Finding | None:
     """Rows with more labels than real positions, and rows with fewer: their labels belong to one another.
 
-    Where padding is not ``declared`` an output of padded positions may be meant, as in a translation that is written in
+    Where padding is not ``declared`` an output of padded positions may be intended, as in a translation written in
     one pass: then the lengths of all rows must come in another order, which no two texts of their own have.
     ``labelled`` are the entries that the loss takes. Where it takes all of them, the label that most padded positions
     have ends a row of labels, as ``ignore_index`` does elsewhere.

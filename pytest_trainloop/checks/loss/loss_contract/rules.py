@@ -23,7 +23,7 @@ from pytest_trainloop.checks.loss.loss_contract.scores import (
     written_out,
 )
 from pytest_trainloop.checks.loss.loss_contract.shapes import (
-    all_alike,
+    all_equal,
     asked_value,
     broadcast,
     differences,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     Rule = Callable[[LossCall], Findings]
 
 FAR = 100.0
-"""How many times wider than its images a range is that is meant for others: bytes have 255 times that of [0, 1]."""
+"""How many times wider than its images a range is that was made for others: bytes have 255 times that of [0, 1]."""
 
 
 def rules_of(call: LossCall) -> Iterator[Rule]:
@@ -111,7 +111,7 @@ def of_table(call: LossCall) -> Findings:
         facts = {"weights": ", ".join(call.unstepped), "steps": WAITING_STEPS, "culprit": call.unstepped[0]}
         yield call.finds("criterion_not_trained", **facts)
     n = len(call.weights) if contract.pairwise and call.weights is not None and call.weights.dim() == 2 else 0
-    if n > 1 and call.weights is not None and call.weights.shape[1] == n and all_alike(call.weights):
+    if n > 1 and call.weights is not None and call.weights.shape[1] == n and all_equal(call.weights):
         yield call.finds("broadcast", "table", pairs=n * n, rows=n)
 
 
@@ -133,13 +133,13 @@ def sign(call: LossCall) -> Findings:
     if raised or not lowered:
         return
     if call.name == "gather" and value is not None and value.op == "log_softmax":
-        if call.alone and all_alike(weights):
+        if call.alone and all_equal(weights):
             yield flipped(call, "of log-probabilities is minimised: what is backpropagated is not its negative")
     elif known is not None and call.name.endswith(".log_prob"):
         asked = call.tensor("value")
         given = asked is not None and asked.is_floating_point() and not call.given["value"].requires_grad
         # an action may be made less likely
-        if given and asked is not None and call.alone and all_alike(weights) and _of_batch(call, asked):
+        if given and asked is not None and call.alone and all_equal(weights) and _of_batch(call, asked):
             why = "of the data is minimised: what is backpropagated is the log-likelihood"
             yield flipped(call, why, "-log_prob(y).mean()")
     elif known is not None and call.name.endswith(".entropy"):

@@ -427,9 +427,9 @@ def other_flags(call: LossCall, word: str) -> str:
     mine, found = call.known.contract, []
     for other in call.known.entry.contracts:
         changed = [f"{n}={v!r}" for n, v in other.when.items() if mine.when.get(n) != v]
-        alike = (other.target and other.arguments[other.target] == "index") == (
+        same_kind = (other.target and other.arguments[other.target] == "index") == (
             mine.target and mine.arguments[mine.target] == "index"
         )
-        if other.outputs and other.arguments[other.outputs[0]] == word and len(changed) == 1 and alike:
+        if other.outputs and other.arguments[other.outputs[0]] == word and len(changed) == 1 and same_kind:
             found += changed
     return f"pass {' or '.join(dict.fromkeys(found))} to {call.known.name}" if found else ""

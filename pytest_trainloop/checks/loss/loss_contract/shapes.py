@@ -24,7 +24,7 @@ _INSERTS = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "unflatten"
 
 
 def inserted(value: Value | None, most: int = 1) -> bool:
-    """Whether an axis was inserted on the way, as on both sides where all pairs are meant."""
+    """Whether an axis was inserted on the way, as on both sides where all pairs are intended."""
     for one in made_of(value, most):
         if one.op in _INSERTS and one.parents and len(one.shape) > len(one.parents[0].shape):
             return True
@@ -120,26 +120,26 @@ def sum_over_pairs(weights: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def rows_times_a_column(call: LossCall) -> Findings:
-    """(N,) times (N, 1). Where all pairs count alike the sum is the product of the two sums, and what a row is
-    multiplied with has no say. Of log-probabilities it is never meant: a row's belong to its own advantage."""
+    """(N,) times (N, 1). Where all pairs count equally the sum is the product of the two sums, and what a row is
+    multiplied with has no say. Of log-probabilities it is never intended: a row's belong to its own advantage."""
     row, column = sorted((call.given["input"], call.given["target"]), key=lambda side: side.dim())
     if row.dim() != 1 or tuple(column.shape) != (len(row), 1) or call.weights is None:
         return
     if all(inserted(call.values[name]) for name in ("input", "target")):
         return
-    alike = all_alike(call.weights)
+    equal = all_equal(call.weights)
     logs = {id(c.made) for c in call.step.calls if c.name.endswith(".log_prob")}
     likely = any(id(v) in logs for name in ("input", "target") for v in made_of(call.values[name], 40))
-    if alike or likely:
+    if equal or likely:
         left, right, n = tuple(call.given["input"].shape), tuple(call.given["target"].shape), len(row)
         what = "log-probabilities" if likely else "values"
         how = "the gradient at all of them is the same: the sum is that of the one times that of the other"
-        how = how if alike else "one side comes from log_prob, of one number for each row"
+        how = how if equal else "one side comes from log_prob, of one number for each row"
         sizes: dict[str, Any] = {"left": left, "right": right, "out": (n, n), "pairs": n * n, "rows": n}
         yield call.finds("broadcast", "products", **sizes, what=what, how=how, culprit="product")
 
 
-def all_alike(weights: torch.Tensor | None) -> bool:
+def all_equal(weights: torch.Tensor | None) -> bool:
     """Whether all entries have one weight in what is backpropagated."""
     flat = None if weights is None else weights.detach().reshape(-1)
     return flat is not None and flat.numel() > 1 and bool(flat[0] != 0) and bool((flat == flat[0]).all())
@@ -152,7 +152,7 @@ def asked_value(call: LossCall, name: str) -> Findings:
     grown = both_grow(given, shape)
     if grown is None or len(given) == len(shape) or math.prod(given) != math.prod(shape):
         return
-    meant = any(inserted(v, 12) for n, v in call.values.items() if n == name or n.startswith("parameter "))
-    if not meant or all_alike(call.weights):
-        how = "all of them count equally" if meant else "no axis was inserted on either side"
+    intended = any(inserted(v, 12) for n, v in call.values.items() if n == name or n.startswith("parameter "))
+    if not intended or all_equal(call.weights):
+        how = "all of them count equally" if intended else "no axis was inserted on either side"
         yield compared(call, given, shape, grown, how, "values")

@@ -15,7 +15,7 @@ are compared: in a run of equal ids every shift agrees. Five shifts in each of 1
 else are mistaken once in 20,000 such collections where 1e-9 is the limit (``SURE``). Above it, and below one in a
 thousand, it is advice. Fewer than four kinds of labels may be tags, and are not judged.
 
-*May it be meant?* Where one operation shifted by two or more positions, where another loss of the same inputs is
+*May it be intended?* Where one operation shifted by two or more positions, where another loss of the same inputs is
 compared with the next id (heads that predict several tokens, a reconstruction on the side), and where labels of
 the previous id begin with one fixed label (an echo after a blank), nothing is said.
 """
@@ -159,7 +159,7 @@ class Shifts:
 
     @property
     def unseen(self) -> bool:
-        """Whether labels look wrong, and no gradient told what outputs depend on."""
+        """Whether labels look wrong, and no gradient showed what outputs depend on."""
         decided = [one.decide() for one in self.found.values() if one.last is None]
         return any(found is not None and found[0] != 1 for found in decided)
 
@@ -234,7 +234,7 @@ def _ways(
     if length >= KINDS and len(leading) == 1 and leading[0] == ids.numel():
         yield "flat", at[0] // length, at[0] % length
     elif length >= KINDS and len(leading) == 2 and leading[0] == rows and leading[1] >= length:
-        yield "rows first", at[0], at[1] - (leading[1] - length)  # a prefix may stand before the ids
+        yield "rows first", at[0], at[1] - (leading[1] - length)  # a prefix may come before the ids
     if len(leading) == 2 and leading == (rows, length) and rows >= KINDS:
         yield "turned", at[1], at[0]
 
@@ -270,7 +270,7 @@ def last_input(
 
 
 def _shifted_at_once(value: Value | None) -> bool:
-    """Whether one operation shifted the labels by two or more positions, which is meant."""
+    """Whether one operation shifted the labels by two or more positions, which is intended."""
     while value is not None and value.op in MOVES and value.parents:
         parent = value.parents[0]
         if value.op == "__getitem__" and not picks(value) and len(parent.shape) == 2:
