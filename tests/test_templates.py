@@ -7,13 +7,16 @@ import ast
 import importlib
 import string
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import pytest_trainloop
 from pytest_trainloop.registry import WORDED, Cause
 from pytest_trainloop.wording import filled
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 ROOT = Path(pytest_trainloop.__file__).parent
 FILES = sorted(
@@ -24,10 +27,18 @@ MISTAKES = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "formula
 """What is wrong with textbook forms, each with its cause of ``loss_formula``."""
 
 
+def module_of(file: Path) -> ModuleType:
+    return importlib.import_module(".".join(file.relative_to(ROOT.parent).with_suffix("").parts))
+
+
 def causes_of(file: Path) -> dict[str, Cause]:
-    name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
-    causes: dict[str, Cause] = importlib.import_module(name).CAUSES
+    causes: dict[str, Cause] = module_of(file).CAUSES
     return causes
+
+
+def rules_of(file: Path) -> list[Path]:
+    """The modules of a check that find causes: a long list of causes is in several files."""
+    return [module for module in file.parent.glob("*.py") if not module.name.startswith("causes")]
 
 
 def fields_of(template: str) -> set[str]:
@@ -58,20 +69,21 @@ def facts_in(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
 def test_every_field_of_a_template_is_a_fact_that_a_module_gives_for_its_cause(file):
-    modules = [m for m in file.parent.glob("*.py") if m != file]
+    modules = rules_of(file)
+    of_every_finding = {"names", *getattr(module_of(file), "OF_EVERY_CALL", ())}
     for name, cause in causes_of(file).items():
         naming = [m for m in modules if f'"{name}"' in m.read_text(encoding="utf-8")]
         if file.parent.name == "loss_formula" and f'"{name}"' in MISTAKES:
             naming = modules
         assert naming, f"no module of {file.parent.name} finds {name}"
-        given = set().union(*map(facts_in, naming)) | {"names"}
+        given = set().union(*map(facts_in, naming)) | of_every_finding
         missing = {field for text in templates(cause) for field in fields_of(text)} - given
         assert not missing, f"{name}: nobody gives {', '.join(sorted(missing))}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
 def test_every_variant_has_texts_of_a_finding_and_is_asked_for(file):
-    asked = "\n".join(m.read_text(encoding="utf-8") for m in file.parent.glob("*.py") if m != file)
+    asked = "\n".join(module.read_text(encoding="utf-8") for module in rules_of(file))
     for name, cause in causes_of(file).items():
         for variant, texts in cause.variants.items():
             assert set(texts) <= WORDED, f"{name}, {variant}"
@@ -88,3 +100,8 @@ def test_verbs_and_pronouns_agree_with_the_names():
     template = "{names} {names:get} no gradient: moving {names:them} changes nothing"
     assert filled(template, {"names": ("a",)}) == "a gets no gradient: moving it changes nothing"
     assert filled(template, {"names": ("a", "b")}) == "a, b get no gradient: moving them changes nothing"
+
+
+def test_the_facts_of_every_call_are_those_that_a_call_gives():
+    call = ROOT / "checks/loss/loss_contract/call.py"
+    assert facts_in(call) >= module_of(call.with_name("causes.py")).OF_EVERY_CALL

@@ -10,13 +10,11 @@ other values (``Slice.replay``).
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pytest_trainloop import nested
@@ -25,34 +23,40 @@ from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_internals import has_values, tree_map, writes_in_place
+from pytest_trainloop.recording.torch_internals import has_values, tree_map
 from pytest_trainloop.recording.torch_names import (
-    AUTOGRAD_CALLS,
-    IN_PLACE_OPERATORS,
+    ACTIVATIONS,
+    CASTS,
+    EQUALITIES,
+    INDEXING,
     SAMPLES,
     SHAPE_ONLY,
-    TO_PYTHON,
+    VIEWS,
 )
+from pytest_trainloop.tracing import loss_slice
 from pytest_trainloop.tracing.batches_taken import batches_taken
+from pytest_trainloop.tracing.loss_slice import Ref, Slice
 from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of, watched
-from pytest_trainloop.tracing.taped import LONGEST, Live, Seen, behind, is_plain, slice_of
+from pytest_trainloop.tracing.tape import Tape, Value, unseen
 from pytest_trainloop.tracing.widened import widened
+from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable, Iterator
 
     from pytest_trainloop.nested import Path
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Kind, Slice
+    from pytest_trainloop.tracing.loss_slice import Kind
+    from pytest_trainloop.tracing.tape import Call
 
 STEPS = 2
 """Optimizer steps that are looked at."""
 
-MOST_CALLS = 20_000
-"""Calls that are kept between two steps."""
+LONGEST = 3_000
+"""Calls of one slice."""
 
 LARGEST = 1 << 22
 """Entries of all tensors of one slice."""
@@ -63,11 +67,10 @@ looked at."""
 
 MOST_SLICES = 12
 
-_NO_RESULT = TO_PYTHON | AUTOGRAD_CALLS
 _SOURCES = SHAPE_ONLY | SAMPLES
 """Their results are drawn or constant: no gradient passes, and another run would draw others."""
 
-_NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})
+_PURE = VIEWS | CASTS | INDEXING | ACTIVATIONS | EQUALITIES | frozenset({"one_hot", "normalize"})
 
 
 class Tapes:
@@ -109,143 +112,98 @@ class Tapes:
         return cls(tuple(tape.slices))
 
 
-class LossTape(WatchingMode):
-    """The mode that keeps the calls of a step, and makes a slice of each value that is backpropagated."""
+class LossTape(Tape):
+    """A tape that holds all tensors of a step, with copies of those that are written to. It makes a slice of each value
+    that is backpropagated."""
+
+    most = 20_000
 
     def __init__(self, *, most_bytes: float = math.inf) -> None:
         super().__init__()
         self.slices: list[Slice] = []
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._live: dict[int, Live] = {}
-        self._by_storage: dict[int, list[Live]] = {}
-        self._batch: list[tuple[Path, torch.Tensor]] = []
-        self._count = 0
-        self._steps = 0
+        self._kind_of: dict[int, Kind] = {}
+        self._paths: dict[int, Path] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        """Of values that were about to be overwritten."""
+        self._in_memory: dict[int, list[Value]] = {}
+        self._outputs: dict[int, list[Value]] = {}
+        """What each call gave, by its number."""
         self._signatures: Counter[tuple[Any, ...]] = Counter()
 
-    def take(self, _number: int, item: Any) -> None:
-        """Note the tensors of a batch that is handed to the loop."""
-        self._batch += list(nested.paths(item))
-
-    def _forget(self) -> None:
-        for lives in self._by_storage.values():
-            for live in lives:
-                live.made_by = None  # else calls and what they made hold each other, until the collector comes
-        self._live.clear()
-        self._by_storage.clear()
-        self._count = self._bytes = 0
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        backward = _AtBackward(self)
+        return backward.watching(watch), backward.on_while_full(watch), *super().contexts(watch)
 
     def active(self) -> bool:
         """In the first steps only."""
         if self.watch.record.rounds >= STEPS or not self.watch.full:
-            self._forget()
-            self._batch.clear()
+            self.forget()
             return False
         return super().active()
 
-    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = name_of(func)
-        if not watched(name) or name in _NO_RESULT:
-            return passed_on(func, args, kwargs)
-        with self.watch.suspended():
-            seen = self._opened(name, func, args, kwargs)
-        out = passed_on(func, args, kwargs)
-        if seen is not None:
-            with self.watch.suspended():
-                self._closed(seen, args, out)
-        return out
+    def forget(self) -> None:
+        super().forget()
+        for held in (self._known, self._kind_of, self._paths, self._copies, self._in_memory, self._outputs):
+            held.clear()
+        self._bytes = 0
 
-    def _opened(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Seen | None:
-        if self.watch.record.steps != self._steps:
-            self._steps = self.watch.record.steps
-            self._forget()
-        for path, tensor in self._batch:
-            self._register(tensor, Live(tensor, _version(tensor), "batch", path=path))
-        self._batch.clear()
-        if self._count >= MOST_CALLS:
-            return None
-        self._count += 1
-        inputs: list[Live] = []
+    def take(self, _number: int, item: Any) -> None:
+        """Note the tensors of a batch that the loop is given."""
+        self._notice_a_step()
+        for path, tensor in nested.paths(item):
+            value = self._noted(Value(tensor), tensor)
+            self._kind_of[id(value)], self._paths[id(value)] = "batch", path
 
-        def put(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            inputs.append(self._of(value))
-            return inputs[-1]
+    def _noted(self, value: Value, tensor: torch.Tensor) -> Value:
+        value.keep()
+        self._kind_of[id(value)] = self._kind_in_slice(value, tensor)
+        self._in_memory.setdefault(_memory(tensor), []).append(value)
+        if value.call is not None:
+            self._outputs.setdefault(value.call.number, []).append(value)
+            self._bytes += tensor.numel() * tensor.element_size()
+        return super()._noted(value, tensor)
 
-        given = tree_map(put, (args, dict(kwargs)), is_leaf=_is_packed)
-        writes = name in IN_PLACE_OPERATORS or (
-            name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
-        )
-        if writes and args and isinstance(args[0], torch.Tensor):
-            for live in self._by_storage.get(_memory(args[0]), ()):
-                if live.kept is None:
-                    live.kept = live.tensor.detach().clone()
-        place, _ = here()
-        return Seen(self._count, name, func, given[0], given[1], tuple(inputs), place, self.watch.module_path(), writes)
+    def _kind_in_slice(self, value: Value, tensor: torch.Tensor) -> Kind:
+        call = value.call
+        if value.parameter or (call is None and self.watch.table.index(tensor) is not None):
+            return "weights"
+        if call is None:
+            return "unknown" if value.history else "constant"
+        kinds = [self._kind_of[id(v)] for v in call.inputs]
+        if call.func is unseen:
+            if kinds[0] == "batch":
+                self._paths[id(value)] = self._paths[id(call.inputs[0])]
+            return kinds[0] if kinds[0] in ("batch", "weights") else "unknown"
+        if call.name in _SOURCES:
+            return "constant"
+        if kinds and all(kind == "weights" for kind in kinds):
+            return "weights"
+        large = any(kind == "weights" and not v.is_number for kind, v in zip(kinds, call.inputs, strict=True))
+        return "layer" if large else "made"
 
-    def _closed(self, seen: Seen, args: tuple[Any, ...], out: Any) -> None:
-        if seen.writes:
-            out = args[0] if args else out
-        elif isinstance(out, torch.Tensor) and args and out is args[0]:
-            if seen.inputs[0].version == _version(out):
-                return
-            seen.writes = True
-        known = {id(v.tensor) for v in seen.inputs}
-        for result in tensors_in(out):
-            if not seen.writes and id(result) in known:
-                continue
-            kind: Kind = "made"
-            if seen.name in _SOURCES:
-                kind = "constant"
-            elif seen.inputs and all(v.weights for v in seen.inputs):
-                kind = "weights"
-            elif seen.is_layer:
-                kind = "layer"
-            live = Live(result, _version(result), kind, seen)
-            seen.outputs.append(live)
-            self._register(result, live)
-            self._bytes += result.numel() * result.element_size()
+    def _begun(
+        self, watch: Watch, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        call = super()._begun(watch, name, func, args, kwargs)
+        if call.writes and args and isinstance(args[0], torch.Tensor):
+            for value in self._in_memory.get(_memory(args[0]), ()):
+                if id(value) not in self._copies:
+                    with watch.suspended():
+                        self._copies[id(value)] = _now(value).detach().clone()
+        return call
+
+    def _results(self, call: Call, args: tuple[Any, ...], out: Any) -> list[torch.Tensor]:
+        """What gives an argument back as it was has made nothing."""
+        results, given = super()._results(call, args, out), {id(v.now) for v in call.inputs}
+        return results if call.writes else [t for t in results if id(t) not in given]
+
+    def _ended(self, call: Call, args: tuple[Any, ...], out: Any) -> None:
+        super()._ended(call, args, out)
         if self._bytes > self._most_bytes:
-            self._forget()
-            self._count = MOST_CALLS
-
-    def _register(self, tensor: torch.Tensor, live: Live) -> None:
-        self._live[id(tensor)] = live
-        self._by_storage.setdefault(_memory(tensor), []).append(live)
-
-    def _of(self, tensor: torch.Tensor) -> Live:
-        live = self._live.get(id(tensor))
-        if live is not None and not live.weights and isinstance(tensor, nn.Parameter):
-            live = None  # drawn or written in place before: a weight all the same
-        version = _version(tensor)
-        if live is not None and live.tensor is tensor:
-            if live.weights and not live.name:  # its model was built before it was known
-                live.name = self._name(tensor)
-            if live.version == version or live.weights:
-                return live
-            before = tuple(dict.fromkeys((live, *self._by_storage.get(_memory(tensor), ())[-1:])))
-            place, _ = here()
-            unseen = Seen(self._count, "write", None, (), {}, before, place, self.watch.module_path())
-            live = Live(tensor, version, live.kind if live.kind == "batch" else "unknown", unseen, live.path)
-            unseen.outputs.append(live)
-        else:
-            kind: Kind = "constant"
-            name = self._name(tensor)
-            if name or self.watch.table.index(tensor) is not None or isinstance(tensor, nn.Parameter):
-                kind = "weights"
-            elif tensor.requires_grad:
-                kind = "unknown"
-            live = Live(tensor, version, kind, name=name)
-        self._register(tensor, live)
-        return live
-
-    def _name(self, tensor: torch.Tensor) -> str:
-        index = self.watch.table.index(tensor)
-        return "" if index is None else self.watch.table.entries[index].name
+            self.forget()
+            self.count = self.most + 1
 
     def backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the arguments of each backward pass before it is made."""
@@ -254,36 +212,114 @@ class LossTape(WatchingMode):
         with self.watch.suspended():
             place, _ = here()
             for root in tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))):
-                live = self._live.get(id(root))
-                if live is None or live.tensor is not root or not has_values(root) or not root.requires_grad:
+                value = self._known.get(id(root))
+                if value is None or value.now is not root or not has_values(root) or not root.requires_grad:
                     continue
-                found = self._slice(live, place)
+                found = self._slice(value, place)
                 if found is not None:
                     self.slices.append(found)
 
-    def _slice(self, root: Live, place: Place) -> Slice | None:
-        lives, seen = behind(root)
-        if len(seen) > LONGEST or sum(v.tensor.numel() for v in lives) > LARGEST:
+    def _slice(self, root: Value, place: Place) -> Slice | None:
+        values, calls = self._behind(root)
+        tensors = list(map(_now, values))
+        if len(calls) > LONGEST or sum(t.numel() for t in tensors) > LARGEST or not all(map(is_plain, tensors)):
             return None
-        if not all(is_plain(v.tensor) for v in lives):
-            return None
-        signature = tuple((s.name, s.place.line) for s in seen)
+        signature = tuple((call.name, call.place.line) for call in calls)
         self._signatures[signature] += 1
         if self._signatures[signature] > STEPS or len(self.slices) >= MOST_SLICES:
             return None
-        return slice_of(root, lives, seen, self._steps, place)
+        return self._slice_of(root, values, calls, place)
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        backward = _AtBackward(self)
-        return backward.watching(watch), backward.on_while_full(watch), self.watching(watch), self.on_while_full(watch)
+    def _behind(self, root: Value) -> tuple[list[Value], list[Call]]:
+        """The values that a root was computed from, up to layers, and the calls between in order."""
+        values: dict[int, Value] = {}
+        calls: dict[int, Call] = {}
+        todo = [root]
+        while todo and len(calls) <= LONGEST:
+            value = todo.pop()
+            if id(value) in values:
+                continue
+            values[id(value)] = value
+            call = value.call
+            if call is None or self._kind_of[id(value)] not in ("made", "unknown") or call.number in calls:
+                continue
+            calls[call.number] = call
+            todo.extend(call.inputs)
+            todo.extend(self._outputs[call.number])
+        return list(values.values()), [calls[number] for number in sorted(calls)]
 
-    @contextlib.contextmanager
-    def watching(self, watch: Watch) -> Iterator[None]:
-        with super().watching(watch):
-            try:
-                yield
-            finally:
-                self._forget()
+    def _slice_of(self, root: Value, values: list[Value], calls: list[Call], place: Place) -> Slice:
+        """Without calls that repeat an earlier one with the same arguments: ``p[:, 0]`` written twice is one value."""
+        twins: dict[int, Value] = {}
+        first: dict[str, Call] = {}
+        kept = []
+
+        def named(value: Any) -> Any:
+            return f"value {id(twins.get(id(value), value))}" if isinstance(value, Value) else value
+
+        for call in calls:
+            if call.name in _PURE and not call.writes:
+                earlier = first.setdefault(f"{call.name} {tree_map(named, (call.args, call.kwargs))!r}", call)
+                pair = self._outputs[earlier.number], self._outputs[call.number]
+                written = any(id(v) in self._copies for outputs in pair for v in outputs)
+                if earlier is not call and len(pair[0]) == len(pair[1]) and not written:
+                    twins.update((id(b), a) for a, b in zip(*pair, strict=True))
+                    continue
+            kept.append(call)
+        values = [v for v in values if id(v) not in twins]
+        numbers = {id(value): number for number, value in enumerate(values)}
+        numbers |= {twin: numbers[id(value)] for twin, value in twins.items()}
+        made_by = {call.number: number for number, call in enumerate(kept)}
+        return Slice(
+            tuple(self._slice_value(value, number, made_by) for number, value in enumerate(values)),
+            tuple(self._slice_call(call, number, numbers) for number, call in enumerate(kept)),
+            numbers[id(root)],
+            self._step,
+            place,
+        )
+
+    def _slice_call(self, call: Call, number: int, numbers: dict[int, int]) -> loss_slice.Call:
+        def put(value: Any) -> Any:
+            return Ref(numbers[id(value)]) if isinstance(value, Value) else value
+
+        args, kwargs = tree_map(put, (call.args, dict(call.kwargs)), is_leaf=_is_packed)
+        inputs, outputs = (tuple(numbers[id(v)] for v in side) for side in (call.inputs, self._outputs[call.number]))
+        func = None if call.func is unseen else call.func
+        return loss_slice.Call(
+            number, call.name, func, args, kwargs, inputs, outputs, call.place, call.module, call.writes
+        )
+
+    def _slice_value(self, value: Value, number: int, made_by: dict[int, int]) -> loss_slice.Value:
+        call, kind, now = value.call, self._kind_of[id(value)], _now(value)
+        copy = self._copies.get(id(value))
+        return loss_slice.Value(
+            number,
+            now.detach().clone() if copy is None else copy,
+            kind,
+            now.requires_grad,
+            made_by.get(call.number) if call is not None and kind in ("made", "unknown") else None,
+            self._paths.get(id(value)),
+            tuple(self._weights_of(call)) if call is not None and kind == "layer" else (),
+            None if call is None else call.place,
+            "" if call is None else call.module,
+            "" if call is None else call.name,
+            self._name(value) if kind == "weights" and call is None else "",
+        )
+
+    def _weights_of(self, layer: Call) -> Iterator[str]:
+        """The names of the parameters of a layer."""
+        todo, seen = [v for v in layer.inputs if self._kind_of[id(v)] == "weights"], set[int]()
+        while todo:
+            value = todo.pop()
+            if id(value) not in seen:
+                seen.add(id(value))
+                if value.call is None:
+                    yield self._name(value)
+                todo.extend(value.parents)
+
+    def _name(self, value: Value) -> str:
+        index = self.watch.table.index(_now(value))
+        return "" if index is None else self.watch.table.entries[index].name
 
 
 class _AtBackward(WatchingMode):
@@ -303,14 +339,19 @@ class _AtBackward(WatchingMode):
         return passed_on(func, args, kwargs)
 
 
+def _now(value: Value) -> torch.Tensor:
+    return present(value.now, "a tensor that the tape holds")
+
+
 def _is_packed(value: Any) -> bool:
     """A packed sequence is made of tensors only, and asks them for their device."""
     return isinstance(value, PackedSequence)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() or not is_plain(tensor) else writes_in_place(tensor)
+def is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return storage_of(tensor) or id(tensor)
+    """What views of one tensor have in common."""
+    return storage_of(tensor) or -id(tensor)

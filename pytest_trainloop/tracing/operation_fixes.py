@@ -24,7 +24,7 @@ from pytest_trainloop.recording.torch_names import (
     SUBTRACTIONS,
 )
 from pytest_trainloop.tracing.forward_pass import axis_of
-from pytest_trainloop.tracing.provenance_queries import constant
+from pytest_trainloop.tracing.tape_queries import constant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -16,19 +16,14 @@ from pytest_trainloop.recording.samples import readable, shape_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.recording.torch_names import (
-    ACTIVATIONS,
     AUTOGRAD_CALLS,
     CASTS,
-    CLAMPS,
     CONSTANT_ATTRIBUTES,
-    CONVOLUTIONS,
     IN_PLACE_OPERATORS,
     INDEXING,
-    LOSSES,
-    PRODUCTS,
     VIEWS,
 )
-from pytest_trainloop.tracing.arguments import floats, is_dense
+from pytest_trainloop.tracing.arguments import is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,32 +37,25 @@ MOST = 50_000
 """Nodes that are kept between two steps."""
 
 _UNSEEN = AUTOGRAD_CALLS | {"item", "tolist", "numpy"}
-_PLACED = ACTIVATIONS | {"hardtanh", "dropout"}
-_CONTRACTS = PRODUCTS | {"baddbmm"}
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """One tensor: the ``op`` that made it ("" for one that came from outside), the nodes it was made of, its shape, and
-    the plain numbers among the arguments (the bounds of a clamp; NaN for none). ``value`` is that of a single number.
-    ``replay`` makes the same move with another tensor of the parent's shape,
-    where the operation only moves entries; ``picks`` tells that it does so by an index. ``unit`` tells of a product
-    whose both factors have rows of length 1."""
+    the plain numbers among the arguments. ``value`` is that of a single number. ``replay`` makes the same move with
+    another tensor of the parent's shape, where the operation only moves entries; ``picks``: it does so by an index."""
 
     op: str
     parents: tuple[Node, ...] = ()
     shape: tuple[int, ...] = ()
     numbers: tuple[float, ...] = ()
-    dim: int | None = None
     place: Place | None = None
-    module: str = ""
     replay: Replay | None = field(default=None, repr=False)
     picks: bool = False
     cast: bool = False
     history: bool = False
     parameter: bool = False
     floating: bool = True
-    unit: bool = False
     value: float = math.nan
 
     @property
@@ -153,20 +141,8 @@ class Lineage:
             node.replay = _replay(func, args, kwargs, number)
             node.picks = name in INDEXING and not _plain_index(name, args)
             node.place = here()[0] if node.picks else None
-        elif name in LOSSES or name == "detach":
+        elif name == "detach":
             node.place = here()[0]
-        elif name in _PLACED:
-            node.place, node.module, node.dim = here()[0], watch.module_path(), _dim(args, kwargs, result)
-            if name == "dropout":
-                node.numbers = (_dropped(args, kwargs),)
-        elif name in CLAMPS:
-            node.numbers = _bounds(name, args, kwargs)
-        elif name in _CONTRACTS or name in CONVOLUTIONS:
-            node.module = watch.module_path()
-            node.unit = name in _CONTRACTS and _unit_rows(name, args)
-        elif name == "normalize":
-            given = kwargs.get("dim", args[2] if len(args) > 2 else 1)
-            node.dim = given % result.dim() if isinstance(given, int) and result.dim() else None
         elif not node.floating and result.dim() == 1 and not node.moves:
             node.place = here()[0]  # lengths, and what else is counted of each row
         return node
@@ -187,14 +163,6 @@ def _as_it_is(other: torch.Tensor) -> torch.Tensor:
 def _value(tensor: torch.Tensor) -> float:
     plain = tensor.numel() == 1 and not tensor.is_complex() and is_dense(tensor) and readable(tensor)
     return float(tensor.detach()) if plain else math.nan
-
-
-def _bounds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
-    """Below and above; NaN where there is none, or none that is a number."""
-    names = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
-    given = dict(zip(names, args[1:], strict=False)) | kwargs
-    low, high = (given.get(side) for side in ("min", "max"))
-    return tuple(float(v) if isinstance(v, (int, float)) else math.nan for v in (low, high))  # type: ignore[return-value]
 
 
 def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Replay | None:
@@ -231,38 +199,6 @@ def _plain_index(name: str, args: tuple[Any, ...]) -> bool:
         or (isinstance(i, slice) and i.step in (None, 1))
         for i in index
     )  # fmt: skip
-
-
-def _dim(args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> int | None:
-    """The axis of a softmax, from 0 on; torch's own choice where none was given."""
-    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if given is None:
-        given = 0 if result.dim() in (0, 1, 3) else 1
-    return int(given) % max(result.dim(), 1) if isinstance(given, int) and not isinstance(given, bool) else None
-
-
-def _dropped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """The share that a dropout takes out; 0 in evaluation mode."""
-    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-    return float(given.get("p", 0.5)) if given.get("training", True) else 0.0
-
-
-def _unit_rows(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether both factors of a product are made of vectors of length 1 along the axis that is summed over."""
-    factors = [a for a in args if isinstance(a, torch.Tensor)][:2]
-    if len(factors) < 2 or len(floats(f for f in factors if f.dim() > 1)) < 2:
-        return False
-    left, right = factors
-    over = -1 if name == "linear" else -2
-    if name == "einsum":
-        return all(any(_ones(f, axis) for axis in range(f.dim())) for f in factors)
-    return _ones(left, -1) and _ones(right, over)
-
-
-def _ones(tensor: torch.Tensor, axis: int) -> bool:
-    lengths = tensor.detach().double().norm(dim=axis)
-    off = (lengths - 1).abs().max() if lengths.numel() else torch.tensor(math.inf)
-    return bool(off <= 16 * torch.finfo(tensor.dtype).eps * math.sqrt(tensor.shape[axis]))
 
 
 @functools.cache

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.batches.padding import Ids, Proof, padding_ids, read_padding, read_paddings
+from pytest_trainloop.batches.padding import Proof, padding_ids, read_padding, read_paddings
 from pytest_trainloop.batches.roles import read
 from pytest_trainloop.batches.valid_targets import valid_targets
 from pytest_trainloop.checks.batch.edge_batches.runs import lengths_of
-from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
+from pytest_trainloop.checks.loss.loss_contract.call import Embedded, Step
+from pytest_trainloop.checks.loss.loss_contract.padding import padded_positions
 from pytest_trainloop.loop import Padding, TrainLoop
 from pytest_trainloop.recording.record import Record
 from tests.helpers.padded_batches import FEATURES, IDS, KINDS, LABELS, LENGTHS, PADDED, text, text_without_padding
@@ -145,7 +146,7 @@ def test_every_user_of_the_reader_agrees(kind):
     batch, left = KINDS[kind], kind == "left"
     expected = PADDED.flip(1) if left else PADDED
     time_first = "time" in kind
-    inputs = [Embedded(Ids(IDS.flip(1) if left else IDS), IDS, "0")]
+    inputs = [Embedded(IDS.flip(1) if left else IDS, None, IDS, "0")]
     loop = TrainLoop(model=nn.Linear(1, 1), batch=batch, fit=lambda batches: None)
 
     strategies = read(batch)
@@ -153,8 +154,9 @@ def test_every_user_of_the_reader_agrees(kind):
     assert (strategies.undecided, strategies.rows, strategies.length, strategies.lengths) == ("", 3, 5, (3, 5, 2))
     assert strategies.side == ("left" if left else "right")
 
-    loss_contract = Tokens(None, batch, inputs).padded((3, 5), None)
-    assert torch.equal(loss_contract, expected)
+    loss_contract = padded_positions(Step(batch=batch, embedded=inputs), (3, 5))
+    assert loss_contract is not None
+    assert torch.equal(loss_contract.mask, expected)
 
     found = empty(batch, rows=int(time_first))
     if kind == "mask beside time-first features":

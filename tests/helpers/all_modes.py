@@ -18,8 +18,7 @@ from pytest_trainloop.checks.learning.weight_decay_groups import l2_in_loss
 from pytest_trainloop.checks.loss.learnable_targets import comparisons
 from pytest_trainloop.checks.loss.loss_at_init import first_loss
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLosses
-from pytest_trainloop.checks.loss.loss_contract.named_sides import NamedSides
-from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
+from pytest_trainloop.checks.loss.loss_contract.calls import LossCalls
 from pytest_trainloop.checks.loss_function.precisions_agree.property import Magnitudes
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.recomputation import Calls as RecomputedCalls
 from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import ZeroDenominators
@@ -62,8 +61,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         RootTerms(),
         InitialLosses(),
         first_loss._FirstBackward(),
-        NamedSides(),
-        LossCallRecorder(),
+        LossCalls(),
         ZeroDenominators(),
         precision_runs._LostWrite(),
         further.AngleLog(),

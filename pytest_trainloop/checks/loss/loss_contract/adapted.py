@@ -28,7 +28,10 @@ def adapted(cause: str, code: str, repair: str) -> str:
 
 
 def _renamed(name: str) -> Callable[[str, list[str], str], str]:
-    return lambda _function, arguments, _repair: f"{name}({', '.join(arguments)})"
+    def edited(_function: str, arguments: list[str], repair: str) -> str:
+        return f"{name}({', '.join(arguments)})" if repair.startswith(f"use {name}") else ""
+
+    return edited
 
 
 def _transposed(function: str, arguments: list[str], repair: str) -> str:

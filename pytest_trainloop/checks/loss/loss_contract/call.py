@@ -1,177 +1,197 @@
-"""One call of a loss function, and what judges it."""
+"""One call of a loss function: what it was given, what its arguments were made of, and the findings at it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop.finding import Finding, Level
+from pytest_trainloop.checks.loss.loss_contract.causes import IN_EVERY_CALL, found
+from pytest_trainloop.recording.torch_names import LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.loop import Padding
     from pytest_trainloop.losses.table.lookup import Known
     from pytest_trainloop.recording.events import Place, Site
-    from pytest_trainloop.tracing.provenance import Node
+    from pytest_trainloop.tracing.tape import Value
+
+WAITING_STEPS = 3
+"""Optimizer steps for which a call waits for its backward pass, and after which a criterion's weights have moved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What is wrong with one call."""
+class Embedded(NamedTuple):
+    """Ids (rows, positions), or of one row (positions,), that an embedding looked up."""
 
-    finding: Finding
-    in_every_call: bool = False
-    """Whether it counts only where it is found in every call from the same line."""
-
-
-class Compared(NamedTuple):
-    """The two sides of a distance; the model's is held by its identity alone."""
-
-    output: int
-    target: torch.Tensor
-    place: Place
+    ids: torch.Tensor
+    pad: int | None
+    out: torch.Tensor
+    table: str
+    """The path of the embedding."""
+    entries: int = 0
+    """How many ids it has."""
 
 
-class PairTable(NamedTuple):
-    """A difference of each row of the output with each of the data, and the gradient of the loop's loss there."""
+@dataclass(slots=True)
+class Step:
+    """What is known between two optimizer steps."""
 
-    target: torch.Tensor
-    weights: torch.Tensor
-    values: torch.Tensor
+    declared: Padding | None = None
+    batch: Any = None
+    rows: int = 0
+    embedded: list[Embedded] = field(default_factory=list)
+    calls: list[LossCall] = field(default_factory=list)
+    """Earlier calls that others are compared with."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Call:
-    """A call of a loss function, or of an operation that losses are written with."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class LossCall:
+    """``given`` has the arguments by name and ``values`` what the tensors among them were made of; ``weights`` is the
+    gradient of what is backpropagated (``root``) at the result, ``arrived`` that at the input from all its uses."""
 
     name: str
-    given: Mapping[str, Any]
-    """The arguments by name."""
+    takes: Mapping[str, str]
+    given: dict[str, Any]
+    values: dict[str, Value]
     place: Place
     site: Site
-    out: torch.Tensor
-    """What the call returned."""
-    module: str = ""
-    """The path of the module whose forward made the call."""
-    layer: str | None = None
-    """The path of the layer with weights that gave the input."""
-    nodes: dict[str, Node] = field(default_factory=dict)
-    """What each tensor argument was computed by."""
-    tokens: Tokens | None = None
-    embedded: tuple[Embedded, ...] = ()
-    """What embeddings had looked up before it, since the last step."""
-    rows: int = 0
-    """Rows of the current batch."""
-    number: int = 0
-    """How many calls from the same line were judged before."""
-    steps: int = 0
-    """How many optimizer steps were made before."""
-    weights: torch.Tensor | None = None
-    """The gradient of the loop's loss with respect to ``out``."""
-    arrived: torch.Tensor | None = None
-    """The gradient of the loop's loss with respect to the input, from all uses of it."""
-    root: float | None = None
-    """The value of the loop's loss, which is backpropagated."""
+    step: Step
+    module: str
+    class_dim: int = 1
     known: Known | None = None
-    """What the table of losses knows of the function, where it is no function of torch."""
-    compared: list[Compared] = field(default_factory=list)
-    """What a distance compares in this step, where both sides may be boxes."""
+    embedded: tuple[Embedded, ...] = ()
+    steps: int = 0
+    """Optimizer steps before it."""
     unstepped: tuple[str, ...] = ()
-    """Weights of the criterion itself that no step has changed since it was first called, three steps ago at least."""
-    with_itself: set[int] = field(default_factory=set)
-    """Tensors of this step, by identity, of which all pairs of rows are compared with one another too."""
-    pair_tables: list[PairTable] = field(default_factory=list)
-    """The differences of this step that compare every row with every other, as far as they were judged."""
-    log_probs: list[Node] = field(default_factory=list)
-    """The results of ``log_prob`` in this step."""
-    beside: list[Call] = field(default_factory=list)
-    """The calls of the same distribution in this step, this one included."""
+    layer: str | None = None
+    evaluates: bool = False
+    """Whether the layer that gave the scores is in evaluation mode."""
+    out: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    made: Value | None = None
+    weights: torch.Tensor | None = None
+    arrived: torch.Tensor | None = None
+    root: float | None = None
+    number: int = 0
+    error: Exception | None = None
+    every: set[tuple[str, str]] = field(default_factory=set)
+    """Causes and culprits that count only where every call shows them."""
 
     def tensor(self, name: str) -> torch.Tensor | None:
         value = self.given.get(name)
         return value.detach() if isinstance(value, torch.Tensor) else None
 
-    def node(self, name: str) -> Node | None:
-        return self.nodes.get(name)
+    @property
+    def raised(self) -> str:
+        """What torch said as it refused the call."""
+        return str(self.error).strip().partition("\n")[0][:160]
 
     @property
-    def reduction(self) -> str:
-        return str(self.given.get("reduction", "mean"))
+    def of_torch(self) -> bool:
+        return self.known is None and self.name in LOSSES
 
-    def counted(self) -> torch.Tensor | None:
-        """With one loss for each entry: which of them the loop's loss depends on."""
-        if self.weights is None or self.out.dim() == 0 or self.weights.shape != self.out.shape:
-            return None
-        return self.weights.detach() != 0
+    @property
+    def over_classes(self) -> bool:
+        return bool({"index", "one_hot", "distribution", "class_logits"} & {*self.takes.values()})
 
-    def judged(
-        self,
-        cause: str,
-        summary: str,
-        *,
-        shown_by: str,
-        measured: str = "",
-        culprit: str = "",
-        source: Node | None = None,
-        repair: str = "",
-        do_not: str = "",
-        change: Place | None = None,
-        level: Level = "fault",
-        in_every_call: bool = False,
-    ) -> Judgement:
-        """A judgement of this call. ``culprit`` is the function by default; ``source`` is the operation whose line is
-        shown in place of the call's; ``change`` is the line that the repair goes to, where that is another."""
-        finding = Finding(
-            cause=cause,
-            level=level,
-            summary=summary,
-            measured=measured,
-            shown_by=shown_by,
-            culprits=(culprit or self.name,),
-            where=str((source and source.place) or self.place),
-            repair=repair,
-            do_not=do_not,
-            change=str(change or ""),
-        )
-        return Judgement(finding, in_every_call)
+    def counted(self, like: torch.Tensor) -> torch.Tensor:
+        """Which entries the loop's loss depends on, where the call has one loss for each; all where it has not."""
+        each = self.weights is not None and self.out.dim() and self.weights.shape == self.out.shape == like.shape
+        kept = self.weights.detach() != 0 if each and self.weights is not None else torch.ones_like(like).bool()
+        weight = self.tensor("weight")
+        if self.name.startswith("binary") and weight is not None and weight.numel() == like.numel():
+            kept = kept & (weight.reshape(like.shape) != 0)
+        return kept
+
+    @property
+    def one_each(self) -> bool:
+        return self.weights is not None and self.out.dim() > 0 and self.weights.shape == self.out.shape
+
+    @property
+    def alone(self) -> bool:
+        """Whether this call, weighted, is all of what is backpropagated."""
+        if self.weights is None or self.root is None or self.weights.shape != self.out.shape:
+            return False
+        total = float((self.weights.detach().double() * self.out.detach().double()).sum())
+        return abs(total - self.root) <= 1e-4 * abs(self.root)
+
+    def finds(self, cause: str, variant: str = "", /, **given: Any) -> Finding:
+        """A finding at this call, or at the line of its ``source``, a value.
+
+        ``culprit``, ``level``, ``repair``, ``change`` and ``shown_by`` are its fields; ``every`` says that it counts
+        only where all calls from the same line show it; all others are facts of its texts.
+        """
+        source, every = given.pop("source", None), given.pop("every", False)
+        culprit, place = given.pop("culprit", ""), self.place
+        if source is not None:
+            place, culprit = source.call.place, culprit or named(source)
+        culprit = culprit or self.name
+        if every or (cause in IN_EVERY_CALL and self.name != "ctc_loss"):
+            self.every.add((cause, culprit))
+        given["change"] = str(given.get("change") or "")
+        if not given.get("repair"):
+            given.pop("repair", None)  # that of the cause
+        facts = self.facts() | {"source": culprit} | given
+        facts = {n: str(v) if isinstance(v, tuple) else v for n, v in facts.items()}
+        made = found(cause, place, (culprit,), variant, **facts)
+        if source is not None:
+            made = replace(made, shown_by=f"{made.shown_by}; {source.op} at {place.file}:{place.line}")
+        return made if made.measured else replace(made, measured=facts["numbers"])
+
+    def facts(self) -> dict[str, Any]:
+        """What the texts of every finding may name (``causes.OF_EVERY_CALL``)."""
+        tensors = {n: v for n, v in self.given.items() if isinstance(v, torch.Tensor)}
+        scores, loss = tensors.get("input"), "" if self.error else f"{float(self.out.detach().double().mean()):.4g}"
+        shown = [f"{n} in {bounds(tensors[n])}" for n in ("input", "log_probs", "target", "var") if n in tensors]
+        numbers = "; ".join([*shown[:2], f"{self.name} {loss}"])
+        if self.error is not None:
+            numbers = ", ".join(f"{n} {tuple(v.shape)} {dtype(v)}" for n, v in tensors.items())
+        when = self.known.contract.when if self.known is not None else {}
+        flags = [f"{n}={v!r}" for n, v in when.items() if isinstance(v, (bool, int, str)) or v is None]
+        return {
+            "call": self.name,
+            "input": bounds(tensors["input"]) if "input" in tensors else "",
+            "var": bounds(tensors["var"]) if "var" in tensors else "",
+            "shape": () if scores is None else tuple(scores.shape),
+            "loss": loss,
+            "error": self.raised,
+            "flags": f"{self.name} has {', '.join(flags)}; " if flags else "",
+            "numbers": numbers,
+        }
 
 
-Judge = Callable[[Call], Iterator[Judgement]]
-
-JUDGES: dict[str, list[Judge]] = {}
-"""What judges the calls of a function, by its name; ``judges`` fills it."""
-
-
-def judges(*names: str) -> Callable[[Judge], Judge]:
-    """Let a function judge every call of the functions with these names.
-
-    They are loss functions of ``torch.nn.functional``, or operations that losses are written with, named as in
-    ``operations.operation``.
-    """
-
-    def register(judge: Judge) -> Judge:
-        for name in names:
-            JUDGES.setdefault(name, []).append(judge)
-        return judge
-
-    return register
-
-
-def in_module(source: Node) -> str:
+def named(value: Value) -> str:
     """An operation with its module, for a message."""
-    return f"{source.op} in {source.module}" if source.module else source.op
+    module = value.call.module if value.call is not None else ""
+    return f"{value.op} in {module}" if module else value.op
 
 
-def at_line(source: Node) -> str:
-    """The line of an operation, to be appended to a message."""
-    return f"; {source.op} at {source.place.file}:{source.place.line}" if source.place else ""
+def dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def as_list(values: torch.Tensor, most: int = 6) -> str:
-    """A few values, for a message."""
-    shown = [f"{v:g}" for v in values.flatten()[:most].tolist()]
-    return "[" + ", ".join(shown) + (", ...]" if values.numel() > most else "]")
+def bounds(tensor: torch.Tensor) -> str:
+    wide = tensor.detach().double()
+    return f"[{float(wide.min()):.4g}, {float(wide.max()):.4g}]" if wide.numel() else "[]"
+
+
+def listed(values: Any, most: int = 6) -> str:
+    values = torch.as_tensor(values, dtype=torch.float64).flatten()
+    return f"[{', '.join(f'{v:g}' for v in values[:most].tolist())}{', ...' if len(values) > most else ''}]"
+
+
+def both_grow(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that two are broadcast to, if it is larger than each of them."""
+    out, sizes = broadcast_to(left, right), (math.prod(left), math.prod(right))
+    return out if out is not None and min(sizes) > 1 and math.prod(out) > max(sizes) else None
+
+
+def broadcast_to(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that two are broadcast to; None where they do not fit."""
+    try:
+        return tuple(torch.broadcast_shapes(left, right))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None

@@ -1,314 +1,439 @@
-"""The causes of ``loss_contract``."""
+"""The causes of ``loss_contract``, those of targets and positions in ``causes_of_targets``. Plain data, no torch."""
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause
+from functools import partial
 
-LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
+from pytest_trainloop.checks.loss.loss_contract.causes_of_targets import LEARNING, NO_SLOPE, OF_TARGETS
+from pytest_trainloop.registry import Cause, finding_maker
 
-_NO_SLOPE = (
-    "gradient_reaches_every_param:gradient_vanished",
-    "gradient_reaches_every_param:dead_activation",
-    "every_param_moves:not_updated",
-)
-"""What scores of a constant loss look like."""
+_DOCS = "https://docs.pytorch.org/docs/stable/generated/torch.nn."
 
-CAUSES = {
-    "probabilities_as_logits": Cause(
-        proof="the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
+_seen = partial(Cause, change=("seen",))
+_learns = partial(_seen, explains=LEARNING)
+_scores = partial(Cause, change=("layer", "seen"))
+
+_OF_INPUTS = {
+    "probabilities_as_logits": _scores(
+        proof="the scores come from a softmax or a sigmoid, or every row of every call sums to 1",
+        summary="{call} expects logits, and is given probabilities: the result of {source}",
+        measured="{least}",
+        shown_by="{flags}only casts, reshapes and constant factors lie in between",
+        variants={
+            "sums": {
+                "summary": "{call} expects logits, and is given probabilities: every row of its input sums to 1",
+                "shown_by": "in every call all entries are at least 0, and all rows sum to 1 to rounding",
+            }
+        },
         repair="give the loss the scores as they are: it takes the log-softmax or the sigmoid itself",
-        explains=(*LEARNING, *_NO_SLOPE, "loss_formula:probabilities_as_scores"),
-        change=("layer", "seen"),
+        explains=(*LEARNING, *NO_SLOPE, "loss_formula:probabilities_as_scores"),
+        source="https://github.com/bkitano/llama-from-scratch/issues/5",
     ),
-    "log_probabilities_as_logits": Cause(
+    "log_probabilities_as_logits": _scores(
         proof="the scores come from log_softmax: harmless to cross_entropy",
+        summary="cross_entropy is given log-probabilities (of {source}): harmless, since their log-softmax is the same",
+        measured="the exponentials of every row sum to 1",
         repair="leave log_softmax out, or use nll_loss",
-        change=("layer", "seen"),
+        source=f"{_DOCS}CrossEntropyLoss.html",
     ),
-    "activation_on_logits": Cause(
+    "activation_on_logits": _scores(
         proof="the scores come from a function without values on one side of zero, or of a narrow range",
+        summary="{source} is applied to the scores given to {call}: {why}",
+        shown_by="only casts, reshapes and constant factors lie in between",
+        variants={
+            "clamp": {
+                "summary": "the scores given to {call} are clamped at 0 from below: no class can get a lower score",
+                "shown_by": "a clamp lies between the last layer and the loss",
+            }
+        },
         repair="leave the activation out after the last layer",
-        explains=(*LEARNING, *_NO_SLOPE),
-        change=("layer", "seen"),
+        explains=(*LEARNING, *NO_SLOPE),
+        source="https://github.com/Rudrabha/Wav2Lip/issues/227",
     ),
-    "dropout_on_logits": Cause(
+    "dropout_on_logits": _scores(
         proof="dropout lies between the last layer and the loss",
+        summary="{source} is applied to the scores given to {call}: a dropped score is 0, which may be the largest one",
+        measured="dropout p={rate} on the output of the last layer",
         repair="put the dropout before the last layer",
         explains=LEARNING,
-        change=("layer", "seen"),
     ),
-    "temperature_inverted": Cause(
+    "temperature_inverted": _learns(
         proof="dot products of unit vectors times less than one half, or distillation with scores times more than 1",
-        repair="divide by the temperature",
-        explains=LEARNING,
-        change=("seen",),
+        summary=(
+            "both sides of {call} are softmaxes of scores multiplied by {scale}: a temperature divides, and this "
+            "factor makes them sharper"
+        ),
+        shown_by="the constants between the last layers and the softmaxes",
+        variants={
+            "cosines": {
+                "summary": (
+                    "dot products of unit vectors are multiplied by {scale} before {call}: a temperature divides, and "
+                    "this factor makes all scores nearly equal"
+                ),
+                "measured": "all scores lie within {width} of each other",
+                "shown_by": (
+                    "both factors of the product have rows of length 1, and the constants between the product and the "
+                    "loss multiply to {scale}"
+                ),
+            }
+        },
+        repair="divide the scores by the temperature",
+        source="https://github.com/bowang-lab/BLEEP/issues/5",
     ),
-    "single_class": Cause(
+    "single_class": _learns(
         proof="the last layer has one output, and its softmax is always 1",
+        summary="{call} over one class: its softmax is 1, whatever the model returns",
+        measured="input of shape {shape}",
         repair="give the head one output for each class, or use binary_cross_entropy_with_logits",
-        explains=(*LEARNING, *_NO_SLOPE),
+        explains=(*LEARNING, *NO_SLOPE),
         change=("module", "seen"),
     ),
-    "wrong_axis": Cause(
+    "wrong_axis": _seen(
         proof="the softmax runs over another axis than the one that the loss takes for the classes",
+        summary="{source} normalises over axis {axis} of {size}, and {call} reads the classes from another axis",
+        measured="normalised over {entries} entries of axis {axis}",
+        shown_by="its result does not sum to 1 over the classes",
+        variants={
+            "rows": {
+                "summary": (
+                    "the vectors whose similarities {call} is given are normalised over the batch (dim=0), and have no "
+                    "length of 1"
+                ),
+                "measured": "normalize over axis 0 of {size}",
+                "shown_by": "both factors of the product come from normalize(dim=0), and examples are compared",
+                "repair": "normalize(x, dim=-1)",
+            },
+            "examples": {
+                "summary": "the input of {call} is normalised over the examples, and not over the classes",
+                "measured": "the input sums to 1 along axis {mine}, the target along {theirs}",
+                "shown_by": "the sums along each axis",
+                "repair": "take both softmaxes along the class axis (dim=-1)",
+            },
+            "sides": {
+                "summary": "the two sides of {call} are distributions over different axes",
+                "measured": "the input sums to 1 along axis {mine}, the target along {theirs}",
+                "shown_by": "the sums along each axis",
+                "repair": "take both softmaxes along the class axis: dim=1 for (N, C), dim=-1 for (N, T, C)",
+            },
+        },
         repair="normalise along the axis of the classes: dim=1 for (N, C, ...), dim=-1 for (N, T, C)",
         explains=(*LEARNING, "batch_independence", "loss_formula:wrong_axes"),
-        change=("seen",),
+        source="https://github.com/perone/euclidesdb/issues/2",
     ),
-    "class_axis": Cause(
+    "class_axis": _seen(
         proof="the entries along the class axis come from several positions of the last layer",
+        summary="{call} compares scores {what} along its class axis: {layer} was reshaped to {shape}, not transposed",
+        measured="axis 1 of {shape} runs over entries of several positions of the last layer",
+        shown_by="the same reshapes applied to the indices of the entries",
+        variants={
+            "square": {
+                "summary": "{call} takes axis 1 of {shape} for the classes, and the last layer gives them on axis 2",
+                "measured": "{count} positions and {count} classes: torch accepts the shape because the two are equal",
+                "shown_by": "nothing was transposed between the last layer and the loss",
+            },
+            "raised": {
+                "summary": (
+                    "{call} takes axis 1 of {shape} for the classes; the targets of {other} say that they are on the "
+                    "last axis"
+                ),
+                "measured": "",
+                "shown_by": "torch raised: {error}",
+            },
+            "steps": {
+                "summary": (
+                    "the steps that {call} reads as one example come from several examples: {layer} was reshaped to "
+                    "{size}, not transposed"
+                ),
+                "measured": "axis 0 of {size} runs over entries of several examples",
+                "repair": "transpose(0, 1) brings (N, T, C) to (T, N, C)",
+            },
+        },
         repair="transpose(1, 2) (or permute) brings the classes to axis 1; or flatten(0, 1) with flattened targets",
         explains=(*LEARNING, "batch_independence"),
-        change=("seen",),
+        source=f"{_DOCS}CrossEntropyLoss.html",
     ),
-    "logits_as_log_probabilities": Cause(
+    "logits_as_log_probabilities": _seen(
         proof="the exponentials of the input sum to more than 1, or it is the output of a layer",
+        summary="{call} expects log-probabilities, and is given raw scores",
+        shown_by="the exponentials of rows sum to more than 1, and no other term of the loss normalises them",
         repair="use cross_entropy, or log_softmax along the class axis first",
         explains=(*LEARNING, "finite"),
-        change=("seen",),
+        source=f"{_DOCS}NLLLoss.html",
     ),
-    "probabilities_as_log_probabilities": Cause(
+    "probabilities_as_log_probabilities": _learns(
         proof="the input sums to 1, where its logarithm should",
+        summary="{call} expects log-probabilities, and is given probabilities",
+        shown_by="the entries of every row sum to 1",
+        variants={
+            "softmax": {
+                "summary": "{call} expects log-probabilities, and is given probabilities: its input comes from softmax",
+                "shown_by": "only casts, reshapes and constant factors lie in between",
+            }
+        },
         repair="give log_softmax of the scores",
-        explains=LEARNING,
-        change=("seen",),
+        source=f"{_DOCS}KLDivLoss.html",
     ),
-    "logits_as_probabilities": Cause(
+    "logits_as_probabilities": _seen(
         proof="raw scores where a binary cross entropy or a divergence takes probabilities",
-        repair="use binary_cross_entropy_with_logits on the scores as they are",
+        summary="{call} expects probabilities, and is given raw scores: the output of a layer{clamped}",
+        shown_by="{flags}no sigmoid or softmax lies between the layer and the loss",
+        variants={
+            "outside": {
+                "summary": "{call} expects probabilities, and is given {raw:?raw scores|values} in {input}",
+                "measured": "{count} of {all} values outside of [0, 1]",
+                "shown_by": "{flags}the values of the input",
+            },
+            "raised": {
+                "summary": "{call} expects probabilities, and is given raw scores in {input}",
+                "shown_by": "torch raised: {error}",
+            },
+            "teacher": {
+                "summary": "kl_div expects probabilities as targets, and is given raw scores down to {low}",
+                "shown_by": "the target is the output of a layer, and holds values below 0",
+                "repair": "take the softmax of the teacher's scores",
+            },
+        },
+        repair="use binary_cross_entropy_with_logits on the scores as they are, or give the sigmoid of them",
         explains=(*LEARNING, "finite", "loss_formula:scores_as_probabilities"),
-        change=("seen",),
+        source="https://github.com/yunlongdong/FCN-pytorch/issues/7",
     ),
-    "probabilities_saturated": Cause(
-        proof="at the first call probabilities are exactly 0 or 1 and wrong, so their gradient is 0; a fault before "
-        "the first optimizer step",
+    "probabilities_saturated": _learns(
+        proof=(
+            "at the first call probabilities are exactly 0 or 1 and wrong, so their gradient is 0; a fault before the "
+            "first optimizer step"
+        ),
+        summary=(
+            "{part:share} of the probabilities given to {call} are exactly 0 or 1 and wrong {when}: their loss is "
+            "limited to 100 and their gradient is 0"
+        ),
+        measured="{count} of {all} entries; input in {input}",
+        shown_by="the values of the sigmoid at the first call of this line",
         repair="use binary_cross_entropy_with_logits, which keeps the gradient; look at the size of the scores",
-        explains=(*LEARNING, *_NO_SLOPE),
-        change=("seen",),
+        explains=(*LEARNING, *NO_SLOPE),
+        source="https://github.com/pytorch/pytorch/issues/24933",
     ),
-    "target_dtype": Cause(
-        proof="torch raises for the dtype of the targets",
-        repair="cast the target: target.long() for class indices, else target.to(output.dtype)",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "target_shape": Cause(
-        proof="torch raises for the shape of the targets",
-        repair="squeeze(-1) the output, or unsqueeze(-1) the target",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "target_out_of_range": Cause(
-        proof="labels below 0 or beyond the last class, or counts below 0",
-        repair="remap labels to 0 ... C-1, or widen the head",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "target_outside_unit": Cause(
-        proof="targets of a binary loss below 0 or above 1, where they count",
-        repair="bring targets to [0, 1]; for other values use mse_loss",
-        explains=(*LEARNING, "finite"),
-        change=("seen",),
-    ),
-    "target_not_distribution": Cause(
-        proof="soft targets with negative entries, or with sums that differ from 1 in a regular way",
-        repair="take softmax along the class axis of scores; smooth labels as y * (1 - e) + e / C",
-        explains=(*LEARNING, "batch_independence"),
-        change=("seen",),
-    ),
-    "all_ignored": Cause(
-        proof="every target of a call is the ignored one, and the mean is over none",
-        repair="look why no target of the batch counts: truncated before its labels, or labels that are all masked\n"
-        "where other batches have labels: sum the losses, and divide by max(1, count)",
-        explains=(*LEARNING, "finite"),
-        change=("seen",),
-    ),
-    "index_list_expected": Cause(
-        proof="zeros and ones where lists of class indices are read",
-        repair="list the classes and fill up with -1; for zeros and ones use multilabel_soft_margin_loss",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "signs_expected": Cause(
-        proof="targets of 0 and 1 where 1 and -1 are read",
-        repair="map the labels: 2 * y - 1",
-        explains=(*LEARNING, "loss_formula:labels_as_signs"),
-        change=("seen",),
-    ),
-    "log_target_mismatch": Cause(
-        proof="logarithms as targets without log_target, or probabilities with it",
-        repair="pass log_target=True, or give exp() of it",
-        explains=(*LEARNING, "finite"),
-        change=("seen",),
-    ),
-    "arguments_swapped": Cause(
+    "arguments_swapped": _seen(
         proof="the first argument holds probabilities and the second logarithms",
+        summary="the arguments of kl_div are swapped: it takes log-probabilities first, then probabilities",
+        shown_by="the first sums to 1 in every row, the second holds logarithms",
+        variants={
+            "reverse": {
+                "summary": "the gradient of kl_div goes through the target only: this is the reverse divergence",
+                "measured": "the input has no history, the target has one",
+                "shown_by": "which of the two arguments requires grad",
+            }
+        },
         repair="kl_div(log_softmax(student), softmax(teacher), reduction='batchmean')",
         explains=(*LEARNING, "finite"),
-        change=("seen",),
+        source=f"{_DOCS}KLDivLoss.html",
     ),
-    "mean_over_elements": Cause(
+    "mean_over_elements": _seen(
         proof="kl_div divides by all entries: its documentation advises batchmean",
+        summary="kl_div(reduction='mean') divides by all {all} entries, not by the number of examples",
+        measured="{classes} times less than the divergence of an example",
+        shown_by="the reduction of the call",
         repair="reduction='batchmean' is the divergence as it is defined",
-        change=("seen",),
+        source=f"{_DOCS}KLDivLoss.html",
     ),
-    "broadcast": Cause(
+    "broadcast": _seen(
         proof="both sides of a difference are broadcast to a larger shape",
+        summary="{call} compares {left} with {right}: both are broadcast to {out}, every row with every other",
+        measured="{pairs} differences instead of {rows}",
+        shown_by="{how}",
+        variants={
+            "rows": {
+                "summary": "{left} and {right} are broadcast to {out}: the loss compares every row with every other",
+                "measured": "{pairs} pairs instead of {rows}",
+            },
+            "values": {
+                "summary": (
+                    "{call} is asked for values of shape {left}, and its distributions have {right}: both are "
+                    "broadcast to {out}, every row with every other"
+                ),
+                "measured": "{pairs} log-probabilities instead of {rows}",
+                "shown_by": "the shapes of the call; {how}",
+                "repair": "squeeze(-1) the parameters, or unsqueeze(-1) the value, so that both have one shape",
+            },
+            "products": {
+                "summary": (
+                    "{left} and {right} are multiplied to {out}: the {what} of each row are multiplied with those of "
+                    "every other row"
+                ),
+                "measured": "{pairs} products instead of {rows}",
+                "repair": "bring both to one shape: squeeze(-1) what has the shape ({rows}, 1)",
+            },
+            "table": {
+                "summary": (
+                    "{call} compares every box with every other, and all {pairs} results count equally: each "
+                    "prediction is pulled to all targets"
+                ),
+                "measured": "{pairs} results instead of {rows}",
+                "shown_by": "the gradient of what is backpropagated with respect to each of them is the same",
+                "repair": "torch.diag(...) of the table, or the loss of matched pairs (generalized_box_iou_loss)",
+            },
+        },
         repair="squeeze(-1) the output, or unsqueeze(-1) the target, so that both have one shape",
         explains=(*LEARNING, "batch_independence"),
-        change=("seen",),
+        source="https://github.com/pytorch/pytorch/issues/16045",
     ),
-    "weight_shape": Cause(
+    "weight_shape": _learns(
         proof="a weight makes the loss larger than its input, or does not have one entry for each class",
+        summary="{name} of shape {other} is broadcast against {shape} to {out}: each entry weighs every row",
+        measured="{pairs} terms instead of {rows}",
+        shown_by="{how}",
+        variants={
+            "classes": {
+                "summary": "{call} has {count} classes and is given a weight that does not have one entry for each",
+                "measured": "",
+                "shown_by": "torch raised: {error}",
+            }
+        },
         repair="give one weight for each class, or the shape of the input",
-        explains=LEARNING,
-        change=("seen",),
+        source=f"{_DOCS}BCEWithLogitsLoss.html",
     ),
-    "log_variance": Cause(
+    "log_variance": _seen(
         proof="the output of a layer, or negative values, are given for a variance",
+        summary="{call} expects a variance, and is given {what}",
+        measured="var in {var}",
+        shown_by="{how}",
         repair="give exp(log_variance), or softplus of the output",
         explains=(*LEARNING, "finite", "loss_formula:parameter_confused"),
-        change=("seen",),
+        source=f"{_DOCS}GaussianNLLLoss.html",
     ),
-    "class_without_weight": Cause(
-        proof="a class that occurs has weight 0, and all others have whole numbers, or only one class costs anything",
-        repair="divide as floats: total / (classes * counts)",
-        explains=(*LEARNING, "every_row_teaches:class_costs_a_constant", "every_row_teaches:rows_left_out"),
-        change=("seen",),
-    ),
-    "deviation_for_variance": Cause(
+    "deviation_for_variance": _seen(
         proof="what is given as the variance comes from std or sqrt, or is called a deviation",
+        summary="{call} expects a variance, and is given {what}: a standard deviation",
+        measured="var in {var}",
+        shown_by="{how}",
         repair="square it: var=sigma ** 2",
-        change=("seen",),
         explains=("loss_formula:parameter_confused",),
+        source=f"{_DOCS}GaussianNLLLoss.html",
     ),
-    "rate_scale": Cause(
-        proof="a rate is given where its logarithm is taken, or negative values for a rate; or rates above 1 only, for "
-        "counts below",
+    "rate_scale": _seen(
+        proof=(
+            "a rate is given where its logarithm is taken, or negative values for a rate; or rates above 1 only, for "
+            "counts below"
+        ),
+        summary="{call} takes the logarithm of the rate, and is given the rate: the result of {op}",
+        shown_by="its input comes from {op}, and log_input is True",
+        variants={
+            "below": {
+                "summary": "{call} with log_input=False is given rates below 0, down to {low}",
+                "shown_by": "the values of its input",
+                "repair": "leave log_input at True, or give exp or softplus of the scores",
+            },
+            "above": {
+                "summary": (
+                    "{call} takes the logarithm of the rate, and is given numbers above 0 only{made}: the rates are "
+                    "above 1, and the counts are {mean} on average"
+                ),
+                "measured": "input in {input}: rates from {least}",
+                "shown_by": "the best constant is the logarithm of {mean}, which is below 0",
+                "repair": "pass log_input=False, or give the scores as they are",
+            },
+        },
         repair="give scores with log_input=True, or exp or softplus of them with log_input=False",
         explains=(*LEARNING, "finite"),
-        change=("seen",),
+        source=f"{_DOCS}PoissonNLLLoss.html",
     ),
-    "blank_in_targets": Cause(
-        proof="the labels of a CTC loss contain the blank",
-        repair="number the labels without the blank, or give another blank=",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "lengths_refused": Cause(
-        proof="torch raises for the lengths given to a CTC loss",
-        repair="input_lengths count frames of the log-probabilities (after downsampling), target_lengths labels",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "alignment_impossible": Cause(
-        proof="a target of a CTC loss has more labels than its input has frames",
-        repair="give the lengths after the model as input_lengths, without padding as target_lengths; where the model "
-        "itself leaves too few frames, use fewer downsampling steps",
-        explains=(*LEARNING, "finite"),
-        change=("seen",),
-    ),
-    "padding_counted": Cause(
-        proof="positions that are padding in the input get a gradient from the loss, all with one label where padding "
-        "is not declared",
-        repair="label padded positions with ignore_index, or leave them out of the mean",
-        explains=(*LEARNING, "padding_invariance"),
-        change=("seen",),
-    ),
-    "labels_misplaced": Cause(
-        proof="some rows have labels at padded positions, and others none at their last real ones",
-        repair="sort, shuffle and pad whole examples, and take their fields apart after it: rows = sorted(rows, "
-        "key=...)",
-        do_not="mask the labels at padded positions: real positions would keep the labels of other rows",
-        explains=(*LEARNING, "padding_invariance"),
-        change=("seen",),
-    ),
-    "ignore_index_mismatch": Cause(
-        proof="padded positions of one label count, and another label is ignored",
-        repair="pass the label of padded positions as ignore_index",
-        explains=(*LEARNING, "padding_invariance"),
-        change=("seen",),
-    ),
-    "real_class_ignored": Cause(
-        proof="a label of real positions is the ignored one",
-        repair="label padding -100, the default of ignore_index, so that every class is learned",
-        change=("seen",),
-    ),
-    "shifted_twice": Cause(
-        proof="the labels of a causal model are the inputs two positions ahead",
-        repair="compare the output at t with the token at t + 1, shifting once: in the data, or in the loss",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "not_shifted": Cause(
-        proof="the labels of a causal model are the inputs of the same position, or of the previous one",
-        repair="compare the output at t with the token at t + 1, shifting once: in the data, or in the loss",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "ids_out_of_range": Cause(
-        proof="ids beyond the rows of an embedding",
-        repair="resize the embedding to the tokenizer (resize_token_embeddings), or map the ids",
-        explains=LEARNING,
-        change=("module", "seen"),
-    ),
-    "sign_flipped": Cause(
+    "sign_flipped": _seen(
         proof="a negative multiple of the loss, and nothing else, is backpropagated and trains its scores",
+        summary="{call} {why}",
+        measured="{call} {loss}, backpropagated {root}",
+        shown_by=(
+            "the gradient of what is backpropagated with respect to it{alone:?, and their values: no other term is in "
+            "it|}"
+        ),
         repair="leave the minus out",
         explains=(*LEARNING, "loss_formula:sign_flipped"),
-        change=("seen",),
+        source="https://github.com/MrSyee/pg-is-all-you-need/issues/37",
     ),
-    "part_detached": Cause(
+    "part_detached": _seen(
         proof="the value of a loss is added to what is backpropagated, without its history",
+        summary="the value of {names} is added to what is backpropagated, and its gradient is not",
+        measured="in {passes} of {passes:backward pass}",
+        shown_by="the sum contains it without its history, and another loss with one",
         repair="add the loss itself, without detach() and outside of no_grad()",
         explains=(*LEARNING, "every_term_trains:term_detached"),
-        change=("seen",),
+        source="https://github.com/myscience/open-genie/issues/6",
     ),
-    "part_left_out": Cause(
+    "part_left_out": _learns(
         proof="no gradient of the run reached a loss with a history, while others were backpropagated",
+        summary="{call} is computed with a history and goes into nothing that is backpropagated",
+        measured="no gradient reaches it; in {calls} of {calls} calls",
+        shown_by="no gradient reached its value, and others did",
+        variants={
+            "layer": {
+                "summary": (
+                    "{call} is computed with a history and goes into nothing that is backpropagated: no other loss "
+                    "trains {layer}"
+                ),
+                "shown_by": (
+                    "no gradient reached its value, and others did; an optimizer holds the layer, and no gradient of "
+                    "the run reached it{lost:?; {lost}|}"
+                ),
+                "repair": "add it to the loss",
+            },
+            "lost": {
+                "summary": "{call} is computed with a history and goes into nothing that is backpropagated: {lost}",
+                "shown_by": "no gradient reached its value, and others did; {lost}",
+                "repair": "add it to the loss, or delete the line",
+            },
+        },
         repair="add it to the loss; where it is only logged, compute it under no_grad(), which settles it",
-        explains=LEARNING,
-        change=("seen",),
+        source="https://github.com/mims-harvard/TFC-pretraining/issues/37",
     ),
-    "sides_turned": Cause(
-        proof="in every row the score of what the batch names negative is raised, and that of the positive lowered",
-        repair="softplus(negative - positive), or -logsigmoid(positive - negative)",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "box_format": Cause(
+    "box_format": _seen(
         proof="boxes that are read as corners have x2 < x1, or are compared elsewhere with centres and sizes",
-        repair="box_convert(boxes, in_fmt='cxcywh', out_fmt='xyxy') on predictions and targets alike",
+        summary=(
+            "{count} of {all} {whose} boxes given to {call} have x2 < x1 or y2 < y1: it reads them as corners"
+            "{sizes:?, and as centre, width and height all of them are boxes|}"
+        ),
+        measured="{name} {seen}, read as (x1, y1, x2, y2)",
+        shown_by="{how}",
+        variants={
+            "two": {
+                "summary": (
+                    "{call} compares predicted boxes with corners, and another loss compares the same boxes with "
+                    "{fmt}: they cannot be both"
+                ),
+                "measured": "targets {here} here, {there} at {place}",
+                "shown_by": "the targets there, converted from {fmt} to corners, are the targets given here",
+            }
+        },
+        repair="box_convert(boxes, in_fmt='cxcywh', out_fmt='xyxy') on both predictions and targets",
         explains=(*LEARNING, "loss_formula:box_format"),
-        change=("seen",),
-    ),
-    "no_pairs": Cause(
-        proof="the labels of every call are all different, or all the same, and the loss is exactly 0",
-        repair="sample several rows of each class, or give both views of a row one label",
-        explains=(*LEARNING, *_NO_SLOPE),
-        change=("seen",),
+        source="https://github.com/stevebottos/owl-vit-object-detection/issues/14",
     ),
     "criterion_not_trained": Cause(
         proof="the weights of a loss with weights get gradients, and no step changes them",
-        repair="give its parameters to the optimizer, beside those of the model",
+        summary="{call} has weights of its own ({weights}), and no optimizer step changes them",
+        shown_by="they get gradients, and are the same after {steps:optimizer step}",
+        repair="torch.optim.Adam([*model.parameters(), *criterion.parameters()]), or an optimizer of their own",
         explains=("optimizer_holds_every_param:not_in_optimizer",),
         change=("optimizer", "seen"),
+        source="https://kevinmusgrave.github.io/pytorch-metric-learning/losses/",
     ),
-    "value_range": Cause(
-        proof="the images take less than a hundredth, or more than a hundred times, of the range that the call is told",
+    "value_range": _seen(
+        proof="the images span less than a hundredth, or more than a hundred times, of the declared range",
+        summary="{call} expects images in a range of {upper}, and is given images in {seen}",
+        measured="the values go up to {high}",
+        shown_by="the constants that are added in its fractions grow with the range",
         repair="pass the range that the images have: 1 for [0, 1], 255 for bytes",
         explains=(*LEARNING, "loss_formula:scores_as_probabilities"),
-        change=("seen",),
-    ),
-    "head_too_wide": Cause(
-        proof="no label of the run lies in the lower eighth of the head",
-        repair="size the head by the labels, or look at the mapping from names to labels",
-        change=("module", "seen"),
-        settle="batches= with the project's own labels show whether the others occur",
-    ),
-    "classes_imbalanced": Cause(
-        proof="fewer than 5 % of the labels are positive, without a weight",
-        repair="give pos_weight=negatives / positives",
-        change=("seen",),
+        source="https://github.com/VainF/pytorch-msssim",
     ),
 }
+
+CAUSES = _OF_INPUTS | OF_TARGETS
+found = finding_maker(CAUSES)
+
+OF_EVERY_CALL = frozenset("call input var shape loss error flags numbers source".split())
+"""Facts that ``LossCall.finds`` adds to those of the rule: any text may name them."""
+
+IN_EVERY_CALL = frozenset(
+    """target_not_distribution index_list_expected signs_expected log_target_mismatch arguments_swapped
+    class_without_weight deviation_for_variance no_pairs value_range head_too_wide classes_imbalanced sign_flipped
+    logits_as_log_probabilities probabilities_as_log_probabilities temperature_inverted""".split()
+)
+"""Causes that count only where they are found in every call from the same line."""

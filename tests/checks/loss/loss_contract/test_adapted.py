@@ -12,7 +12,7 @@ from pytest_trainloop.checks.loss.loss_contract.adapted import adapted
         (
             "logits_as_log_probabilities",
             "loss = F.nll_loss(f(a, b), y) / 2",
-            "r",
+            "use cross_entropy, or log_softmax",
             "loss = F.cross_entropy(f(a, b), y) / 2",
         ),
         (
@@ -21,6 +21,7 @@ from pytest_trainloop.checks.loss.loss_contract.adapted import adapted
             "transpose(1, 2) (or permute)",
             "F.cross_entropy(net(x).transpose(1, 2), tags)",
         ),
+        ("logits_as_log_probabilities", "F.ctc_loss(a, b, c, d)", "give log_softmax of the scores", None),
         ("class_axis", "F.cross_entropy(net(x).reshape(2, 3), tags)", "transpose(1, 2) (or permute)", None),
         ("arguments_swapped", "F.kl_div(q, p, reduction='sum')", "r", "F.kl_div(p, q, reduction='sum')"),
         (

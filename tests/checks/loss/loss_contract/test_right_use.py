@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
+from pytest_trainloop.checks.loss.loss_contract.calls import LossCalls
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops.plain import loop
 
@@ -97,7 +97,7 @@ def test_a_loss_of_torch_used_right_breaks_nothing(name, dtype):
         model = nn.Linear(6, CLASSES).to(dtype)
         return loop(model, torch.randn(ROWS, 6), lambda model, x: criterion(*arguments(model(x.to(dtype)))))
 
-    recorder = Evidence(make).shared(LossCallRecorder.of)
-    assert [finding.cause for finding in recorder.findings()] == []
-    assert recorder.unread == []
-    assert recorder.called
+    calls = Evidence(make).shared(LossCalls.of)
+    assert [finding.cause for finding in calls.findings()] == []
+    assert calls.unread == []
+    assert any(site.judged for site in calls.sites.values())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.value_tests import exceeds_one, logs_of_one, sums_to_one
+from pytest_trainloop.checks.loss.loss_contract.scores import exceeds_one, logs_of_one, sums_to_one
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -1,0 +1,89 @@
+"""The alignments of CTC: labels, blanks and lengths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.checks.loss.loss_contract.call import listed
+from pytest_trainloop.tracing.tape_queries import constant, layout, unmoved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.loss.loss_contract.call import LossCall
+    from pytest_trainloop.finding import Finding
+
+
+def ctc(call: LossCall) -> Iterator[Finding]:
+    given = call.tensor("log_probs")
+    if given is None or not given.numel():
+        return
+    at = layout(call.values["log_probs"])
+    if at is not None and at.position.dim() == 3 and not at.picked and len(at.leading) == 2:
+        axes = sum(not constant(c, 0) for c in at.coordinates(at.position.select(2, 0)))
+        if axes > 1:
+            yield call.finds("class_axis", "steps", layer=tuple(at.layer.shape), size=tuple(given.shape))
+    rows, blank, classes = list(_labels(call)), int(call.given.get("blank", 0)), given.shape[-1]
+    with_blank = [row for row in rows if blank in row]
+    if with_blank:
+        facts = {"count": len(with_blank), "all": len(rows), "blank": blank, "seen": listed(with_blank[0])}
+        repair = f"number the labels without {blank}, or give another blank="
+        yield call.finds("blank_in_targets", **facts, repair=repair)
+    yield from _short_inputs(call, rows, given.shape[0])
+    beyond = [row for row in rows if any(label >= classes or label < 0 for label in row)]
+    if beyond:
+        low, high = (f(label for row in beyond for label in row) for f in (min, max))
+        facts = {"low": low, "high": high, "last": classes - 1, "hint": "", "seen": listed(beyond[0])}
+        how, repair = "the labels within target_lengths", "widen the head, or remap the labels"
+        yield call.finds("target_out_of_range", **facts, how=how, repair=repair)
+
+
+def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator[Finding]:
+    """Targets that are longer than their inputs, of which ``given`` frames are there: by their lengths, or in truth.
+
+    The longest row of a batch has all frames, but for rounding. Counted after one more step of downsampling than the
+    model makes it has half of them, rounded up, at most.
+    """
+    lengths = _ints(call.given.get("input_lengths"))
+    needs = [len(row) + sum(a == b for a, b in itertools.pairwise(row)) for row in rows]  # a blank between equal ones
+    short = [(need, frames, row) for need, frames, row in zip(needs, lengths, rows, strict=False) if frames < need]
+    if not short:
+        return
+    needed, frames, row = max(short, key=lambda one: one[0])
+    dropped, miscounted = bool(call.given.get("zero_infinity")), needed <= given and max(lengths) <= (given + 1) // 2
+    counted = unmoved(call.values.get("input_lengths"))
+    repair = "check input_lengths (frames after the model) and target_lengths (labels without padding); if both are "
+    repair += "right, leave such rows out"
+    if miscounted:
+        repair = f"input_lengths is too small: give the lengths after the model (here up to {given})"
+    elif needed > given:
+        repair = f"the model gives {given} frames, and {needed} are needed: use fewer downsampling steps; or "
+        repair += "target_lengths counts padding as labels"
+    yield call.finds(
+        "alignment_impossible", count=len(short), all=len(rows), given=given, frames=frames, labels=len(row),
+        needed=needed, repeats=needed > len(row), dropped=dropped, repair=repair,
+        change=counted.call.place if miscounted and counted is not None and counted.call is not None else None,
+        level="advice" if dropped and len(short) < len(rows) else "fault",
+    )  # fmt: skip
+
+
+def _labels(call: LossCall) -> Iterator[list[int]]:
+    targets, start = call.given.get("targets"), 0
+    if not isinstance(targets, torch.Tensor):
+        return
+    values = targets.detach().tolist()
+    for n, length in enumerate(_ints(call.given.get("target_lengths"))):
+        if targets.dim() == 2 and n < len(values):
+            yield values[n][:length]
+        elif targets.dim() == 1:
+            yield values[start : start + length]
+            start += length
+
+
+def _ints(value: Any) -> list[int]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().reshape(-1).tolist()
+    return [int(v) for v in value] if isinstance(value, (list, tuple)) else []
