@@ -254,6 +254,17 @@ _OF_INPUTS = {
                 "shown_by": "the shapes of the call; {how}",
                 "repair": "squeeze(-1) the parameters, or unsqueeze(-1) the value, so that both have one shape",
             },
+            "predictions": {
+                "summary": (
+                    "{call} compares predictions of shape {left} with targets of shape {right}: each prediction is "
+                    "compared with {times} targets, and learns their mean"
+                ),
+                "measured": "{pairs} differences of {rows} predictions",
+                "repair": (
+                    "find what gave the targets more entries: sum log_prob over the actions (.sum(-1)), or predict one "
+                    "value for each"
+                ),
+            },
             "products": {
                 "summary": (
                     "{left} and {right} are multiplied to {out}: the {what} of each row are multiplied with those of "

@@ -250,12 +250,24 @@ OF_TARGETS = {
         measured="{part:share} of the positions",
         shown_by="the padding of the input against the labels",
         variants={
+            "between": {
+                "summary": (
+                    "{count} labels between others are {ignored}, which {call} ignores, and the model reads them as "
+                    "inputs: it never learns to write {ignored}"
+                ),
+                "measured": "{part:share} of the labels",
+                "shown_by": "labels that count come before and after them in a row, so that they are no padding",
+                "repair": "leave ignore_index out, or label padding -100, so that {ignored} is learned",
+            },
             "binary": {
                 "summary": "{call} over 2 classes ignores label {ignored}: only label {other} trains",
                 "measured": "{count} of {all} labels are {ignored}",
-                "shown_by": "the scores have two classes, and all labels are one of these",
+                "shown_by": (
+                    "the scores have two classes, and all labels are one of these{alone:?; no row with label {ignored} "
+                    "gets a gradient, and all others raise the score of class {other}|}"
+                ),
                 "repair": "leave ignore_index out here, or use a criterion of its own for these labels",
-            }
+            },
         },
         repair="label padding -100, the default of ignore_index, so that every class is learned",
         source="https://github.com/ibm-granite/granite-3.1-language-models/issues/2",

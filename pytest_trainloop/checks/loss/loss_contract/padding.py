@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
+from pytest_trainloop import nested
 from pytest_trainloop.batches.padding import Ids, Proof, read_padding
-from pytest_trainloop.batches.values import trailing
+from pytest_trainloop.batches.values import binary, trailing
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES
 from pytest_trainloop.tracing.tape_queries import layout, made_of
 
@@ -61,6 +62,7 @@ def padding(call: LossCall) -> Iterator[Finding]:
     read = {tuple(v.shape) for v in made_of(call.values["input"], MOST_VALUES) if not v.parents and not v.parameter}
     found = padded_positions(call.step, at.shape, read)
     if found is None:
+        yield from _between_others(call, at, call.given.get("ignore_index", -100)) if of_classes else _masked_mean(call)
         return
     ignored = call.given.get("ignore_index", -100) if of_classes else -100
     mask = found.mask.to(target.device)
@@ -83,7 +85,59 @@ def one_of_two_classes(call: LossCall) -> Iterator[Finding]:
     left_out = target == ignored
     if bool(left_out.any()) and bool((target == 1 - ignored).any()) and bool(((target == 0) | (target == 1)).all()):
         facts = {"ignored": ignored, "other": 1 - ignored, "count": int(left_out.sum()), "all": target.numel()}
-        yield call.finds("real_class_ignored", "binary", **facts, culprit=f"ignore_index={ignored}", level="advice")
+        # another loss may train the scores of unlabelled rows (odd: positives_and_unlabelled_rows)
+        alone = _raises_one_class(call, left_out)
+        level = "fault" if alone else "advice"
+        yield call.finds(
+            "real_class_ignored", "binary", **facts, alone=alone, culprit=f"ignore_index={ignored}", level=level
+        )
+
+
+def _raises_one_class(call: LossCall, left_out: torch.Tensor) -> bool:
+    """Whether all that the scores are used for gives none of these rows a gradient: then every step raises the score of
+    the one other class, and the best answer is that class, whatever the input."""
+    slope = call.arrived
+    if slope is None or slope.dim() < 2 or slope.movedim(1, -1).shape[:-1] != left_out.shape:
+        return False
+    return not bool(slope.movedim(1, -1)[left_out.to(slope.device)].any()) and bool(slope.any())
+
+
+def _between_others(call: LossCall, at: Entries, ignored: int) -> Iterator[Finding]:
+    """A label that is ignored stands between others in a row, and is read as an input: a token as any other."""
+    target = call.given["target"].detach()
+    pads = {e.pad for e in call.embedded if tuple(e.ids.shape) == at.shape}
+    pads |= {call.step.declared.pad_id if call.step.declared is not None else None}
+    if ignored < 0 or ignored in pads or target.is_floating_point():
+        return
+    counts = torch.zeros(at.shape, dtype=torch.int64)
+    counts[at.row.cpu(), at.position.cpu()] = (target != ignored).cpu().long()
+    inner = (counts == 0) & (counts.cumsum(1) > 0) & (counts.flip(1).cumsum(1).flip(1) > 0)
+    left_out = inner.to(target.device)[at.row, at.position] & (target == ignored)
+    if bool(left_out.any()) and _of_own_row(call, at, left_out):
+        part, culprit = float(left_out.double().mean()), f"ignore_index={ignored}"
+        facts = {"count": int(left_out.sum()), "ignored": ignored, "part": part, "shared": False}
+        yield call.finds("real_class_ignored", "between", **facts, culprit=culprit, level="advice")
+
+
+def _masked_mean(call: LossCall) -> Iterator[Finding]:
+    """A mean that counts what a mask of the batch has multiplied by 0: the fewer entries a batch has, the less it
+    trains. Where all rows have as many, it is a constant factor."""
+    weights = call.weights
+    if not call.one_each or weights is None or weights.dim() < 2:
+        return
+    kept = weights.detach() != 0
+    same = (weights.detach()[kept].double() * kept.numel() - 1).abs() <= 1e-4
+    positions = kept.flatten(2).any(-1) if kept.dim() > 2 else kept
+    if bool(kept.all()) or not bool(same.all()) or len(set(positions.sum(1).tolist())) < 2:
+        return
+    for path, tensor in nested.paths(call.step.batch):
+        if tensor.shape != positions.shape or tensor.is_complex() or not binary(tensor):
+            continue
+        mask = tensor.to(positions.device) != 0
+        if torch.equal(mask, positions) or torch.equal(~mask, positions):
+            facts = {"count": int(kept.sum()), "all": kept.numel(), "part": 1 - float(kept.double().mean())}
+            yield call.finds("padding_counted", "mean", **facts, culprit=nested.shown(path), level="advice")
+            return
 
 
 def _of_labels(call: LossCall) -> Entries | None:

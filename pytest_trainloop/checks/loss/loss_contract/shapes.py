@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.call import both_grow
-from pytest_trainloop.recording.torch_names import CONVOLUTIONS, PRODUCTS
+from pytest_trainloop.checks.loss.loss_contract.call import both_grow, broadcast_to
+from pytest_trainloop.recording.torch_names import CONVOLUTIONS, DISTANCE_LOSSES, PRODUCTS
 from pytest_trainloop.tracing.tape_queries import made_of, unmoved
 
 if TYPE_CHECKING:
@@ -47,6 +47,19 @@ def broadcast(call: LossCall) -> Findings:
         out = both_grow(left, right)
         if out is not None:
             yield compared(call, left, right, out, "the shapes of the call")
+        elif _repeats_predictions(call, left, right):
+            facts = {"left": left, "right": right, "pairs": math.prod(right), "rows": math.prod(left)}
+            facts |= {"times": math.prod(right) // math.prod(left), "how": "the shapes of the call"}
+            yield call.finds("broadcast", "predictions", **facts, level="advice")
+
+
+def _repeats_predictions(call: LossCall, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
+    """Whether single predictions meet several targets each, and no axis was inserted for that."""
+    given, target = call.given["input"], call.given.get("target")
+    if call.name not in DISTANCE_LOSSES or not isinstance(target, torch.Tensor) or target.requires_grad:
+        return False
+    grows = broadcast_to(left, right) == right and 1 < math.prod(left) < math.prod(right)
+    return grows and bool(given.requires_grad) and not moved_and_inserted(call.values["input"])
 
 
 def compared(call: LossCall, left: Any, right: Any, out: tuple[int, ...], how: str, variant: str = "") -> Finding:

@@ -285,7 +285,6 @@ pair(
     "criterion_of_masked_words_for_flags",
     "loss_contract",
     "real_class_ignored",
-    level="advice",
     culprits=("ignore_index=0",),
     mentions=("only label 1 trains",),
     faulty=following(0),
