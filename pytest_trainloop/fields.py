@@ -38,9 +38,6 @@ _FUNCTIONS = {
 }
 """What is needed in place of a value that is no function, where more is to be said than that."""
 
-RENEWABLE = ("optimizer", "scheduler", "scaler", "rng")
-"""What ``renews`` may name besides paths."""
-
 _PATHS = re.compile(r"path|file|fname|folder|dir(ectory|name)?$|(^|_)dir(_|$)", re.IGNORECASE)
 """Names of parameters that are given a path."""
 

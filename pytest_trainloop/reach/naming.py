@@ -23,7 +23,3 @@ def joined(path: str, name: str) -> str:
 def entry(path: str, key: Any, shown: str) -> str:
     """The path of an entry: by its key, or by what the key is called where it is an object."""
     return f"{path}[{shown or repr(key)}]"
-
-
-def class_name(value: Any) -> str:
-    return type(value).__name__

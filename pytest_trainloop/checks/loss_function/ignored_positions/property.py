@@ -40,18 +40,6 @@ def effect_of_ignored(loss: Loss, case: Case) -> Finding | None:
     return _outputs_changed(loss, inputs, start) or _removed(loss, inputs)
 
 
-def _raises(loss: Loss, case: Case, refused: CriterionRaised) -> Finding:
-    loss.float64(
-        inputs_of(loss.contract, replace(case, ignored=()))
-    )  # raises as well where it is no matter of ignoring
-    return Finding(
-        cause="raises",
-        summary=f"a target that is to be ignored ({loss.contract.ignore_index}) makes the criterion raise",
-        measured=str(refused),
-        shown_by="the same call without an ignored target goes through",
-    )
-
-
 def _mask(loss: Loss, inputs: LossInputs) -> torch.Tensor:
     """Which entries of the output belong to an ignored target."""
     output, target = inputs.outputs[0], inputs.target

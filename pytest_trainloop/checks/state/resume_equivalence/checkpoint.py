@@ -113,10 +113,6 @@ class Checkpoint:
             return ""
         return next((e.path for e in self.entries if e.saved.dtype == value.dtype and _same_bits(e.saved, value)), "")
 
-    def forget_entries(self) -> None:
-        """Let go of the loop's own tensors."""
-        self.entries = []
-
     def remove(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

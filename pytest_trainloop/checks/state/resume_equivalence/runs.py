@@ -274,7 +274,6 @@ class Resumed:
         self.ties: list[tuple[str, ...]] = []
         self.restored: frozenset[str] = frozenset()
         self.loading = Loading()
-        self.not_carried: list[str] = []
         self.kept_for_later: frozenset[str] = frozenset()
         """Of torch, numpy and python those whose random state the loop holds, to restore it when it trains."""
         self.set_alike: frozenset[str] = frozenset()
@@ -304,9 +303,7 @@ class Resumed:
                 self.set_alike = self._for_resuming_alone()
                 chosen = {*carry, *self.set_alike, *(renewed.among(self.lost) if renewed is not None else ())}
                 if chosen:
-                    self.not_carried = a.saved.carry_over(
-                        reach, [d.leaf.path for d in self.lost if d.leaf.path in chosen]
-                    )
+                    a.saved.carry_over(reach, [d.leaf.path for d in self.lost if d.leaf.path in chosen])
             if evaluate and loop.evaluate is not None:
                 seed_all(a.seed)
                 with project_may_raise():  # evaluation_is_pure says so
