@@ -270,10 +270,10 @@ def accumulated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 def trimmed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """Gradients with padding beside those without, where ``padding_invariance`` found that they differ."""
-    from pytest_trainloop.checks.batch.padding_invariance.grouped import padding_runs
+    from pytest_trainloop.checks.batch.padding_invariance.compared import comparisons
 
-    runs = facts.ask(padding_runs) if facts.findings("padding_invariance") else None
-    found = next((each for each in runs or () if each.found is not None), None)
+    runs = facts.ask(comparisons) if facts.findings("padding_invariance") else None
+    found = next((each for each in runs or () if each.full is not None), None)
     if found is not None:
         yield from _tensors(
             facts,

@@ -1,70 +1,170 @@
-"""The causes of ``padding_invariance``: the observation that proves each, and what to write."""
+"""The causes of ``padding_invariance``, and what is said of each. Plain data, no torch."""
 
 from __future__ import annotations
 
-from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause
+from functools import partial
 
-_SETTLE = "padding=Padding(...) makes it a fault"
+from pytest_trainloop.checks.batch.explained import LEARNING
+from pytest_trainloop.registry import Cause, finding_maker
+
+MEASURED = (
+    "relative difference {apart:share}; |g| with padding / without = {ratio:.4g}, {direction}, loss {loss:.5g} and "
+    "{other_loss:.5g}, all {parameters} parameters, {precision}"
+)
+EQUAL = "both gradients are equal"
+"""What ``shown_by`` says where an experiment takes the difference away."""
+
+_REFERENCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn."
+
+
+def _says(text: str) -> str:
+    return (
+        "{group:?{group}: |}" + text + ": the gradient of the same rows, {total} positions long and {real}, differs by "
+        "{apart:share}{undeclared:?; if padding must not count, declare padding=Padding(...)|}"
+    )
+
+
+def _shown(text: str) -> str:
+    return text + "{reason:? ({reason})|}; these positions are padding: {known}"
+
+
+_padding = partial(
+    Cause, measured=MEASURED, explains=LEARNING, change=("seen",), settle="padding=Padding(...) makes it a fault"
+)
+_counts = partial(_padding, explains=())
+
+_ATTENDED, _POOLED = "attention looks at padded positions", "padded positions are pooled with the real ones"
+_SHIFTED = "positions are counted from the left edge, where the padding is"
+_BOTH = {"shown_by": _shown(f"with both set right {EQUAL}, and with either alone not")}
+_PACK = "pack the sequences: pack_padded_sequence(x, lengths, enforce_sorted=False)"
+_READS = "the loss includes padded positions: {by} reads a target there"
 
 CAUSES = {
-    "padded_keys_attended": Cause(
-        proof="with padded keys left out of attention both gradients are equal",
+    "padded_keys_attended": _padding(
+        proof=f"with padded keys left out of attention {EQUAL}",
+        summary=_says(_ATTENDED),
+        shown_by=_shown(f"with padded keys left out there {EQUAL}"),
         repair="give attention the mask: key_padding_mask (true at padding), attn_mask, or attention_mask of Hugging "
         "Face models",
-        explains=LEARNING,
-        change=("seen",),
-        settle=_SETTLE,
+        variants={
+            "inverted": {
+                "summary": _says("the attention mask is inverted: real positions look at padded ones only"),
+                "shown_by": _shown("the weights of all real keys are exactly zero, and those of padded ones are not"),
+                "repair": "invert the mask: key_padding_mask is true at padding, attn_mask of "
+                "scaled_dot_product_attention at keys to attend to",
+            },
+            "positions too": {"summary": _says(f"{_ATTENDED}, and {_SHIFTED}"), **_BOTH},
+            "pooling too": {"summary": _says(f"{_ATTENDED}, and {_POOLED}"), **_BOTH},
+        },
+        source=_REFERENCE + "MultiheadAttention.html",
     ),
-    "padding_pooled": Cause(
-        proof="with pooling, and reading at the ends, over real positions only both gradients are equal",
+    "padding_pooled": _padding(
+        proof=f"with pooling, and reading at the ends, over real positions only {EQUAL}",
+        summary=_says(_POOLED),
+        shown_by=_shown(f"over real positions only {EQUAL}"),
         repair="pool by the mask: (x * mask).sum(1) / mask.sum(1); pack sequences, or read each row at its own last "
         "position",
-        explains=LEARNING,
-        change=("seen",),
-        settle=_SETTLE,
+        variants={
+            "a maximum": {
+                "repair": "leave padded positions out of the maximum: x.masked_fill(mask == 0, -torch.inf), the mask "
+                "in the shape of x",
+            },
+            "positions too": {"summary": _says(f"{_POOLED}, and {_SHIFTED}"), **_BOTH},
+        },
+        source=_REFERENCE + "utils.rnn.pack_padded_sequence.html",
     ),
-    "positions_shifted": Cause(
-        proof="with positions counted from the first real one both gradients are equal",
+    "positions_shifted": _padding(
+        proof=f"with positions counted from the first real one {EQUAL}",
+        summary=_says(_SHIFTED),
+        shown_by=_shown(f"the padding itself adds nothing: with positions counted from the first real one {EQUAL}"),
         repair="position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
-        explains=LEARNING,
-        change=("seen",),
-        settle=_SETTLE,
     ),
-    "mean_over_padding": Cause(
+    "mean_over_padding": _padding(
         proof="the gradient is exactly the share of real positions times that without padding, or with a mean of the "
-        "loss over real positions only both gradients are equal",
+        f"loss over real positions only {EQUAL}",
+        summary=_says("the loss of {real} real positions is divided by all {total}"),
+        shown_by=_shown(
+            "both gradients are parallel: that with padding is exactly {factor:.4g} times the one without, the share "
+            "of real positions"
+        ),
         repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
-        explains=LEARNING,
-        change=("seen",),
-        settle=_SETTLE,
+        variants={
+            "of one term": {
+                "summary": _says("{by}() divides by the number of all positions, and padded ones are zero in it"),
+                "shown_by": _shown(f"with the mean over real positions only {EQUAL}"),
+            },
+        },
     ),
-    "padded_targets": Cause(
-        proof="without the gradient of outputs at padded positions, only that of the real positions is left",
+    "padded_targets": _padding(
+        proof="outputs at padded positions get a gradient from the loss, where they meet values of the batch; or "
+        "without the terms of padded positions, only the gradient of the real ones is left",
+        summary=_says(_READS),
+        shown_by=_shown("outputs at padded positions beyond the first have non-zero gradients"),
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
-        explains=LEARNING,
-        change=("seen",),
-        settle=_SETTLE,
+        variants={
+            "reduced": {"summary": _says(_READS + ", and {reduction}() counts it")},
+            "aligned": {
+                "summary": _says("ctc_loss aligns padded positions too: their number is given as the length"),
+                "repair": "give each row's own length, as the model leaves it, as input_lengths",
+            },
+            "no target": {
+                "summary": _says("outputs at padded positions count in the loss"),
+                "shown_by": _shown(
+                    "without their terms, that of the real positions alone is left{divided:?, divided by all "
+                    "positions|}"
+                ),
+            },
+            "first token": {
+                "summary": _says("outputs at padded positions count in the loss"),
+                "shown_by": _shown("without their terms, that of the real positions alone is left"),
+                "repair": "give the first real token the ignored label too: a padded position predicts it",
+            },
+        },
     ),
-    "other_pad_id": Cause(
-        proof="with the id that the model takes for padding in place of the one that fills the rows both gradients are "
-        "equal",
+    "other_pad_id": _padding(
+        proof=f"with the id that the model takes for padding in place of the one that fills the rows {EQUAL}",
+        summary=_says("the model takes the id {taken} for padding, and rows are filled with {filled:g}"),
+        shown_by=_shown(f"with {{taken}} in the padding {EQUAL}"),
+        variants={
+            "ids": {
+                "repair": "fill rows with {taken}: pad_sequence(..., padding_value={taken}); or give the model pad id "
+                "{filled:g}",
+            },
+        },
         repair="fill rows with the id that the model takes for padding: pad_sequence(..., padding_value=pad_id)",
-        explains=LEARNING,
-        change=("seen",),
-        settle=_SETTLE,
+        source="https://github.com/CarperAI/trlx/issues/474",
     ),
-    "mask_of_another": Cause(
+    "mask_of_another": _padding(
         proof="padded positions count exactly where the mask of another sequence says that they are real",
+        summary="{group} is read under the mask of {other}: its padding counts where {other} is real{undeclared:?; if "
+        "padding must not count, declare padding=Padding(...)|}",
+        measured="relative difference {apart:share} with other values there, float64",
+        shown_by="other values in padded positions change the gradient where the other sequence is real, and nowhere "
+        "else; these positions are padding: {known}",
         repair="read each sequence under its own mask",
-        explains=LEARNING,
-        change=("seen",),
-        settle=_SETTLE,
+        variants={"named": {"repair": "give {group} its own mask: pass it at the call that handles {group}"}},
     ),
-    "padding_counts": Cause(
+    "padding_counts": _counts(
         proof="the gradient changes with padding, and no single path explains it",
+        summary=_says("the loss changes with padding{by:?, first through {by}|}"),
+        shown_by=_shown(
+            "not determined; ruled out as single causes: padded keys, pooling, shifted positions, a factor{draws:?; "
+            "{draws} may draw what is trained on, by the length of the batch|}"
+        ),
         repair="mask padded positions before positions are mixed",
-        change=("seen",),
-        settle=_SETTLE,
+        variants={
+            "recurrent": {
+                "shown_by": _shown(f"over real positions only {EQUAL}: {{why}}"),
+                "repair": _PACK,
+            },
+            "statistics": {
+                "summary": _says("the statistics of a batch norm are taken over padded positions too"),
+                "shown_by": _shown(f"with its running statistics {EQUAL}, and with those of the batch not"),
+                "repair": "normalise real positions only: x[mask] = norm(x[mask]); or use a norm of each position "
+                "(nn.LayerNorm)",
+            },
+        },
     ),
 }
+
+found = finding_maker(CAUSES)

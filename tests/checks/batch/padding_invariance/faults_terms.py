@@ -85,3 +85,97 @@ pair(
     faulty=policy(over_all),
     fixed=policy(masked_mean),
 )
+
+
+def tagged():
+    ids, mask = padded_text((9, 6, 5, 7), seed=7)
+    return {"input_ids": ids, "attention_mask": mask, "returns": (ids % 5 - 2.0) * mask}
+
+
+def with_second_term(second):
+    """Scores of the next token, learned as a mean over all positions with zeros at padded ones, and a second term."""
+
+    def loss_of(model, batch):
+        mask = batch["attention_mask"][:, 1:]
+        scores = model(batch["input_ids"], batch["attention_mask"])[:, :-1]
+        labels = batch["input_ids"][:, 1:].masked_fill(mask == 0, -100)
+        losses = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none")
+        return second(losses, scores, mask, batch["returns"][:, 1:])
+
+    return lambda: trained(CausalModel(), tagged(), loss_of)
+
+
+def entropies(scores):
+    return -(scores.softmax(-1) * scores.log_softmax(-1)).sum(-1)
+
+
+# Padded outputs have no target, and get a gradient from the entropy alone.
+
+
+def over_all_entropies(losses, scores, _mask, _returns):
+    return losses.mean() - 0.1 * entropies(scores).mean()
+
+
+def over_real_entropies(losses, scores, mask, _returns):
+    return masked_mean(losses, mask) - 0.1 * masked_mean(entropies(scores), mask)
+
+
+pair(
+    "entropy_of_padded_outputs_and_a_mean_of_zeros",
+    "padding_invariance",
+    "padded_targets",
+    where="return losses.mean() - 0.1 * entropies(scores).mean()",
+    mentions=("outputs at padded positions count in the loss", "divided by all positions"),
+    faulty=with_second_term(over_all_entropies),
+    fixed=with_second_term(over_real_entropies),
+)
+
+
+# The errors of a second term are joined by a product, and by no mean.
+
+
+def squared(errors):
+    return torch.einsum("bt,bt->", errors, errors)
+
+
+def with_errors(kept):
+    def second(losses, scores, mask, returns):
+        errors = scores[..., 0] - returns
+        return losses.sum() / mask.sum() + 0.1 * squared(errors * mask if kept else errors) / mask.sum()
+
+    return with_second_term(second)
+
+
+pair(
+    "errors_of_padded_outputs_joined_by_a_product",
+    "padding_invariance",
+    "padded_targets",
+    where="errors = scores[..., 0] - returns",
+    culprits=("subtraction",),
+    faulty=with_errors(kept=False),
+    fixed=with_errors(kept=True),
+)
+
+
+# A call of the loss for each position, padded ones included: no call takes all positions.
+
+
+def one_by_one(kept):
+    def loss_of(model, batch):
+        mask, labels = batch["attention_mask"][:, 1:], batch["input_ids"][:, 1:]
+        scores, total = model(batch["input_ids"], batch["attention_mask"]), 0.0
+        for at in range(labels.shape[1]):
+            losses = -scores[:, at].log_softmax(-1).gather(1, labels[:, at, None])[:, 0]
+            total = total + ((losses * mask[:, at]).sum() / mask.sum() if kept else losses.mean() / labels.shape[1])
+        return total
+
+    return lambda: trained(CausalModel(), tagged(), loss_of)
+
+
+pair(
+    "a_loss_for_each_position_also_of_padding",
+    "padding_invariance",
+    "padded_targets",
+    faulty=one_by_one(kept=False),
+    fixed=one_by_one(kept=True),
+)

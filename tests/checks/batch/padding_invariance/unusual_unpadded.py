@@ -348,3 +348,23 @@ def state_held_by_the_mask() -> TrainLoop:
         return F.cross_entropy(model(batch["ids"], batch["mask"]), batch["classes"])
 
     return trained(Held(), some(texts(), "ids", "mask", "classes"), loss_of)
+
+
+@odd(notes="sound is standardised by a mean and a spread over the padded width, and pooled by its own lengths")
+def sound_standardised_with_its_silence() -> TrainLoop:
+    class Sound(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(1, 16), nn.Linear(16, 3)
+
+        def forward(self, x, lengths):
+            x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+            kept = (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1).to(x.dtype)
+            return self.head((self.body(x.unsqueeze(-1)).tanh() * kept).sum(1) / kept.sum(1))
+
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch["sound"], batch["lengths"]), batch["classes"])
+
+    batch = texts()
+    sound = series(6, LENGTH, 1).squeeze(-1) * batch["mask"]
+    return trained(Sound(), {"sound": sound, **some(batch, "lengths", "classes")}, loss_of)
