@@ -124,7 +124,8 @@ class _Run:
         return True
 
 
-_OF_A_LOSS = re.compile(r"done|terminal|terminated|advantage|old_?log", re.IGNORECASE)
+_END, _NEXT = re.compile(r"done|terminal|terminated", re.IGNORECASE), re.compile("next", re.IGNORECASE)
+_OF_A_LOSS = re.compile(r"advantage|old_?log", re.IGNORECASE)
 """Names of what only a loss is made of. Labels may be there for an evaluation only, masks and lengths for other models
 (odd: clouds_filled_with_zeros), and a rollout keeps log-probabilities that no ratio asks for
 (odd: reinforce_by_numpy_with_rewards_of_one)."""
@@ -246,7 +247,8 @@ class InputRuns:
         found = listed.values()
         if self.own_data:
             return run, [replace(t, passed=True, masks=t.masks if "mask" in t.name.lower() else 0) for t in found]
-        return run, [_as_passed(t, addresses[t.number], run) for t in found if addresses]
+        bootstraps = any(_NEXT.search(t.name) and addresses[t.number] in run.read for t in found if addresses)
+        return run, [_as_passed(t, addresses[t.number], run, bootstraps=bootstraps) for t in found if addresses]
 
     def _with_equal_rows(self, *tensors: BatchTensor) -> Iterator[_Run]:
         """The runs in which all rows of these tensors are the first one, and the last one."""
@@ -389,10 +391,12 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return {place: name for place, name in places if place}
 
 
-def _as_passed(tensor: BatchTensor, address: int, run: _Run) -> BatchTensor:
-    """The tensor with what the run shows of it: whether a model is called with it, and whether as a mask."""
+def _as_passed(tensor: BatchTensor, address: int, run: _Run, *, bootstraps: bool) -> BatchTensor:
+    """The tensor with what the run shows of it: whether a model is called with it, and whether as a mask. Where an
+    episode ends matters where a next state is read, and not where actions are copied (odd: cloned_actions)."""
     is_mask = "mask" in f"{tensor.name} {run.arguments.get(address, '')}".lower()
-    unread = address not in run.read and _OF_A_LOSS.search(tensor.name) is not None
+    of_a_loss = bool(_OF_A_LOSS.search(tensor.name)) or (bootstraps and bool(_END.search(tensor.name)))
+    unread = of_a_loss and address not in run.read
     return replace(tensor, passed=address in run.passed, masks=tensor.masks if is_mask else 0, unread=unread)
 
 
