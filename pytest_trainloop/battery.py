@@ -311,7 +311,10 @@ class Subject:
         """Why a check that found nothing saw only a part of the run; empty where it saw all of it."""
         if check.subject != "loop" or "run" not in evidence.offers:
             return ""
-        record = evidence.run()
+        try:
+            record = evidence.run()
+        except CannotDecide:
+            return ""  # nothing was run: the check looked at what was built
         if record.raised is None:
             return ""
         steps = count(record.steps, "optimizer step")

@@ -62,6 +62,7 @@ NAMES = (
     "eps_of_1e8",
     "list_of_another_model",
     "bias_far_below_zero",
+    "every_parameter_at_a_tenth",
     "clip_far_below_the_gradient",
     "average_swapped_in_for_good",
     "moments_not_saved",

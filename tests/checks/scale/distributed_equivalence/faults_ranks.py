@@ -71,15 +71,14 @@ pair(
 
 def loaded_on_rank_zero(broadcasts):
     """A checkpoint that rank 0 alone reads."""
-    kept = {k: torch.full_like(v, 0.1) for k, v in network().state_dict().items()}
+    drawn = torch.Generator().manual_seed(1)
+    kept = {k: 0.3 * torch.randn(v.shape, generator=drawn) for k, v in network().state_dict().items()}
 
     def make(ranks=1):
         torch.manual_seed(0)
         model = network()
         if ranks == 1 or dist.get_rank() == 0:
             model.load_state_dict(kept)
-            with torch.no_grad():
-                model[0].weight[0] = 0.3
         if ranks > 1 and broadcasts:
             begin_alike(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
