@@ -117,7 +117,7 @@ def test_nothing_refers_to_notes_outside_of_the_repository():
 def test_the_readme_fits_and_contributing_pages_are_short():
     lines = [line for line in read("README.md").splitlines() if not line.startswith("| [`")]  # a row a check
     assert len(lines) <= 113
-    long = [p.name for p in (ROOT / "docs" / "contributing").glob("*.md") if len(read(p).splitlines()) >= 100]
+    long = [p.name for p in (ROOT / "docs" / "contributing").glob("*.md") if len(read(p).splitlines()) > 110]
     assert long == []
 
 

@@ -28,6 +28,7 @@ QUICK = (
 
 NAMES = (
     *QUICK,
+    "answers_by_an_inverted_mask",
     "first_layer_listed_twice",
     "code_clamped_to_a_step",
     "autoencoder_grads_dropped_by_hand",
@@ -77,6 +78,7 @@ NAMES = (
 )
 
 COMPOSED = (
+    "answers_by_an_inverted_mask",
     "last_row_cut_off",
     "backward_within_the_if",
     "additive_mask_inverted",

@@ -72,7 +72,7 @@ def still_alike(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
 def _layers(loop: TrainLoop) -> Iterator[tuple[str, Any]]:
     for prefix, model in loop.modules.items():
         for path, module in model.named_modules(prefix=prefix):
-            weight = module._parameters.get("weight") if isinstance(module, LAYERS) else None
+            weight = dict(module.named_parameters(recurse=False)).get("weight") if isinstance(module, LAYERS) else None
             if weight is not None and weight.ndim > 1 and len(weight) > 1 and weight.is_floating_point():
                 yield f"{path}.weight".lstrip("."), module
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.loss.ignored_labels_do_not_count.causes import found
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import first_step_difference, optimizers
@@ -65,6 +66,8 @@ def ignored_labels(evidence: Evidence) -> dict[str, Ignored]:
 
 
 def counted_labels(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.repeatable:
+        require_given_data(evidence, "no label of it is seen")
     labels = evidence.shared(ignored_labels)
     if labels and evidence.run().raised is not None:
         raise CannotDecide("fit raises, so that no step is compared")
@@ -72,8 +75,9 @@ def counted_labels(evidence: Evidence) -> Iterator[Finding]:
     named: set[str] = set()
     for tensor, ignored in labels.items():
         given, edits = {tensor: ignored.label}, LabelEdits({tensor: ignored.label})
+        edited = _edited(evidence, edits)
         # what is never compared with the label holds ids or counts (odd: counts_that_hold_the_ignored_label)
-        if whole is None or not _differs(whole, _edited(evidence, edits)) or (ignored.label >= 0 and not edits.asked):
+        if whole is None or not _differs(whole, edited) or (ignored.label >= 0 and not edits.asked):
             continue
         for line in list(edits.edited)[:LINES]:
             placeholder = line in edits.placeholders
