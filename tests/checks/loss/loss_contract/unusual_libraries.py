@@ -69,30 +69,10 @@ def focal_loss_without_from_logits() -> TrainLoop:
     return trained(three_classes(), segmented(8, 8), lambda net, b: criterion(net(b[0]), b[1]))
 
 
-@odd(notes="raw scores given to a release of a library's loss that has no from_logits yet, and squashes them itself")
-def loss_of_a_release_without_the_flag() -> TrainLoop:
-    criterion = segmentation_models_pytorch.JaccardLoss("multiclass")
-    return trained(three_classes(), segmented(8, 8), lambda net, b: criterion(net(b[0]), b[1]))
-
-
 @odd(notes="a Dice loss of raw scores with other_act=: the activation is a function")
 def dice_with_another_activation() -> TrainLoop:
     criterion = monai.DiceLoss(other_act=lambda scores: 0.5 * (1 + torch.tanh(scores)))
     return trained(segmenter(), masks(), lambda net, b: criterion(net(b[0]), b[1]))
-
-
-@odd(notes="the Dice of raw scores is computed with gradients and only logged, beside the loss that is trained")
-def dice_of_raw_scores_logged() -> TrainLoop:
-    log: list[float] = []
-
-    def loss_of(net, batch):
-        scores = net(batch[0])
-        with torch.no_grad():
-            log.append(float(monai.DiceLoss()((scores > 0).float(), batch[1])))
-            log.append(float(monai.DiceLoss()(scores, batch[1])))
-        return F.binary_cross_entropy_with_logits(scores, batch[1])
-
-    return trained(segmenter(), masks(), loss_of)
 
 
 @odd(notes="soft masks between 0 and 1, and smoothed ones, given to Dice losses")
@@ -276,18 +256,6 @@ def similarity_as_a_loss() -> TrainLoop:
 
     clean = drawn(6, 1, 6, 6).sigmoid()
     return trained(segmenter(), {"noisy": clean + 0.1 * drawn(6, 1, 6, 6, seed=1), "clean": clean}, loss_of)
-
-
-@odd(notes="products of all pairs of rows under a square, and of both sides with an axis inserted: pairs are meant")
-def products_of_pairs() -> TrainLoop:
-    def loss_of(net, batch):
-        score = net(batch["x"])
-        agreement = torch.tanh(score * score.squeeze(-1)) - batch["alike"]
-        spread = (score.squeeze(-1)[:, None] * score.squeeze(-1)[None]).mean()
-        return agreement.square().mean() + 1e-3 * spread
-
-    x = drawn(8, 6)
-    return trained(mlp(6, 32, 1), {"x": x, "alike": torch.outer(x[:, 0].sign(), x[:, 0].sign())}, loss_of)
 
 
 @odd(notes="the weights of a loss with weights are frozen on purpose: fixed random prototypes")

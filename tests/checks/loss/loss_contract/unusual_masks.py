@@ -74,31 +74,12 @@ def only_the_prediction_times_the_mask() -> TrainLoop:
     return loop(Forecaster(), series, loss_of)
 
 
-@odd(notes="the net itself multiplies its output by the mask")
-def masked_within_the_net() -> TrainLoop:
-    def loss_of(model, batch):
-        made = model(batch["x"], batch["mask"]).squeeze(-1)
-        return F.smooth_l1_loss(made, batch["y"], reduction="sum") / batch["mask"].sum()
-
-    return loop(Forecaster(masked=True), series, loss_of)
-
-
 @odd(notes="padded predictions are replaced by the target with torch.where")
 def prediction_replaced_by_the_target() -> TrainLoop:
     def loss_of(model, batch):
         made = model(batch["x"]).squeeze(-1)
         made = torch.where(batch["mask"] > 0, made, batch["y"])
         return F.huber_loss(made, batch["y"], reduction="sum") / batch["lengths"].sum()
-
-    return loop(Forecaster(), series, loss_of)
-
-
-@odd(notes="padded entries of the prediction are written over in place")
-def prediction_overwritten_in_place() -> TrainLoop:
-    def loss_of(model, batch):
-        made = model(batch["x"]).squeeze(-1)
-        made[batch["mask"] == 0] = 0.0
-        return F.mse_loss(made, batch["y"], reduction="sum") / batch["lengths"].sum()
 
     return loop(Forecaster(), series, loss_of)
 
@@ -150,15 +131,6 @@ def tag_scores_times_the_mask() -> TrainLoop:
     def loss_of(model, batch):
         scores = model(batch["ids"]) * batch["mask"][..., None]
         return F.cross_entropy(scores.transpose(1, 2), batch["tags"], reduction="sum") / batch["mask"].sum()
-
-    return loop(Forecaster(5, ids=16), words, loss_of, padding=Padding(pad_id=0))
-
-
-@odd(notes="smoothed labels of the real positions alone, which an index takes out")
-def smoothed_labels_of_real_positions() -> TrainLoop:
-    def loss_of(model, batch):
-        real = batch["mask"].bool()
-        return F.cross_entropy(model(batch["ids"])[real], batch["tags"][real], label_smoothing=0.1)
 
     return loop(Forecaster(5, ids=16), words, loss_of, padding=Padding(pad_id=0))
 

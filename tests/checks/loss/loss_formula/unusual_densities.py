@@ -34,11 +34,6 @@ def normal_with_a_softplus_variance():
     return made_of(loss_of)
 
 
-@odd(notes="without the halves: both terms count twice as much as in the textbook")
-def normal_without_halves():
-    return made_of(lambda mean, log_var, y: (log_var + (y - mean).square() * torch.exp(-log_var)).sum(1).mean())
-
-
 @odd(notes="a known variance: squares over it, and no logarithm")
 def normal_with_a_known_variance():
     def loss_of(mean, other, y):

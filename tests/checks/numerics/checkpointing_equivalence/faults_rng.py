@@ -67,15 +67,6 @@ pair(
     faulty=language(Dropped, run=reentrant),
     fixed=language(DroppedBefore, run=reentrant),
 )
-pair(
-    "layers_dropped_under_a_checkpoint",
-    CHECK,
-    "rng_not_preserved",
-    culprits=("python's random",),
-    raises="different number of tensors",
-    faulty=language(Dropped, run=saved),
-    fixed=language(DroppedBefore, run=saved),
-)
 
 
 # Noise from numpy, and from a generator of the project's own.

@@ -94,29 +94,6 @@ def statistics_measured_anew_at_the_end() -> TrainLoop:
     return classifier(model, fit)
 
 
-class Siamese(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
-
-    def forward(self, left, right):
-        return self.body(left), self.body(right)
-
-
-@odd(notes="a siamese net: one batch norm sees both views, and its statistics move twice a step")
-def siamese_net_with_a_batch_norm() -> TrainLoop:
-    model = Siamese()
-    x, y = points()
-
-    def loss_of(item):
-        left, right = model(item[0], item[0].flip(0))
-        same = (item[1] == item[1].flip(0)).to(left.dtype)
-        distance = F.pairwise_distance(left, right)
-        return (same * distance.square() + (1 - same) * F.relu(2.0 - distance).square()).mean()
-
-    return classifier(model, batch=(x, y), loss_of=loss_of)
-
-
 class SimSiam(nn.Module):
     def __init__(self):
         super().__init__()

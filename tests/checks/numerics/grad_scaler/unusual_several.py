@@ -44,30 +44,6 @@ def gan_with_an_update_for_each() -> TrainLoop:
     )
 
 
-def train_apart(models, optimizers, scalers, batches):
-    for x, y in batches:
-        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, x, y)).backward()
-        for optimizer, scaler in zip(optimizers, scalers, strict=True):
-            scaler.step(optimizer)
-            scaler.update()
-
-
-@odd(notes="three models side by side, each with a scaler of its own that grows at its own pace")
-def a_scaler_for_each_model() -> TrainLoop:
-    models = [relu_mlp(8, 16, 4) for _ in range(3)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + i), growth_interval=1 + i) for i in range(3)]
-    return TrainLoop(
-        model={f"model{i}": m for i, m in enumerate(models)},
-        optimizer=optimizers,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_apart(models, optimizers, scalers, batches),
-    )
-
-
 def train_one_scaled_one_not(models, optimizers, scaler, batches):
     for x, y in batches:
         for optimizer in optimizers:

@@ -491,28 +491,6 @@ def resumed_at_its_next_epoch():
     return Epochs(mlp(6, 16, 3)).declared()
 
 
-class Metered(Trainer):
-    """Counts what it has trained on in tensors, for a report at the end of the epoch."""
-
-    def __init__(self, model):
-        super().__init__(model, adam(model))
-        self.confusion = torch.zeros(3, 3)
-        self.last = torch.zeros(16, 3)
-
-    def loss(self, batch):
-        x, y = batch
-        logits = self.model(x)
-        self.last = logits.detach()
-        self.confusion[y, logits.argmax(1)] += 1
-        return F.cross_entropy(logits, y)
-
-
-@odd(notes="metrics of the epoch under way and the last outputs begin anew")
-def resumed_without_its_metrics():
-    trainer = Metered(mlp(6, 16, 3))
-    return trainer.declared(evaluate=lambda: trainer.confusion.trace().item() * 0)
-
-
 @odd(notes="an average that only evaluation reads is left out, and that is declared")
 def resumed_without_its_average():
     trainer = Ema(mlp(6, 16, 3))
