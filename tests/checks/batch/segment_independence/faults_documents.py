@@ -71,6 +71,17 @@ def numbered(*, restarts):
     return make
 
 
+pair(
+    "recurrent_net_runs_on_into_the_next_document",
+    "segment_independence",
+    "segments_interact",
+    faulty=numbered(restarts=False),
+    fixed=numbered(restarts=True),
+    level="advice",
+    culprits=("gru in recurrent",),
+)
+
+
 def labelled(labels, **fields):
     return lambda: loop(PackedDecoder(within_documents), packed_documents(labels=labels), next_token, **fields)
 

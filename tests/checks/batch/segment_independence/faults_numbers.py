@@ -10,6 +10,7 @@ from tests.loops.pairs import pair
 from tests.loops.plain import loop
 from tests.loops.segmented import (
     Convolution,
+    generator,
     graphs,
     next_token,
     packed_documents,
@@ -48,6 +49,42 @@ pair(
     where="[centre]",
     culprits=("batch[1]",),
     quick=True,
+)
+
+
+def attention_by_edges(*, nodes_apart):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project, self.score, self.head = nn.Linear(4, 8), nn.Linear(16, 1), nn.Linear(8, 2)
+
+        def forward(self, x, adjacency):
+            rows, nodes = x.shape[:2]
+            hidden, edges = self.project(x), adjacency.nonzero()
+            flat, step = hidden.flatten(0, 1), nodes if nodes_apart else rows
+            one, other = (flat[edges[:, 0] * step + edges[:, end]] for end in (1, 2))
+            scores = hidden.new_full(adjacency.shape, -1e9)
+            scores[adjacency == 1] = torch.tanh(self.score(torch.cat([one, other], -1))).squeeze(-1)
+            return self.head((scores.softmax(-1) @ hidden).mean(1))
+
+    def make():
+        ring = torch.eye(6) + torch.eye(6).roll(1, 0)
+        x = torch.randn(3, 6, 4, generator=generator(6))
+        return loop(Attention(), (x, ring.expand(3, -1, -1).clone(), torch.tensor([0, 1, 1])), loss_of)
+
+    def loss_of(model, batch):
+        return F.cross_entropy(model(*batch[:2]), batch[2])
+
+    return make
+
+
+pair(
+    "flat_places_stepped_by_the_number_of_rows",
+    "segment_independence",
+    "numbers_shared",
+    faulty=attention_by_edges(nodes_apart=False),
+    fixed=attention_by_edges(nodes_apart=True),
+    where="edges[:, 0] * step",
 )
 
 

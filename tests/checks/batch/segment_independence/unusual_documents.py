@@ -126,3 +126,21 @@ def documents_by_segment_numbers():
         return F.cross_entropy(scores.flatten(0, 1), b["targets"].flatten())
 
     return loop(Encoder(), batch, loss_of)
+
+
+@odd(notes="a recurrent net starts again at each document, by a loop over the borders")
+def recurrent_net_that_starts_again():
+    class Restarted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.cell, self.head = nn.Embedding(24, 16), nn.GRUCell(16, 16), nn.Linear(16, 24)
+
+        def forward(self, input_ids, position_ids):
+            hidden, out = torch.zeros(len(input_ids), 16, dtype=self.head.weight.dtype), []
+            for at in range(input_ids.shape[1]):
+                hidden = hidden * (position_ids[:, at] > 0)[:, None]
+                hidden = self.cell(self.tokens(input_ids[:, at]), hidden)
+                out.append(hidden)
+            return self.head(torch.stack(out, 1))
+
+    return loop(Restarted(), packed_documents(), next_token)

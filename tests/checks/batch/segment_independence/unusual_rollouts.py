@@ -184,6 +184,25 @@ def model_of_the_world():
     return loop(World(), stepwise(), loss_of)
 
 
+@odd(notes="a bonus for what is new about the next observation, also where it is the last one")
+def bonus_for_new_observations():
+    class Curious(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.agent, self.target, self.guess = Policy(), nn.Linear(4, 6), nn.Linear(4, 6)
+            self.target.requires_grad_(requires_grad=False)
+
+    def loss_of(model, batch):
+        apart = (model.guess(batch["next_obs"]) - model.target(batch["next_obs"])).square().mean(1)
+        chosen = model.agent(batch["obs"]).gather(1, batch["actions"][:, None])[:, 0]
+        with torch.no_grad():
+            after = model.agent(batch["next_obs"]).max(1).values
+            target = batch["rewards"] + 0.1 * apart.detach() + GAMMA * (1 - batch["dones"]) * after
+        return F.smooth_l1_loss(chosen, target) + apart.mean()
+
+    return loop(Curious(), stepwise(), loss_of, frozen=["target."])
+
+
 @odd(notes="actions are cloned; rewards and next observations of the data set are not read")
 def cloned_actions():
     def loss_of(model, batch):

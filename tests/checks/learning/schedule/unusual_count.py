@@ -66,6 +66,22 @@ def position_set_at_the_end_of_each_pass():
     )
 
 
+@odd(notes="each cycle has a scheduler of its own, which is built after the rate was put back from 0")
+def cycles_that_put_the_rate_back():
+    model = mlp(6, 32, 3)
+    optimizer = sgd(model)
+    state = {"scheduler": lr_scheduler.CosineAnnealingLR(optimizer, 4), "calls": 0}
+
+    def each_step(epoch, number):
+        state["scheduler"].step()
+        state["calls"] += 1
+        if state["calls"] % 4 == 0:
+            optimizer.param_groups[0]["lr"] = 0.08
+            state["scheduler"] = lr_scheduler.CosineAnnealingLR(optimizer, 4)
+
+    return over_passes(optimizer, model, each_step=each_step, each_pass=lambda epoch: None)
+
+
 @odd(notes="a factor of 0 stops the encoder after a few steps, while the head goes on")
 def factor_that_stops_one_of_two():
     encoder, head = mlp(6, 32, 16), nn.Linear(16, 3)
@@ -83,6 +99,25 @@ def factor_that_stops_one_of_two():
 
     model = nn.Sequential(encoder, head)
     return TrainLoop(model=model, optimizer=[first, second], batch=data.labelled(), fit=fit)
+
+
+@odd(notes="a floor above the base rate of OneCycleLR, below its peak, holds through the first steps")
+def floor_of_one_cycle():
+    model = mlp(6, 32, 3)
+    optimizer = sgd(model)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2000, cycle_momentum=False)
+
+    def floor():
+        for group in optimizer.param_groups:
+            group["lr"] = max(group["lr"], 0.02)
+
+    floor()
+
+    def each_step(epoch, number):
+        scheduler.step()
+        floor()
+
+    return over_passes(optimizer, model, each_step=each_step, each_pass=lambda epoch: None, epochs=1)
 
 
 @odd(notes="a window of two micro-batches, and a cosine sized for micro-batches that is called for each of them")

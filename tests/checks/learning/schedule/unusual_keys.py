@@ -186,6 +186,21 @@ def state_dict_edited_and_loaded():
     return trained(optimizer, after, model=model)
 
 
+@odd(notes="the edited state is saved only where the loss is the best so far, and stays in memory")
+def best_state_with_another_rate():
+    model = mlp(6, 32, 3)
+    optimizer = sgd(model)
+    best = {"loss": float("inf"), "state": None}
+
+    def after(loss):
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 1e-3
+        if loss.item() < best["loss"]:
+            best.update(loss=loss.item(), state=state)
+
+    return trained(optimizer, after, model=model)
+
+
 @odd(notes="a second optimizer is given the state of the first, with a rate of its own")
 def state_handed_to_another_optimizer():
     model, shadow = mlp(6, 32, 3), mlp(6, 32, 3)

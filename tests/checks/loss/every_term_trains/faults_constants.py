@@ -57,6 +57,31 @@ pair(
 )
 
 
+def aspect(second):
+    """Boxes as (x, y, w, h), positive by softplus; the shapes of predicted and true boxes are compared."""
+
+    def shape_of(box):
+        return torch.atan(box[:, 2] / box[:, 3])
+
+    def loss_of(model, x, _y):
+        box, target = F.softplus(model(x)) + 0.1, x[:, :4].abs() + 0.5
+        v = (shape_of(second(box, target)) - shape_of(box)).square()
+        return F.l1_loss(box, target) + v.mean()
+
+    return loop(loss_of, lambda: mlp(6, 24, 4))
+
+
+pair(
+    "shape_of_a_box_compared_with_its_own",
+    CHECK,
+    "compared_with_itself",
+    culprits=("sub",),
+    where="v = (shape_of(",
+    faulty=aspect(lambda box, target: box),
+    fixed=aspect(lambda box, target: target),
+)
+
+
 # An extreme that is always the fill of a mask.
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -273,28 +271,6 @@ def parts_in_evaluation_mode():
     return loop(model, plain(lambda m, b, _n: summed(two_terms(m.train(), b))), parts)
 
 
-@dataclass
-class Example:
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-
-
-@odd(notes="the batch is a dataclass, whose fields the loop overwrites")
-def parts_of_a_dataclass():
-    def parts(model, batch):
-        losses = F.cross_entropy(model(batch.inputs * 0.5), batch.labels, reduction="none")
-        return {"weighted": (losses * batch.weights).sum() / batch.weights.sum(), "mean": (0.5, losses.mean())}
-
-    def loss_of(model, batch, _number):
-        batch.inputs *= 0.5
-        losses = F.cross_entropy(model(batch.inputs), batch.labels, reduction="none")
-        return (losses * batch.weights).sum() / batch.weights.sum() + 0.5 * losses.mean()
-
-    x, labels = data.labelled()
-    return loop(mlp(6, 24, 3), plain(loss_of), parts, batch=Example(x, labels, 1 + x[:, 0].abs()))
-
-
 def masked_terms(model, batch):
     ids, targets, mask = batch
     scores = model(ids)
@@ -451,24 +427,6 @@ def parts_of_assigned_gradients():
         return fit
 
     return loop(mlp(6, 24, 3), fit_of)
-
-
-@odd(notes="the loss of several batches is backpropagated at once")
-def parts_of_several_batches():
-    def fit_of(model, optimizer):
-        def fit(batches):
-            held = []
-            for batch in batches:
-                held.append(summed(two_terms(model, batch)))
-                if len(held) == 2:
-                    optimizer.zero_grad()
-                    torch.stack(held).mean().backward()
-                    optimizer.step()
-                    held.clear()
-
-        return fit
-
-    return loop(mlp(6, 24, 3), fit_of, batch=None, batches=lambda n: [data.labelled(seed=s) for s in range(n)])
 
 
 @odd(notes="two passes of one model must agree, which differ by their dropout alone (R-Drop)")

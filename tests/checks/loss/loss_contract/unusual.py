@@ -117,24 +117,6 @@ def span_in_a_text() -> TrainLoop:
     return loop(Reader(), lambda: tokens(length=8), loss_of)
 
 
-class Nodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.score = relu_mlp(3, 16, 4)
-
-    def forward(self, nodes):
-        return self.score(nodes).flatten(1)
-
-
-@odd(notes="an action is a node and what is done to it: all pairs are the classes of one softmax")
-def actions_of_several_nodes() -> TrainLoop:
-    def draw():
-        nodes = torch.randn(8, 5, 3)
-        return nodes, nodes.flatten(1).argmax(1)
-
-    return loop(Nodes(), draw, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
-
-
 @odd(notes="word counts as targets of cross_entropy: the likelihood of a multinomial, rows weigh by their length")
 def counts_as_targets() -> TrainLoop:
     def draw():

@@ -168,17 +168,6 @@ def soft_actor() -> TrainLoop:
     return trained(mlp(6, 32, 4), drawn(12, 6), loss_of)
 
 
-@odd(notes="all advantages are negative: log-probabilities of the actions are minimised")
-def only_bad_actions() -> TrainLoop:
-    def loss_of(net, batch):
-        choice = Categorical(logits=net(batch["x"]))
-        gain = choice.log_prob(batch["action"]) * batch["advantage"]
-        return -gain.mean() - 0.05 * choice.entropy().mean()
-
-    batch = {"x": drawn(12, 6), "action": torch.arange(12) % 3, "advantage": -drawn(12, seed=1).abs()}
-    return trained(mlp(6, 32, 3), batch, loss_of)
-
-
 @odd(notes="the entropy of predictions is minimised, beside a cross entropy: semi-supervised learning")
 def entropy_minimisation() -> TrainLoop:
     def loss_of(net, batch):

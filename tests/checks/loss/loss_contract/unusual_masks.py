@@ -94,17 +94,6 @@ def constant_binary_loss_at_padding() -> TrainLoop:
     return loop(Forecaster(), series, loss_of)
 
 
-@odd(notes="padded logits are filled with a very low number, and their label is 0: loss and gradient are 0")
-def padded_logits_filled() -> TrainLoop:
-    def loss_of(model, batch):
-        mask, scores = batch["mask"], model(batch["x"]).squeeze(-1)
-        labels = (batch["y"] > 0).float() * mask
-        scores = scores.masked_fill(mask == 0, -1e4)
-        return F.binary_cross_entropy_with_logits(scores, labels, reduction="sum") / mask.sum()
-
-    return loop(Forecaster(), series, loss_of)
-
-
 @odd(notes="a weight of 0 at padded positions")
 def weight_of_zero_at_padding() -> TrainLoop:
     def loss_of(model, batch):
@@ -124,15 +113,6 @@ def masked_softmax_over_positions() -> TrainLoop:
         return F.mse_loss(share, wanted, reduction="sum") / len(share)
 
     return loop(Forecaster(), series, loss_of)
-
-
-@odd(notes="scores of tags are multiplied by the mask: padded positions cost the constant log 5, without a gradient")
-def tag_scores_times_the_mask() -> TrainLoop:
-    def loss_of(model, batch):
-        scores = model(batch["ids"]) * batch["mask"][..., None]
-        return F.cross_entropy(scores.transpose(1, 2), batch["tags"], reduction="sum") / batch["mask"].sum()
-
-    return loop(Forecaster(5, ids=16), words, loss_of, padding=Padding(pad_id=0))
 
 
 @odd(notes="smoothed labels, the loss of each position times the mask")

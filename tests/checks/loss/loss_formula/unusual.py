@@ -69,15 +69,6 @@ def entropy_of_positives_and_negatives_apart():
     return classifier(loss_of)()
 
 
-@odd(notes="positives weigh three times as much, with the numbers kept away from 0 and 1")
-def weighted_entropy_of_clamped_probabilities():
-    def loss_of(z, y):
-        p = z.sigmoid().clamp(1e-6, 1 - 1e-6)
-        return -(3 * y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
-
-    return classifier(loss_of)()
-
-
 @odd(notes="alpha weighs positives and negatives apart, and the sum is divided by the number of positives")
 def focal_with_alpha_by_class_over_positives():
     def loss_of(z, y):

@@ -152,12 +152,3 @@ def kernel_distance_from_the_prior():
 
     made = trained(loss_of, torch.randn(8, 6), model=Sampler())
     return TrainLoop(model=made.model, optimizer=made.optimizer, batch=made.batch, fit=made.fit, rows_interact=True)
-
-
-@odd(notes="only the mean is penalised, with a fixed spread: the divergence without its other terms")
-def divergence_of_a_fixed_spread():
-    def loss_of(model, x):
-        again, mean, _ = model(x)
-        return F.mse_loss(again, x) + 0.05 * mean.square().sum(1).mean()
-
-    return coded(loss_of)

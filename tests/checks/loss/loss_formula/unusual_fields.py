@@ -45,16 +45,6 @@ def clipped_with_negated_advantages():
     return trained(loss_of, rollout())
 
 
-@odd(notes="a third bound for negative advantages (dual clip)")
-def clipped_twice():
-    def loss_of(model, b):
-        ratio, gain = ratio_of(model, b), b["gain"]
-        inner = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        return -torch.where(gain < 0, torch.max(inner, 3.0 * gain), inner).mean()
-
-    return trained(loss_of, rollout())
-
-
 @odd(notes="the target is what the same network gives, with a gradient, and no reward: two views of one row")
 def both_views_with_gradient():
     def loss_of(model, x):

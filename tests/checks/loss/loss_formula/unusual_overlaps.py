@@ -170,12 +170,3 @@ def poly_loss():
         return (loss + 2.0 * (1 - torch.exp(-loss))).mean()
 
     return classifier(loss_of, classes=3)()
-
-
-@odd(notes="rows to be forgotten: their likelihood is lowered on purpose, beside that of rows to be kept")
-def some_rows_are_forgotten():
-    def loss_of(scores, labels):
-        log_p = scores.log_softmax(1).gather(1, labels[:, None]).squeeze(1)
-        return -log_p[:8].mean() + 0.1 * log_p[8:].mean()
-
-    return classifier(loss_of, classes=3)()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import curves, fresh, points, tokens
+from tests.loops.random_data import fresh, points, tokens
 
 
 class Block(nn.Module):
@@ -150,23 +150,6 @@ def saved_tensors_offloaded() -> TrainLoop:
     return classifier(Stack(functools.partial(checkpoint, use_reentrant=False)), fit)
 
 
-@odd(notes="micro-batches with checkpoints: several backward passes of re-entrant checkpoints before a step")
-def checkpoints_and_accumulation(accumulate=2, checkpoint=True) -> TrainLoop:
-    from torch.utils.checkpoint import checkpoint as checkpointed
-
-    def call(block, x):
-        return checkpointed(block, x, use_reentrant=True) if checkpoint else block(x)
-
-    def fit(model, optimizer, batches):
-        for i, (x, y) in enumerate(batches, start=1):
-            (F.cross_entropy(model(x), y) / accumulate).backward()
-            if i % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return classifier(Stack(call), fit)
-
-
 @odd(notes="a frozen base under re-entrant checkpoints: a hook makes the first layer's output require grad")
 def frozen_base_with_a_hook_for_grad() -> TrainLoop:
     model = Stack(functools.partial(checkpoint, use_reentrant=True))
@@ -268,25 +251,6 @@ def masks_drawn_beforehand(checkpoint=False) -> TrainLoop:
     return classifier(Masked())
 
 
-@odd(notes="a closure makes several checkpointed passes within one step")
-def closures_with_checkpoints() -> TrainLoop:
-    model = Stack(functools.partial(checkpoint, use_reentrant=False), depth=1, outputs=1)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-
-    def fit(batches):
-        for x, y in batches:
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=curves(), fit=fit)
-
-
 @odd(notes="a gradient is penalised: checkpoints that are not re-entrant are passed through twice")
 def gradient_penalty_with_checkpoints() -> TrainLoop:
     def fit(model, optimizer, batches):
@@ -299,21 +263,6 @@ def gradient_penalty_with_checkpoints() -> TrainLoop:
             optimizer.step()
 
     return classifier(Stack(functools.partial(checkpoint, use_reentrant=False), depth=1), fit)
-
-
-@odd(notes="the loop trains by hand, without any optimizer, under re-entrant checkpoints")
-def by_hand_with_checkpoints() -> TrainLoop:
-    model = Stack(functools.partial(checkpoint, use_reentrant=True), depth=1)
-
-    def fit(batches):
-        for x, y in batches:
-            F.cross_entropy(model(x), y).backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
-                    p.grad = None
-
-    return TrainLoop(model=model, batch=points(), batches=fresh(points), fit=fit)
 
 
 @odd(notes="a checkpoint in evaluation only, where no gradients are made: nothing is ever run again")
@@ -353,19 +302,6 @@ def chunked_loss_under_checkpoints(checkpoint=True) -> TrainLoop:
             optimizer.step()
 
     return classifier(model, fit, tokens)
-
-
-@odd(notes="layers learn their widths from the first batch, under a checkpoint")
-def lazy_layers_under_a_checkpoint() -> TrainLoop:
-    model = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(4))
-
-    def fit(model, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model[2](checkpoint(model[:2], x, use_reentrant=False)), y).backward()
-            optimizer.step()
-
-    return classifier(model, fit)
 
 
 @odd(notes="weights are stepped within the backward pass, each as its gradient comes, under a checkpoint")

@@ -117,27 +117,6 @@ def two_views_through_batch_norms() -> TrainLoop:
     return classifier(model, batch=views, loss_of=lambda item: model(*item))
 
 
-@odd(notes="a discriminator with a batch norm sees real rows and made ones in two passes")
-def discriminator_of_real_and_made_rows_in_two_passes() -> TrainLoop:
-    maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-    judge = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    of_maker, of_judge = (torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for net in (maker, judge))
-
-    def fit(batches):
-        for real, _ in batches:
-            made = maker(torch.randn(len(real), 4, dtype=real.dtype))
-            yes, no = real.new_ones(len(real), 1), real.new_zeros(len(real), 1)
-            of_judge.zero_grad()
-            loss = F.binary_cross_entropy_with_logits(judge(real), yes)
-            (loss + F.binary_cross_entropy_with_logits(judge(made.detach()), no)).backward()
-            of_judge.step()
-            of_maker.zero_grad()
-            F.binary_cross_entropy_with_logits(judge(made), yes).backward()
-            of_maker.step()
-
-    return TrainLoop(model=[maker, judge], optimizer=[of_maker, of_judge], batch=points(), fit=fit)
-
-
 @odd(notes="a mean teacher inside the loop is a copy in training mode: its norms see the batch as the student's do")
 def mean_teacher_with_batch_norms() -> TrainLoop:
     student = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))

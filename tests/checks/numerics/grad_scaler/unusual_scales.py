@@ -161,6 +161,20 @@ def unscaled_in_a_step_hook() -> TrainLoop:
     return classifier(train_hooked)
 
 
+def train_clipped_at_scale(model, optimizer, scaler, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@odd(notes="gradients are clipped while scaled, at a limit that is scaled as well")
+def clipped_at_a_scaled_limit() -> TrainLoop:
+    return classifier(train_clipped_at_scale)
+
+
 def train_regularised_late(model, optimizer, scaler, batches):
     for x, y in batches:
         optimizer.zero_grad()

@@ -44,6 +44,30 @@ def gan_with_an_update_for_each() -> TrainLoop:
     )
 
 
+def train_apart(models, optimizers, scalers, batches):
+    for x, y in batches:
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, x, y)).backward()
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@odd(notes="three models side by side, each with a scaler of its own that grows at its own pace")
+def a_scaler_for_each_model() -> TrainLoop:
+    models = [relu_mlp(8, 16, 4) for _ in range(3)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + i), growth_interval=1 + i) for i in range(3)]
+    return TrainLoop(
+        model={f"model{i}": m for i, m in enumerate(models)},
+        optimizer=optimizers,
+        batch=points(),
+        batches=fresh(points),
+        fit=lambda batches: train_apart(models, optimizers, scalers, batches),
+    )
+
+
 def train_one_scaled_one_not(models, optimizers, scaler, batches):
     for x, y in batches:
         for optimizer in optimizers:
@@ -82,36 +106,6 @@ def train_ramped(model, optimizer, scaler, batches, warmup=8):
 @odd(notes="the loss is ramped up from 1/65536, so that a scale that fitted overflows later, more than ten times over")
 def scale_that_falls_as_the_loss_is_ramped_up() -> TrainLoop:
     return classifier(train_ramped, lambda p: torch.optim.Adam(p, lr=1e-2), init_scale=2.0**26)
-
-
-class Counting(torch.amp.GradScaler):
-    """Counts what is skipped, as trainers of one's own do."""
-
-    skipped = 0
-
-    def step(self, optimizer, *args, **kwargs):
-        before = self.get_scale()
-        out = super().step(optimizer, *args, **kwargs)
-        self.skipped += self.get_scale() < before
-        return out
-
-    def update(self, new_scale=None):
-        super().update(new_scale)
-
-
-@odd(notes="a scaler of one's own passes every call on")
-def scaler_subclass() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = Counting("cpu", init_scale=2.0**12, growth_interval=4)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_plainly(model, optimizer, scaler, batches),
-    )
 
 
 @odd(notes="the scaler's state is loaded before the first step: it goes on where it was saved")
