@@ -67,6 +67,23 @@ def masked_words_with_frozen_embeddings() -> TrainLoop:
     return loop(Encoder(), draw, lambda m, b: scored(m(b[0]), b[1]))
 
 
+@odd(notes="an autoencoder of words sees them all: frozen embeddings, labels that are the inputs")
+def autoencoder_of_words() -> TrainLoop:
+    class Code(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(17, 24).requires_grad_(False)
+            self.lstm = nn.LSTM(24, 24, batch_first=True)
+            self.back = nn.LSTM(24, 24, batch_first=True)
+            self.head = nn.Linear(24, 17)
+
+        def forward(self, ids):
+            _, (code, _) = self.lstm(self.embed(ids))
+            return self.head(self.back(code[0][:, None].expand(-1, ids.shape[1], -1))[0])
+
+    return loop(Code(), tokens, lambda m, ids: scored(m(ids), ids))
+
+
 @odd(notes="denoising by a model that sees no later input: labels are the inputs before the noise")
 def causal_denoising() -> TrainLoop:
     def draw():

@@ -247,6 +247,18 @@ def similarity_as_a_loss() -> TrainLoop:
     return trained(segmenter(), {"noisy": clean + 0.1 * drawn(6, 1, 6, 6, seed=1), "clean": clean}, loss_of)
 
 
+@odd(notes="products of all pairs of rows under a square, and of both sides with an axis inserted: pairs are meant")
+def products_of_pairs() -> TrainLoop:
+    def loss_of(net, batch):
+        score = net(batch["x"])
+        agreement = torch.tanh(score * score.squeeze(-1)) - batch["alike"]
+        spread = (score.squeeze(-1)[:, None] * score.squeeze(-1)[None]).mean()
+        return agreement.square().mean() + 1e-3 * spread
+
+    x = drawn(8, 6)
+    return trained(mlp(6, 32, 1), {"x": x, "alike": torch.outer(x[:, 0].sign(), x[:, 0].sign())}, loss_of)
+
+
 @odd(notes="the weights of a loss with weights are frozen on purpose: fixed random prototypes")
 def fixed_prototypes() -> TrainLoop:
     criterion = pytorch_metric_learning.ArcFaceLoss(3, 4).requires_grad_(False)

@@ -62,3 +62,20 @@ def energies_of_named_sides() -> TrainLoop:
         return F.softplus(net(b["anchor"], b["pos"]) - net(b["anchor"], b["neg"])).mean()
 
     return triplets(loss_of, Energy())
+
+
+@odd(notes="a negative product in the Lorentz model is a distance, with a metric of -1 and 1 among its factors")
+def lorentz_distances_of_named_sides() -> TrainLoop:
+    metric = torch.cat([-torch.ones(1), torch.ones(8)])
+
+    def lifted(v):
+        return torch.cat([(1 + v.square().sum(-1, keepdim=True)).sqrt(), v], -1)
+
+    def distance(a, b):
+        return (-lifted(a) * metric * lifted(b)).sum(-1)
+
+    def loss_of(net, b):
+        a, p, n = net(b["anchor"]), net(b["pos"]), net(b["neg"])
+        return (distance(a, p) - distance(a, n) + 1).relu().mean()
+
+    return triplets(loss_of)

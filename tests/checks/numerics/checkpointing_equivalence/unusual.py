@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import fresh, points, tokens
+from tests.loops.random_data import curves, fresh, points, tokens
 
 
 class Block(nn.Module):
@@ -138,6 +138,35 @@ def checkpoint_with_keywords() -> TrainLoop:
     return classifier(Stack(lambda block, x: checkpoint(block, x, scale=0.5, use_reentrant=False)))
 
 
+class Recomputed(torch.autograd.Function):
+    """A checkpoint of the project's own, as reversible and chunked models have it."""
+
+    @staticmethod
+    def forward(ctx, x, block, *weights):
+        ctx.block, ctx.state = block, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, incoming):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            out = ctx.block(x)
+        torch.set_rng_state(now)
+        of_input, *others = torch.autograd.grad(out, (x, *ctx.block.parameters()), incoming)
+        return of_input, None, *others
+
+
+@odd(notes="a recomputation of the project's own, chosen by the knob: it puts torch's state back by itself")
+def own_recomputation(checkpoint=False) -> TrainLoop:
+    def call(block, x):
+        return Recomputed.apply(x, block, *block.parameters()) if checkpoint else block(x)
+
+    return classifier(Stack(call, dropout=0.1))
+
+
 @odd(notes="activations go to the CPU's memory between the passes, within checkpoints and without")
 def saved_tensors_offloaded() -> TrainLoop:
     def fit(model, optimizer, batches):
@@ -251,6 +280,25 @@ def masks_drawn_beforehand(checkpoint=False) -> TrainLoop:
     return classifier(Masked())
 
 
+@odd(notes="a closure makes several checkpointed passes within one step")
+def closures_with_checkpoints() -> TrainLoop:
+    model = Stack(functools.partial(checkpoint, use_reentrant=False), depth=1, outputs=1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    def fit(batches):
+        for x, y in batches:
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=curves(), fit=fit)
+
+
 @odd(notes="a gradient is penalised: checkpoints that are not re-entrant are passed through twice")
 def gradient_penalty_with_checkpoints() -> TrainLoop:
     def fit(model, optimizer, batches):
@@ -263,6 +311,21 @@ def gradient_penalty_with_checkpoints() -> TrainLoop:
             optimizer.step()
 
     return classifier(Stack(functools.partial(checkpoint, use_reentrant=False), depth=1), fit)
+
+
+@odd(notes="the loop trains by hand, without any optimizer, under re-entrant checkpoints")
+def by_hand_with_checkpoints() -> TrainLoop:
+    model = Stack(functools.partial(checkpoint, use_reentrant=True), depth=1)
+
+    def fit(batches):
+        for x, y in batches:
+            F.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+
+    return TrainLoop(model=model, batch=points(), batches=fresh(points), fit=fit)
 
 
 @odd(notes="a checkpoint in evaluation only, where no gradients are made: nothing is ever run again")
@@ -302,6 +365,19 @@ def chunked_loss_under_checkpoints(checkpoint=True) -> TrainLoop:
             optimizer.step()
 
     return classifier(model, fit, tokens)
+
+
+@odd(notes="layers learn their widths from the first batch, under a checkpoint")
+def lazy_layers_under_a_checkpoint() -> TrainLoop:
+    model = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(4))
+
+    def fit(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model[2](checkpoint(model[:2], x, use_reentrant=False)), y).backward()
+            optimizer.step()
+
+    return classifier(model, fit)
 
 
 @odd(notes="weights are stepped within the backward pass, each as its gradient comes, under a checkpoint")
