@@ -79,11 +79,6 @@ def cycles_through_the_training():
     )
 
 
-@odd(notes="exponential decay without an end, once a pass over the data")
-def exponential_once_a_pass():
-    return trained(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.95), each="pass", epochs=30)
-
-
 @odd(notes="the schedule counts epochs and is called once an epoch, beside a training of many steps")
 def cosine_over_epochs_once_an_epoch():
     return trained(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 30), each="pass", epochs=30, steps=3000)

@@ -59,13 +59,13 @@ class DroppedBefore(Blocks):
 
 
 pair(
-    "layers_dropped_under_a_reentrant_checkpoint",
+    "layers_dropped_under_a_checkpoint",
     CHECK,
     "rng_not_preserved",
     culprits=("python's random",),
-    where="self.run(",
-    faulty=language(Dropped, run=reentrant),
-    fixed=language(DroppedBefore, run=reentrant),
+    raises="different number of tensors",
+    faulty=language(Dropped, run=saved),
+    fixed=language(DroppedBefore, run=saved),
 )
 
 

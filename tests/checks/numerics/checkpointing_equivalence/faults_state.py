@@ -55,6 +55,39 @@ pair(
 )
 
 
+# A memory of earlier batches grows under a checkpoint: when it runs again, there is more to look back at.
+
+
+class Growing(GPT):
+    def __init__(self, *, writes_inside):
+        super().__init__()
+        self.writes_inside, self.memory = writes_inside, torch.zeros(1, 24)
+
+    def part(self, x, memory):
+        if self.writes_inside:
+            memory = self.memory
+            self.memory = torch.cat([memory, x.detach().mean(1)])[-64:]
+        x = self.blocks[0](x)
+        return x + (x @ memory.T / 5.0).softmax(-1) @ memory
+
+    def forward(self, ids):
+        start = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        x = saved(self.part, start, self.memory)
+        if not self.writes_inside:
+            self.memory = torch.cat([self.memory, start.detach().mean(1)])[-64:]
+        return self.head(self.norm(x))
+
+
+pair(
+    "memory_grows_under_a_checkpoint",
+    CHECK,
+    "state_changed",
+    raises="have different metadata",
+    faulty=language(Growing, writes_inside=True),
+    fixed=language(Growing, writes_inside=False),
+)
+
+
 # An input is centred in place, through .data: the second time it is handed what the first has left.
 
 

@@ -51,11 +51,6 @@ def scale_that_saws() -> TrainLoop:
     return classifier(train_plainly, init_scale=2.0**14, growth_interval=2)
 
 
-@odd(notes="the scale grows after every step")
-def scale_that_grows_at_every_update() -> TrainLoop:
-    return classifier(train_plainly, init_scale=2.0**4, growth_interval=1)
-
-
 @odd(notes="growth and backoff are no powers of two, nor is the scale")
 def scale_of_odd_numbers() -> TrainLoop:
     return classifier(train_plainly, init_scale=3000.0, growth_factor=1.7, backoff_factor=0.6, growth_interval=3)

@@ -194,11 +194,6 @@ def sgd_at_a_large_rate_in_bf16() -> TrainLoop:
     return classifier(lambda params: torch.optim.SGD(params, lr=0.5), BF16)
 
 
-@odd(notes="pure bf16 under SGD with much momentum: single gradients are lost at first, the velocity is not")
-def heavy_momentum_in_bf16() -> TrainLoop:
-    return classifier(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.95, nesterov=True), BF16)
-
-
 @odd(notes="pure bf16 under a warm-up from a hundredth of the rate: the first updates are lost, the later ones not")
 def warm_up_in_bf16() -> TrainLoop:
     model = relu_mlp(8, 24, 4).to(BF16)
