@@ -204,34 +204,6 @@ pair(
 )
 
 
-class NodeNet(nn.Module):
-    """Hidden values of nodes; what is made of graphs is made in the loop."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.body(x)
-
-
-def pooled_in_the_loop(pool):
-    def loss_of(model, data):
-        return F.cross_entropy(model.head(pool(model(data.x), data)), data.y)
-
-    return lambda: loop(NodeNet(), graphs(), loss_of)
-
-
-pair(
-    "pooled_in_the_loop_over_all_nodes",
-    "segment_independence",
-    "pooled_over_graphs",
-    faulty=pooled_in_the_loop(lambda nodes, data: nodes.mean(0, keepdim=True).expand(len(data.y), -1)),
-    fixed=pooled_in_the_loop(lambda nodes, data: averaged(nodes, data.batch, len(data.y))),
-    where="nodes.mean(0, keepdim=True)",
-)
-
-
 def scores_in_the_loop(score):
     """One node of each graph is to be picked, as by a policy."""
 

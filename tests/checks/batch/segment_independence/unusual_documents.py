@@ -128,11 +128,6 @@ def documents_by_segment_numbers():
     return loop(Encoder(), batch, loss_of)
 
 
-@odd(notes="a packed row of one document alone")
-def one_document_fills_the_row():
-    return loop(PackedDecoder(within_documents), packed_documents((16,)), next_token)
-
-
 @odd(notes="a recurrent net starts again at each document, by a loop over the borders")
 def recurrent_net_that_starts_again():
     class Restarted(nn.Module):

@@ -27,16 +27,6 @@ from tests.loops.segmented import (
 )
 
 
-@odd(notes="nodes are centred and scaled within their graph, and share a learned mean")
-def graph_norm_within_graphs():
-    def norm(m, hidden, batch, count):
-        centred = hidden - averaged(hidden, batch, count)[batch] * m["share"].weight[0]
-        spread = averaged(centred.square(), batch, count)[batch]
-        return centred / (spread + 1e-5).sqrt()
-
-    return loop(GraphNet(mean_pool, norm, share=nn.Embedding(1, 8)), graphs(), classify_graphs)
-
-
 @odd(notes="a virtual node for each graph sends the sum of its nodes back to all of them")
 def virtual_nodes():
     def norm(m, hidden, batch, count):
@@ -271,26 +261,6 @@ def node_views_standardised_in_the_loss():
     return loop(Views(), graphs(), loss_of)
 
 
-@odd(notes="every node against all others of the batch, in both directions")
-def node_contrast_over_all_graphs():
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
-
-        def forward(self, x):
-            return F.normalize(self.body(x), dim=1)
-
-    def loss_of(model, data):
-        one, two = model(data.x * 0.9), model(data.x)
-        scores = one @ two.T / 0.2
-        own = torch.arange(len(scores))
-        forth = F.nll_loss(scores.log_softmax(1), own)
-        return 0.5 * (forth + F.nll_loss(scores.log_softmax(0).T, own))
-
-    return loop(Views(), graphs(), loss_of)
-
-
 @odd(notes="each graph is compared with a node of the next one, by numbers within the batch")
 def nodes_of_other_graphs_as_negatives():
     class Contrast(nn.Module):
@@ -309,35 +279,6 @@ def nodes_of_other_graphs_as_negatives():
     own = data.ptr[:-1]
     batch = {"x": data.x, "batch": data.batch, "own": own, "other": own.roll(-1)}
     return loop(Contrast(), batch, loss_of, rows_interact=True)
-
-
-@odd(notes="listed graphs stand behind each other from the largest to the smallest, and their edges with them")
-def listed_graphs_sorted_by_size():
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
-
-        def forward(self, items):
-            order = sorted(range(len(items)), key=lambda i: -len(items[i]["x"]))
-            first, x = {}, []
-            for i in order:
-                first[i] = sum(map(len, x))
-                x.append(items[i]["x"])
-            edges = torch.cat([item["edge_index"] + first[i] for i, item in enumerate(items)], 1)
-            hidden = torch.tanh(self.body(torch.cat(x)))
-            hidden = hidden + averaged(hidden[edges[0]], edges[1], len(hidden))
-            graph = torch.tensor([i for i in order for _ in items[i]["x"]])
-            return self.head(averaged(hidden, graph, len(items)))
-
-    def loss_of(model, items):
-        return F.cross_entropy(model(items), torch.stack([item["y"] for item in items]))
-
-    items = [
-        {"x": torch.randn(n, 6, generator=generator(n)), "edge_index": rings((n,)), "y": torch.tensor(i % 3)}
-        for i, n in enumerate((3, 5, 4))
-    ]
-    return loop(Listed(), items, loss_of)
 
 
 @odd(notes="the first time step of each row, picked by its number from the flattened steps of a time-major batch")

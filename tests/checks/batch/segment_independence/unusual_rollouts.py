@@ -67,20 +67,6 @@ def ppo_with_flags_at_the_first_step():
     return loop(ActorCritic(), rollout(), loss_of)
 
 
-@odd(notes="returns of whole episodes, computed in lists, standardised in place of a baseline")
-def reinforce_with_standardised_returns():
-    def loss_of(model, batch):
-        found, running = [], torch.zeros(3)
-        for reward, done in zip(reversed(batch["rewards"]), reversed(batch["dones"]), strict=True):
-            running = reward + GAMMA * running * (1 - done)
-            found.insert(0, running)
-        returns = torch.stack(found)
-        returns = (returns - returns.mean()) / returns.std()
-        return -(action_logp(model(batch["obs"]), batch["actions"]) * returns).mean()
-
-    return loop(Policy(), rollout(), loss_of)
-
-
 @odd(notes="returns are computed and standardised by numpy, over one flat rollout of steps with a reward of 1")
 def reinforce_by_numpy_with_rewards_of_one():
     flat = rollout(steps=20, envs=1, ends=((4, 0), (11, 0)))
@@ -155,33 +141,6 @@ def episodes_in_rows_with_padding():
         return -(logp * returns)[keep].sum() / keep.sum()
 
     return loop(Policy(), batch, loss_of)
-
-
-@odd(notes="transitions from a replay buffer: each row is one, its end is in its own flag")
-def transitions_from_a_replay_buffer():
-    batch = rollout(steps=16, envs=1, ends=((4, 0), (9, 0)))
-    batch = {name: batch[name][:, 0] for name in ("obs", "actions", "rewards", "dones")}
-    batch["next_obs"] = torch.randn(16, 4, generator=torch.Generator().manual_seed(8))
-
-    def loss_of(model, batch):
-        chosen = model(batch["obs"]).gather(1, batch["actions"][:, None])[:, 0]
-        with torch.no_grad():
-            after = model(batch["next_obs"]).max(1).values
-            target = batch["rewards"] + GAMMA * (1 - batch["dones"]) * after
-        return F.smooth_l1_loss(chosen, target)
-
-    return loop(Policy(), batch, loss_of)
-
-
-@odd(notes="rewards are whitened and clipped over the whole rollout before returns are taken")
-def rewards_whitened_over_the_rollout():
-    def loss_of(model, batch):
-        rewards = batch["rewards"]
-        batch = {**batch, "rewards": ((rewards - rewards.mean()) / rewards.std()).clamp(-10, 10)}
-        running = 1.0 - batch["dones"]
-        return ppo(model, batch, running, running)
-
-    return loop(ActorCritic(), rollout(), loss_of)
 
 
 def stepwise(**more):

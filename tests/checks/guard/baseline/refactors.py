@@ -48,21 +48,6 @@ def refactor(name, before, after, says=""):
     REFACTORS[name] = Refactor(before, after, says)
 
 
-class OtherNames(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.layer = Block()
-        self.final = nn.LayerNorm(WIDTH)
-        self.classifier = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, ids):
-        return self.classifier(self.final(self.layer(self.tokens(ids))))
-
-
-refactor("attributes_renamed", decoder(), decoder(OtherNames), "embed is now tokens")
-
-
 class Moved(nn.Module):
     def __init__(self):
         super().__init__()
@@ -222,22 +207,7 @@ class Convolved(Table):
         return self.fc2(F.relu(self.fc1(x.unsqueeze(-1))).squeeze(-1))
 
 
-class Transposed(Table):
-    """The weight is kept the other way round, as GPT-2 has it."""
-
-    def __init__(self):
-        super().__init__()
-        weight = self.fc1.weight.detach().T.contiguous()
-        self.bias = nn.Parameter(self.fc1.bias.detach().clone())
-        del self.fc1
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x):
-        return self.fc2(F.relu(x @ self.weight + self.bias))
-
-
 refactor("convolution_of_one_position", table(), table(Convolved), "fc1.weight is laid out otherwise as fc1.weight")
-refactor("weight_transposed", table(), table(Transposed), "fc1.weight is laid out otherwise as weight")
 
 
 class Layers(nn.Sequential):
@@ -339,15 +309,6 @@ class FunctionalDropout(Block):
 refactor("dropout_as_a_function", decoder(MASKED), decoder(functools.partial(Decoder, FunctionalDropout)))
 
 
-def in_halves(model, optimizer, batches):
-    model.train()
-    for x, y in batches:
-        optimizer.zero_grad()
-        for part, targets in zip(x.chunk(2), y.chunk(2), strict=True):
-            (token_loss(model(part), targets) / 2).backward()
-        optimizer.step()
-
-
 def zeroed_after(model, optimizer, batches):
     for batch in batches:
         loss = token_loss(model(batch[0]), batch[1])
@@ -385,7 +346,6 @@ class Trainer:
         self.optimizer.step()
 
 
-refactor("accumulated_over_two_halves", decoder(), decoder(fit=in_halves))
 refactor("zeroed_after_the_step", decoder(), decoder(fit=zeroed_after))
 refactor("two_backward_passes", decoder(), decoder(fit=two_passes))
 refactor("log_softmax_written_out", decoder(), decoder(criterion=nll))
@@ -430,11 +390,6 @@ refactor("foreach", decoder(optimizer=by(adamw, foreach=False)), decoder(optimiz
 refactor("fused", decoder(), decoder(optimizer=by(adamw, fused=True)))
 refactor("two_groups_alike", decoder(), decoder(optimizer=in_groups))
 refactor(
-    "adamw_without_decay",
-    decoder(optimizer=by(torch.optim.Adam, lr=3e-3)),
-    decoder(optimizer=by(adamw, weight_decay=0.0)),
-)
-refactor(
     "optimizer_by_hand",
     decoder(optimizer=by(torch.optim.SGD, lr=0.1, momentum=0.9)),
     decoder(optimizer=by(Momentum, lr=0.1, beta=0.9)),
@@ -443,10 +398,6 @@ refactor(
 
 def cosine(optimizer):
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-
-
-def cosine_by_hand(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 30))
 
 
 def rate_set(model, optimizer, batches, criterion=token_loss):
@@ -459,7 +410,6 @@ def rate_set(model, optimizer, batches, criterion=token_loss):
         optimizer.step()
 
 
-refactor("schedule_as_a_function", decoder(scheduler=cosine), decoder(scheduler=cosine_by_hand))
 refactor("rate_set_by_hand", decoder(scheduler=cosine), decoder(fit=rate_set))
 
 

@@ -69,24 +69,6 @@ def optimizer_as_a_rate_calculator():
     return trained(optimizer, after, model=model)
 
 
-@odd(notes="a schedule of a dummy optimizer over a dummy tensor gives a weight of the loss, not a rate")
-def schedule_of_a_weight_of_the_loss():
-    model = mlp(6, 32, 3)
-    optimizer = sgd(model, 0.05)
-    dummy = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    weight = lr_scheduler.ExponentialLR(dummy, 0.98)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            smooth = 0.1 * weight.get_last_lr()[0]
-            F.cross_entropy(model(x), y, label_smoothing=smooth).backward()
-            optimizer.step()
-            weight.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
 @odd(notes="all groups begin at a rate of 0 and are unfrozen from the top by their rates")
 def unfrozen_by_rates():
     model = mlp(6, 32, 16, 3)
@@ -112,26 +94,6 @@ def trunk_frozen_by_a_lambda():
     optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
     schedule = lr_scheduler.LambdaLR(optimizer, [lambda step: 0.0, lambda step: 0.995**step])
     return trained(optimizer, lambda loss: schedule.step(), model=model, frozen=("0.",))
-
-
-@odd(notes="groups carry lr_scale and a name, which the hand-made schedule reads")
-def scale_of_each_group_read_by_hand():
-    model = mlp(6, 32, 3)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": model[0].parameters(), "lr_scale": 0.5, "name": "trunk"},
-            {"params": model[2].parameters(), "lr_scale": 1.0, "name": "head"},
-        ],
-        lr=5e-3,
-    )
-    steps = [0]
-
-    def after(loss):
-        steps[0] += 1
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-3 * group["lr_scale"] * 0.99 ** steps[0]
-
-    return trained(optimizer, after, model=model)
 
 
 @odd(notes="a key that is another name of an option is the project's own: its weight decay schedule reads it")
@@ -210,21 +172,6 @@ def inner_optimizer_of_each_task():
                     p.copy_(start + 0.8 * (p - start))
 
     return TrainLoop(model=model, batch=data.labelled(), fit=fit)
-
-
-@odd(notes="the plateau's scheduler is called once every fourth pass, which a short run does not reach")
-def plateau_of_every_fourth_pass():
-    model = mlp(6, 32, 3)
-    optimizer = sgd(model)
-    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
-    passes = [0]
-
-    def between():
-        passes[0] += 1
-        if passes[0] % 4 == 0:
-            plateau.step(0.5)
-
-    return trained(optimizer, lambda loss: None, model=model, epochs=3, between=between)
 
 
 @odd(notes="the second of two schedulers waits for its stage")
@@ -401,15 +348,6 @@ def plateau_by_negative_loss():
         scheduler.step(val_loss)
 
     return plateaued(step, "max")
-
-
-@odd(notes="mode=min on an error that is computed from an accuracy in the call")
-def plateau_by_error_from_accuracy():
-    def step(scheduler, loss):
-        acc = 1 / (1 + loss)
-        scheduler.step(1 - acc)
-
-    return plateaued(step, "min")
 
 
 @odd(notes="a plateau scheduler has no rates of its own to be held against the declared plan")

@@ -56,30 +56,6 @@ def steps_in_the_first_pass_only():
     return over_passes(optimizer, model, each_step=each_step, each_pass=lambda epoch: scheduler.step())
 
 
-@odd(notes="the last, smaller window of a pass has its own lines for the step and for the schedule")
-def last_window_with_lines_of_its_own():
-    model = mlp(6, 32, 3)
-    optimizer = sgd(model)
-    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.99)
-
-    def fit(batches):
-        for _ in range(3):
-            waiting = False
-            for number, (x, y) in enumerate(batches, start=1):
-                F.cross_entropy(model(x), y).backward()
-                waiting = number % 3 != 0
-                if not waiting:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    scheduler.step()
-            if waiting:
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
 @odd(notes="the schedule of steps is set back at the end of each pass, to an epoch that is given")
 def position_set_at_the_end_of_each_pass():
     model = mlp(6, 32, 3)

@@ -29,19 +29,6 @@ def write_rates(groups, rate):
         group["lr"] = rate * group.get("lr_mult", 1.0)
 
 
-@odd(notes="the multiple of a group's rate is read once an epoch")
-def multiple_read_once_an_epoch():
-    model = mlp(6, 32, 3)
-    optimizer = torch.optim.SGD(layers(model, lr_mult=2.0), lr=0.05, momentum=0.9)
-    epochs = []
-
-    def adjust():
-        epochs.append(0)
-        write_rates(optimizer.param_groups, 0.05 * 0.9 ** len(epochs))
-
-    return trained(optimizer, lambda loss: None, model=model, between=adjust, epochs=3)
-
-
 @odd(notes="the schedule goes through the list of groups that the optimizer was given, which are its own")
 def groups_kept_by_the_project():
     model = mlp(6, 32, 3)
@@ -101,17 +88,6 @@ def rates_of_a_schedule_kept_in_the_group():
     keys = {"initial_lr": 0.05, "target_lr": 0.01, "start_lr": 0.1, "base_rate": 0.2, "lr_final": 1e-4, "id": 3}
     optimizer = torch.optim.SGD(layers(model, **keys), lr=0.05, momentum=0.9)
     return trained(optimizer, lambda loss: None, model=model)
-
-
-@odd(notes="the multiples were applied before the optimizer was built, and two products held at the lowest rate")
-def multiples_held_at_the_lowest_rate():
-    model = mlp(6, 32, 16, 16, 3)
-    linear = [m for m in model if isinstance(m, nn.Linear)]
-    groups = [{"params": m.parameters(), "lr_scale": 0.3 ** (3 - n)} for n, m in enumerate(linear)]
-    groups = [{**group, "lr": max(0.1 * group["lr_scale"], 0.01)} for group in groups]
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.99)
-    return trained(optimizer, lambda loss: schedule.step(), model=model)
 
 
 class Lars(torch.optim.SGD):
@@ -206,24 +182,6 @@ def state_dict_edited_and_loaded():
         for group in state["param_groups"]:
             group["lr"] = 0.1 * 0.99 ** steps[0]
         optimizer.load_state_dict(state)
-
-    return trained(optimizer, after, model=model)
-
-
-@odd(notes="the state that is saved gets the rate for the fine-tuning, each time it is saved")
-def rate_reset_in_what_is_saved():
-    model = mlp(6, 32, 3)
-    optimizer = sgd(model)
-    saved = []
-
-    def after(loss):
-        state = optimizer.state_dict()
-        for group in state["param_groups"]:
-            group["lr"] = 1e-3
-        saved[:] = [io.BytesIO()]
-        torch.save({"optimizer": state, "loss": loss.item()}, saved[0])
-        saved[0].seek(0)
-        assert torch.load(saved[0])["optimizer"]["param_groups"][0]["lr"] == 1e-3
 
     return trained(optimizer, after, model=model)
 

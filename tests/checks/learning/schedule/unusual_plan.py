@@ -67,11 +67,6 @@ def cosine_cut_short():
     return trained(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 1100), passes=1, steps=1000)
 
 
-@odd(notes="T_max is one less than the number of steps, so that the last step has the lowest rate")
-def cosine_of_one_step_less():
-    return trained(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 999), passes=1, steps=1000)
-
-
 @odd(notes="warm restarts: the rate rises again nine times in the training")
 def restarts_through_the_training():
     return trained(lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 100), passes=1, steps=1000)
@@ -82,11 +77,6 @@ def cycles_through_the_training():
     return trained(
         lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=100), passes=1, steps=1000
     )
-
-
-@odd(notes="exponential decay without an end, once a pass over the data")
-def exponential_once_a_pass():
-    return trained(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.95), each="pass", epochs=30)
 
 
 @odd(notes="the schedule counts epochs and is called once an epoch, beside a training of many steps")
@@ -115,11 +105,6 @@ def linear_over(optimizer, calls):
 
 @odd(notes="sized by all micro-batches and called at each of them, whatever the window")
 def sized_and_called_by_micro_batches(accumulate=1):
-    return trained(linear_over, inside=True, each="micro-batch", accumulate=accumulate)
-
-
-@odd(notes="the same, where the project accumulates by default")
-def sized_and_called_by_micro_batches_of_two(accumulate=2):
     return trained(linear_over, inside=True, each="micro-batch", accumulate=accumulate)
 
 

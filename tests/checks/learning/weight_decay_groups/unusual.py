@@ -23,11 +23,6 @@ def no_decay_list_with_all_spellings():
     return loop(by_list(["bias", "LayerNorm.weight", "layer_norm.weight", "norm.weight", "ln_"]))()
 
 
-@odd(notes="the list is shared with models that have batch norms, which this one has not")
-def no_decay_list_of_other_architectures():
-    return loop(by_list(["bias", "bn", "BatchNorm", "relative_position_bias_table", "ln_1", "ln_f"]))()
-
-
 @odd(notes="no_decay is empty: the model has neither biases nor norms")
 def bias_free_net_with_an_empty_group():
     model = nn.Sequential(nn.Linear(6, 24, bias=False), nn.Tanh(), nn.Linear(24, 3, bias=False))
@@ -77,22 +72,6 @@ def decay_by_whole_names():
         return two_groups([named[n] for n in sorted(listed)], [p for n, p in named.items() if n not in listed])
 
     return loop(configure)()
-
-
-@odd(notes="linear layers decay by type, all gains do too, and biases do not")
-def types_that_decay():
-    def configure(model):
-        decayed = [
-            p
-            for module in model.modules()
-            if isinstance(module, (nn.Linear, nn.Embedding, RMSNorm))
-            for name, p in module.named_parameters(recurse=False)
-            if name == "weight"
-        ]
-        kept = [p for n, p in model.named_parameters() if n.endswith("bias")]
-        return two_groups(decayed, kept)
-
-    return loop(configure, norm=RMSNorm)()
 
 
 @odd(notes="the ResNet recipe: SGD decays gains and biases too")
@@ -231,22 +210,6 @@ def head_decays_with_its_norm():
     return loop(configure, names=("norm1", "final"))()
 
 
-@odd(notes="positions decay on purpose; what decays is chosen by the module that a name begins with")
-def positions_that_decay():
-    model = Vision()
-    decayed = [p for n, p in model.named_parameters() if "backbone" in n and p.dim() > 1]
-    kept = [p for n, p in model.named_parameters() if not ("backbone" in n and p.dim() > 1)]
-    optimizer = two_groups(decayed, kept)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
 @odd(notes="divided by dimension; a module below has no_weight_decay(), for the optimizer of another library")
 def own_list_that_this_optimizer_does_not_use():
     model = Vision()
@@ -308,11 +271,6 @@ def by_lars(groups_of, warm_up=0):
 @odd(notes="one group at one weight_decay, of which the optimizer itself leaves out biases and gains (VICReg)")
 def optimizer_that_spares_biases_and_gains_itself():
     return by_lars(lambda model: model.parameters())
-
-
-@odd(notes="the same under a warm-up that begins at a learning rate of 0: the first step moves nothing")
-def optimizer_that_spares_biases_while_it_warms_up():
-    return by_lars(lambda model: model.parameters(), warm_up=10)
 
 
 @odd(notes="matrices and biases have a group each at one weight_decay; the optimizer spares the second (barlowtwins)")

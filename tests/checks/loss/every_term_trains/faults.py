@@ -130,16 +130,6 @@ pair(
     faulty=confident(lambda entropy: entropy.item()),
     fixed=confident(lambda entropy: entropy),
 )
-pair(
-    "entropy_detached",
-    CHECK,
-    "term_detached",
-    culprits=("entropy",),
-    where="entropy = -(shares",
-    mentions=("detached as a whole",),
-    faulty=confident(lambda entropy: entropy.detach()),
-    fixed=confident(lambda entropy: entropy),
-)
 
 
 class Variational(nn.Module):
@@ -192,27 +182,6 @@ pair(
     mentions=("argmax",),
     faulty=segmentation(lambda scores: F.one_hot(scores.argmax(-1), 3).float()),
     fixed=segmentation(lambda scores: scores.softmax(-1)),
-)
-
-
-def regularised(context):
-    def loss_of(model, x, y):
-        scores = model(x)
-        with context():
-            decay = sum((p**2).sum() for p in model.parameters())
-        return F.cross_entropy(scores, y) + 1e-3 * decay
-
-    return loop(loss_of)
-
-
-pair(
-    "decay_under_no_grad",
-    CHECK,
-    "term_detached",
-    culprits=("decay",),
-    where="decay = sum(",
-    faulty=regularised(torch.no_grad),
-    fixed=regularised(torch.enable_grad),
 )
 
 
@@ -279,16 +248,6 @@ def forgetful_fit(model, optimizer, batches):
         optimizer.step()
 
 
-def replacing_fit(model, optimizer, batches):
-    for x, y in batches:
-        scores = model(x)
-        loss = 0.01 * scores.square().mean()
-        loss = F.cross_entropy(scores, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def fitted(fit, model=lambda: mlp(6, 24, 3), batch=data.labelled):
     def make():
         net = model()
@@ -306,15 +265,6 @@ pair(
     where="penalty = 0.01",
     quick=True,
     faulty=fitted(forgetful_fit),
-    fixed=fitted(penalised_fit),
-)
-pair(
-    "penalty_replaced_by_the_loss",
-    CHECK,
-    "term_left_out",
-    culprits=("loss",),
-    where="loss = 0.01",
-    faulty=fitted(replacing_fit),
     fixed=fitted(penalised_fit),
 )
 

@@ -112,30 +112,12 @@ def generator_is_given_the_whole_value() -> TrainLoop:
     return gan(frozen=True)
 
 
-@odd(notes="the same, with the critic's gradients left on and cleared before its own step")
-def generator_is_given_the_whole_value_of_an_open_critic() -> TrainLoop:
-    return gan(frozen=False)
-
-
 @odd(notes="every parameter is added times zero, so that a distributed wrapper finds them all in use")
 def all_parameters_times_zero() -> TrainLoop:
     def loss_of(model, x, y, _):
         return F.cross_entropy(model(x), y) + 0.0 * sum(p.sum() for p in model.parameters())
 
     return trained(loss_of)
-
-
-@odd(notes="the mean error in units of the data is logged, with a gradient since nobody switched it off")
-def error_in_other_units_logged() -> TrainLoop:
-    log = []
-
-    def loss_of(model, x, y, _):
-        output = model(x)
-        error = (100 * (output - y)).abs().mean()
-        log.append(float(error))
-        return F.mse_loss(output, y)
-
-    return trained(loss_of, mlp(6, 24, 1), data.table())
 
 
 @odd(notes="a penalty is made on every fourth step only")
@@ -196,18 +178,6 @@ def adversarial_examples_by_a_derivative() -> TrainLoop:
     return trained(loss_of)
 
 
-@odd(notes="a weight of one loss is the ratio of two gradients at the last layer, without a graph")
-def weight_by_the_gradients_of_the_last_layer() -> TrainLoop:
-    def loss_of(model, x, y, _):
-        scores = model(x)
-        first, second = F.cross_entropy(scores, y), (scores**2).mean()
-        last = model[-1].weight
-        sizes = [torch.autograd.grad(term, last, retain_graph=True)[0].norm() for term in (first, second)]
-        return first + 0.1 * (sizes[0] / (sizes[1] + 1e-4)).detach() * second
-
-    return trained(loss_of)
-
-
 @odd(notes="points are weighted by the slope of the model there, which is no part of what is minimised")
 def points_weighted_by_their_slope() -> TrainLoop:
     def loss_of(model, x, y, _):
@@ -253,25 +223,6 @@ def divergence_that_stops_an_epoch() -> TrainLoop:
                 optimizer.step()
 
     return TrainLoop(model=policy, optimizer=optimizer, batch=data.episode(), fit=fit)
-
-
-@odd(notes="the losses of two nets are added up for the log, after each was backpropagated")
-def losses_added_up_after_their_passes() -> TrainLoop:
-    left, right = mlp(6, 24, 3), mlp(6, 24, 3)
-    optimizer = torch.optim.Adam([*left.parameters(), *right.parameters()], lr=5e-3)
-    log = []
-
-    def fit(batches):
-        for x, y in batches:
-            first, second = (-net(x).log_softmax(-1)[range(len(y)), y].mean() for net in (left, right))
-            optimizer.zero_grad()
-            first.backward()
-            second.backward()
-            optimizer.step()
-            loss = first + second
-            log.append(loss.item())
-
-    return TrainLoop(model=[left, right], optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
 class TwoTasks(nn.Module):

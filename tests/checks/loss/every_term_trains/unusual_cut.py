@@ -47,11 +47,6 @@ def critic_in_the_pass_of_its_generator() -> TrainLoop:
     return upscaling(every=1, both=False)
 
 
-@odd(notes="the same, where the critic gathers the gradients of four batches")
-def critic_that_steps_every_fourth_batch() -> TrainLoop:
-    return upscaling(every=4, both=False)
-
-
 @odd(notes="the same in two passes, with the critic frozen in the generator's")
 def critic_frozen_in_the_pass_of_its_generator() -> TrainLoop:
     return upscaling(every=1, both=True)

@@ -66,21 +66,6 @@ def codes_against_draws_of_the_prior() -> TrainLoop:
     return loop(StochasticEncoder(), data.labelled(), loss_of, rows_interact=True)
 
 
-@odd(notes="the same by pairs of neighbours: the unbiased estimate of MMD in linear time")
-def codes_against_draws_in_linear_time() -> TrainLoop:
-    def near(a, b):
-        return torch.exp(-(a - b).pow(2).sum(1)).mean()
-
-    def loss_of(model, batch):
-        x, _ = batch
-        z, out = model(x)
-        prior = torch.randn_like(z)
-        mmd = near(z, z.roll(1, 0)) + near(prior, prior.roll(1, 0)) - near(z, prior) - near(prior, z)
-        return F.mse_loss(out, x) + mmd
-
-    return loop(StochasticEncoder(), data.labelled(), loss_of, rows_interact=True)
-
-
 @odd(notes="sorted projections of codes and of draws: a sliced Wasserstein distance pairs them by rank")
 def sliced_wasserstein_to_a_prior() -> TrainLoop:
     def loss_of(model, batch):
@@ -169,20 +154,6 @@ def labels_marked_in_place() -> TrainLoop:
     def loss_of(model, batch):
         x, y = batch
         return marked(model(x), y)
-
-    return on_rows(loss_of, outputs=3)
-
-
-@odd(notes="two losses mark the same padding in place: the second finds nothing to do")
-def labels_marked_twice() -> TrainLoop:
-    def marked(scores, labels):
-        labels[labels == 2] = -100
-        return F.cross_entropy(scores, labels.clone(), ignore_index=-100)
-
-    def loss_of(model, batch):
-        x, y = batch
-        scores = model(x)
-        return marked(scores, y) + 0.3 * marked(model(0.9 * x), y)
 
     return on_rows(loss_of, outputs=3)
 

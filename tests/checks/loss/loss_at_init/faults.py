@@ -174,35 +174,6 @@ for title, factor in (("by_a_scaler", None), ("by_a_constant", 0.25)):
     )
 
 
-# The score of a critic is expected to be zero before the first step, and its last bias is not.
-
-
-def critic(bias):
-    def make():
-        model = mlp(6, 32, 1)
-        nn.init.constant_(model[-1].bias, bias)
-        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.table(rows=32)[0],
-            expected_init_loss=0.0,
-            fit=lambda batches: train(optimizer, batches, lambda x: -model(x).mean() + (model(x) ** 2).mean() * 1e-3),
-        )
-
-    return make
-
-
-pair(
-    "critic_does_not_begin_at_zero",
-    "loss_at_init",
-    "not_as_declared",
-    mentions=("under eight seeds",),
-    faulty=critic(3.0),
-    fixed=critic(0.0),
-)
-
-
 # The head is drawn a little too wide: advice.
 
 pair(

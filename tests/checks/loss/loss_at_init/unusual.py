@@ -71,22 +71,6 @@ def bias_of_a_common_class() -> TrainLoop:
     return loop(model, points, loss_of)
 
 
-@odd(notes="a layer's bias is 1 by design: its gate begins open, and nothing is a prior")
-def gate_with_a_bias_of_one() -> TrainLoop:
-    class Gated(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.body, self.head = (torch.nn.Linear(*s) for s in ((8, 16), (8, 16), (16, 1)))
-            torch.nn.init.constant_(self.gate.bias, 1.0)
-
-        def forward(self, x):
-            return self.head(self.gate(x).sigmoid() * self.body(x).tanh())
-
-    return loop(
-        Gated(), points, lambda m, b: F.binary_cross_entropy_with_logits(m(b[0])[:, 0], (b[0][:, 0] > 1).float())
-    )
-
-
 @odd(notes="one output: all entries of its bias are one drawn number, and the loss is lower with its sign turned")
 def one_drawn_bias() -> TrainLoop:
     torch.manual_seed(12)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import random
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -64,11 +59,6 @@ def parts_of_an_accumulated_loss(accumulate=1):
         return fit
 
     return loop(mlp(6, 24, 3), fit_of)
-
-
-@odd(notes="every loss is halved before it is backpropagated, by no knob")
-def parts_of_a_halved_loss():
-    return loop(mlp(6, 24, 3), plain(lambda m, b, _n: 0.5 * summed(two_terms(m, b))))
 
 
 @odd(notes="the loss is multiplied by the scale of a scaler")
@@ -153,20 +143,6 @@ def parts_with_declared_learned_weights():
         first, second = task_losses(model, batch)
         precision = (-model.log_variance).exp()
         return {"ce": (precision[0], first), "mse": (precision[1], second), "rest": model.log_variance.sum()}
-
-    return loop(Weighted(), plain(uncertainty_loss), parts)
-
-
-@odd(notes="uncertainty weighting, with the weights of now as numbers and the logarithms as a term")
-def parts_with_learned_weights_as_numbers():
-    def parts(model, batch):
-        first, second = task_losses(model, batch)
-        precision = (-model.log_variance).exp()
-        return {
-            "ce": (precision[0].item(), first),
-            "mse": (precision[1].item(), second),
-            "rest": model.log_variance.sum(),
-        }
 
     return loop(Weighted(), plain(uncertainty_loss), parts)
 
@@ -295,28 +271,6 @@ def parts_in_evaluation_mode():
     return loop(model, plain(lambda m, b, _n: summed(two_terms(m.train(), b))), parts)
 
 
-@dataclass
-class Example:
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-
-
-@odd(notes="the batch is a dataclass, whose fields the loop overwrites")
-def parts_of_a_dataclass():
-    def parts(model, batch):
-        losses = F.cross_entropy(model(batch.inputs * 0.5), batch.labels, reduction="none")
-        return {"weighted": (losses * batch.weights).sum() / batch.weights.sum(), "mean": (0.5, losses.mean())}
-
-    def loss_of(model, batch, _number):
-        batch.inputs *= 0.5
-        losses = F.cross_entropy(model(batch.inputs), batch.labels, reduction="none")
-        return (losses * batch.weights).sum() / batch.weights.sum() + 0.5 * losses.mean()
-
-    x, labels = data.labelled()
-    return loop(mlp(6, 24, 3), plain(loss_of), parts, batch=Example(x, labels, 1 + x[:, 0].abs()))
-
-
 def masked_terms(model, batch):
     ids, targets, mask = batch
     scores = model(ids)
@@ -346,24 +300,6 @@ def parts_of_halves_of_a_batch():
         batch=(ids, targets, mask),
         optimizer=torch.optim.Adam(model.parameters(), lr=3e-3),
     )
-
-
-@odd(notes="fit reads three batches ahead")
-def parts_of_a_loop_that_reads_ahead():
-    def fit_of(model, optimizer):
-        def fit(batches):
-            ahead, source = [], iter(batches)
-            while True:
-                ahead += itertools.islice(source, 3 - len(ahead))
-                if not ahead:
-                    return
-                optimizer.zero_grad()
-                summed(two_terms(model, ahead.pop(0))).backward()
-                optimizer.step()
-
-        return fit
-
-    return loop(mlp(6, 24, 3), fit_of, batch=None, batches=lambda n: [data.labelled(seed=s) for s in range(n)])
 
 
 @odd(notes="each call moves the state of the model: a spectral norm, and a counter that its temperature depends on")
@@ -433,46 +369,6 @@ def parts_that_take_turns():
     return loop(model, plain(loss_of), lambda m, b: dict(zip(("ce", "mse"), task_losses(m, b), strict=True)))
 
 
-@odd(notes="a student follows an average of itself, at a weight that ramps up")
-def parts_with_a_mean_teacher():
-    student = mlp(6, 24, 3)
-    teacher = copy.deepcopy(student).requires_grad_(False)
-
-    def terms(model, batch):
-        scores = model(batch[0] + 0.1 * torch.randn_like(batch[0]))
-        follow = F.mse_loss(scores.softmax(-1), teacher(batch[0]).softmax(-1))
-        return {"ce": F.cross_entropy(scores, batch[1]), "follow": follow}
-
-    def fit_of(model, optimizer):
-        def fit(batches):
-            for number, batch in enumerate(batches):
-                given = terms(model, batch)
-                optimizer.zero_grad()
-                (given["ce"] + min(1.0, (number + 1) / 20) * given["follow"]).backward()
-                optimizer.step()
-                with torch.no_grad():
-                    for average, weight in zip(teacher.parameters(), model.parameters(), strict=True):
-                        average.lerp_(weight, 0.1)
-
-        return fit
-
-    return loop(student, fit_of, terms)
-
-
-@odd(notes="rows are mixed with a share that python draws, in the loop and in its parts")
-def parts_that_mix_rows():
-    def terms(model, batch):
-        x, labels = batch
-        share, order = random.betavariate(0.4, 0.4), torch.randperm(len(x))
-        scores = model(share * x + (1 - share) * x[order])
-        return {
-            "own": (share, F.cross_entropy(scores, labels)),
-            "other": (1 - share, F.cross_entropy(scores, labels[order])),
-        }
-
-    return loop(mlp(6, 24, 3), plain(lambda m, b, _n: summed(terms(m, b))), terms)
-
-
 @odd(notes="the value of the loss is 0, and its gradient that of its parts")
 def parts_of_a_loss_without_value():
     def loss_of(model, batch, _number):
@@ -531,24 +427,6 @@ def parts_of_assigned_gradients():
         return fit
 
     return loop(mlp(6, 24, 3), fit_of)
-
-
-@odd(notes="the loss of several batches is backpropagated at once")
-def parts_of_several_batches():
-    def fit_of(model, optimizer):
-        def fit(batches):
-            held = []
-            for batch in batches:
-                held.append(summed(two_terms(model, batch)))
-                if len(held) == 2:
-                    optimizer.zero_grad()
-                    torch.stack(held).mean().backward()
-                    optimizer.step()
-                    held.clear()
-
-        return fit
-
-    return loop(mlp(6, 24, 3), fit_of, batch=None, batches=lambda n: [data.labelled(seed=s) for s in range(n)])
 
 
 @odd(notes="two passes of one model must agree, which differ by their dropout alone (R-Drop)")

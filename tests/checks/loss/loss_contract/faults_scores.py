@@ -186,27 +186,10 @@ def contrastive(loss_of):
     return make
 
 
-TEMPERATURE = 0.07
-
-
-def clip_loss(scores):
-    labels = torch.arange(len(scores))
-    return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
-
-
 def info_nce(scores):
     return (scores.logsumexp(1) - scores.diagonal()).mean()
 
 
-pair(
-    "cosines_times_the_temperature",
-    "loss_contract",
-    "temperature_inverted",
-    mentions=("0.07",),
-    where="return (F.cross_entropy(scores, labels)",
-    faulty=contrastive(lambda a, b: clip_loss(a @ b.T * TEMPERATURE)),
-    fixed=contrastive(lambda a, b: clip_loss(a @ b.T / TEMPERATURE)),
-)
 pair(
     "info_nce_by_hand_times_the_temperature",
     "loss_contract",

@@ -117,24 +117,6 @@ def span_in_a_text() -> TrainLoop:
     return loop(Reader(), lambda: tokens(length=8), loss_of)
 
 
-class Nodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.score = relu_mlp(3, 16, 4)
-
-    def forward(self, nodes):
-        return self.score(nodes).flatten(1)
-
-
-@odd(notes="an action is a node and what is done to it: all pairs are the classes of one softmax")
-def actions_of_several_nodes() -> TrainLoop:
-    def draw():
-        nodes = torch.randn(8, 5, 3)
-        return nodes, nodes.flatten(1).argmax(1)
-
-    return loop(Nodes(), draw, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
-
-
 @odd(notes="word counts as targets of cross_entropy: the likelihood of a multinomial, rows weigh by their length")
 def counts_as_targets() -> TrainLoop:
     def draw():
@@ -224,16 +206,6 @@ def pairs_of_scores() -> TrainLoop:
     return loop(relu_mlp(8, 24, 1), curves, loss_of)
 
 
-@odd(notes="each score is 1 above every lower level of the data, 1 below every higher one; the worse of two counts")
-def pairs_of_scores_and_levels() -> TrainLoop:
-    def loss_of(model, batch):
-        scores, levels = model(batch[0]), batch[1].squeeze(1)
-        gaps = (levels[:, None] - levels[None]).sign()
-        return torch.max((scores - levels - gaps) ** 2, (0.5 * scores - levels - gaps) ** 2).mean()
-
-    return loop(relu_mlp(8, 24, 1), curves, loss_of)
-
-
 @odd(notes="one target for all rows, (N, D) against (D,), as in one-class learning")
 def one_target_for_all() -> TrainLoop:
     centre = torch.linspace(-1, 1, 4)
@@ -272,23 +244,6 @@ def several_tokens_ahead() -> TrainLoop:
 def shifted_inside() -> TrainLoop:
     return loop(
         GPT(shift=True), lambda: tokens(length=10), lambda m, ids: F.cross_entropy(m(ids)[0].transpose(1, 2), ids)
-    )
-
-
-class Filler(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.rnn = nn.Embedding(17, 16), nn.GRU(16, 16, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(32, 17)
-
-    def forward(self, ids):
-        return self.head(self.rnn(self.embed(ids))[0])
-
-
-@odd(notes="an autoencoder of tokens that sees both sides: the labels are the inputs")
-def tokens_given_back() -> TrainLoop:
-    return loop(
-        Filler(), lambda: tokens(length=10), lambda m, ids: F.cross_entropy(m(ids).flatten(0, 1), ids.flatten())
     )
 
 
@@ -393,20 +348,6 @@ def similarities_as_one_distribution() -> TrainLoop:
     return loop(relu_mlp(8, 24, 2), points, loss_of)
 
 
-class Pooled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.features, self.head = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(torch.logsumexp(5 * F.relu(self.features(x)).flatten(2), dim=-1) / 5)
-
-
-@odd(notes="a soft maximum over places, logsumexp of ReLUs, pools features: it normalises nothing")
-def soft_maximum_over_places() -> TrainLoop:
-    return loop(Pooled(), images, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
-
-
 class Copying(nn.Module):
     def __init__(self):
         super().__init__()
@@ -426,26 +367,3 @@ def copied_tokens() -> TrainLoop:
         return -chances.log().gather(1, ids[:, 2:3]).mean()
 
     return loop(Copying(), lambda: tokens(length=8), loss_of)
-
-
-@odd(notes="huber_loss of all pairs of quantiles and samples: an axis put in on both sides")
-def huber_of_all_pairs() -> TrainLoop:
-    levels = (torch.arange(5) + 0.5) / 5
-
-    def loss_of(model, batch):
-        quantiles, samples = model(batch[0]).unsqueeze(2), (batch[1] + 0.1 * torch.linspace(-1, 1, 5)).unsqueeze(1)
-        each = F.huber_loss(quantiles, samples, reduction="none")
-        return ((levels[:, None] - (samples < quantiles.detach()).to(each.dtype)).abs() * each).mean()
-
-    return loop(relu_mlp(8, 24, 5), curves, loss_of)
-
-
-@odd(notes="one-class learning with a floor: the labels of the data set are not used, all rows are pulled to one place")
-def pulled_to_one_place() -> TrainLoop:
-    centre = torch.linspace(-1, 1, 4)
-
-    def loss_of(model, batch):
-        out = model(batch[0])
-        return F.mse_loss(out, centre.expand(8, 4)) + F.l1_loss(out, torch.zeros_like(out))
-
-    return loop(relu_mlp(8, 24, 4), points, loss_of)

@@ -41,24 +41,6 @@ def echo_of_the_input() -> TrainLoop:
     return loop(CharLSTM(), draw, lambda m, b: scored(m(b[0]), b[1]))
 
 
-@odd(notes="an echo after three steps, the first labels ignored")
-def echo_after_three_steps() -> TrainLoop:
-    def draw():
-        ids = words(length=12)
-        return ids, torch.cat([torch.full((6, 3), -100), ids[:, :-3]], 1)
-
-    return loop(CharLSTM(), draw, lambda m, b: scored(m(b[0]), b[1]))
-
-
-@odd(notes="the copying task: words, then blanks, in which the words are to be said")
-def copying_task() -> TrainLoop:
-    def draw():
-        ids, blank = words(length=5), torch.zeros(6, 6, dtype=torch.long)
-        return torch.cat([ids, blank], 1), torch.cat([blank, ids], 1)
-
-    return loop(CharLSTM(), draw, lambda m, b: scored(m(b[0]), b[1]))
-
-
 @odd(notes="the same label everywhere: whether a text is loaded says nothing yet of positions")
 def one_label_at_each_position() -> TrainLoop:
     return loop(CharLSTM(), words, lambda m, ids: scored(m(ids), ids[:, :1].expand_as(ids)))

@@ -69,30 +69,10 @@ def focal_loss_without_from_logits() -> TrainLoop:
     return trained(three_classes(), segmented(8, 8), lambda net, b: criterion(net(b[0]), b[1]))
 
 
-@odd(notes="raw scores given to a release of a library's loss that has no from_logits yet, and squashes them itself")
-def loss_of_a_release_without_the_flag() -> TrainLoop:
-    criterion = segmentation_models_pytorch.JaccardLoss("multiclass")
-    return trained(three_classes(), segmented(8, 8), lambda net, b: criterion(net(b[0]), b[1]))
-
-
 @odd(notes="a Dice loss of raw scores with other_act=: the activation is a function")
 def dice_with_another_activation() -> TrainLoop:
     criterion = monai.DiceLoss(other_act=lambda scores: 0.5 * (1 + torch.tanh(scores)))
     return trained(segmenter(), masks(), lambda net, b: criterion(net(b[0]), b[1]))
-
-
-@odd(notes="the Dice of raw scores is computed with gradients and only logged, beside the loss that is trained")
-def dice_of_raw_scores_logged() -> TrainLoop:
-    log: list[float] = []
-
-    def loss_of(net, batch):
-        scores = net(batch[0])
-        with torch.no_grad():
-            log.append(float(monai.DiceLoss()((scores > 0).float(), batch[1])))
-            log.append(float(monai.DiceLoss()(scores, batch[1])))
-        return F.binary_cross_entropy_with_logits(scores, batch[1])
-
-    return trained(segmenter(), masks(), loss_of)
 
 
 @odd(notes="soft masks between 0 and 1, and smoothed ones, given to Dice losses")
@@ -186,17 +166,6 @@ def soft_actor() -> TrainLoop:
         return (0.2 * policy.log_prob(action) + (action - batch[:, :2]).square().sum(-1)).mean()
 
     return trained(mlp(6, 32, 4), drawn(12, 6), loss_of)
-
-
-@odd(notes="all advantages are negative: log-probabilities of the actions are minimised")
-def only_bad_actions() -> TrainLoop:
-    def loss_of(net, batch):
-        choice = Categorical(logits=net(batch["x"]))
-        gain = choice.log_prob(batch["action"]) * batch["advantage"]
-        return -gain.mean() - 0.05 * choice.entropy().mean()
-
-    batch = {"x": drawn(12, 6), "action": torch.arange(12) % 3, "advantage": -drawn(12, seed=1).abs()}
-    return trained(mlp(6, 32, 3), batch, loss_of)
 
 
 @odd(notes="the entropy of predictions is minimised, beside a cross entropy: semi-supervised learning")

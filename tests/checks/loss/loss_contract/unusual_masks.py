@@ -74,15 +74,6 @@ def only_the_prediction_times_the_mask() -> TrainLoop:
     return loop(Forecaster(), series, loss_of)
 
 
-@odd(notes="the net itself multiplies its output by the mask")
-def masked_within_the_net() -> TrainLoop:
-    def loss_of(model, batch):
-        made = model(batch["x"], batch["mask"]).squeeze(-1)
-        return F.smooth_l1_loss(made, batch["y"], reduction="sum") / batch["mask"].sum()
-
-    return loop(Forecaster(masked=True), series, loss_of)
-
-
 @odd(notes="padded predictions are replaced by the target with torch.where")
 def prediction_replaced_by_the_target() -> TrainLoop:
     def loss_of(model, batch):
@@ -93,33 +84,12 @@ def prediction_replaced_by_the_target() -> TrainLoop:
     return loop(Forecaster(), series, loss_of)
 
 
-@odd(notes="padded entries of the prediction are written over in place")
-def prediction_overwritten_in_place() -> TrainLoop:
-    def loss_of(model, batch):
-        made = model(batch["x"]).squeeze(-1)
-        made[batch["mask"] == 0] = 0.0
-        return F.mse_loss(made, batch["y"], reduction="sum") / batch["lengths"].sum()
-
-    return loop(Forecaster(), series, loss_of)
-
-
 @odd(notes="padded logits are multiplied by 0: each adds the constant log 2, and no gradient")
 def constant_binary_loss_at_padding() -> TrainLoop:
     def loss_of(model, batch):
         mask, scores = batch["mask"], model(batch["x"]).squeeze(-1)
         labels = (batch["y"] > 0).float() * mask
         return F.binary_cross_entropy_with_logits(scores * mask, labels, reduction="sum") / mask.sum()
-
-    return loop(Forecaster(), series, loss_of)
-
-
-@odd(notes="padded logits are filled with a very low number, and their label is 0: loss and gradient are 0")
-def padded_logits_filled() -> TrainLoop:
-    def loss_of(model, batch):
-        mask, scores = batch["mask"], model(batch["x"]).squeeze(-1)
-        labels = (batch["y"] > 0).float() * mask
-        scores = scores.masked_fill(mask == 0, -1e4)
-        return F.binary_cross_entropy_with_logits(scores, labels, reduction="sum") / mask.sum()
 
     return loop(Forecaster(), series, loss_of)
 
@@ -143,24 +113,6 @@ def masked_softmax_over_positions() -> TrainLoop:
         return F.mse_loss(share, wanted, reduction="sum") / len(share)
 
     return loop(Forecaster(), series, loss_of)
-
-
-@odd(notes="scores of tags are multiplied by the mask: padded positions cost the constant log 5, without a gradient")
-def tag_scores_times_the_mask() -> TrainLoop:
-    def loss_of(model, batch):
-        scores = model(batch["ids"]) * batch["mask"][..., None]
-        return F.cross_entropy(scores.transpose(1, 2), batch["tags"], reduction="sum") / batch["mask"].sum()
-
-    return loop(Forecaster(5, ids=16), words, loss_of, padding=Padding(pad_id=0))
-
-
-@odd(notes="smoothed labels of the real positions alone, which an index takes out")
-def smoothed_labels_of_real_positions() -> TrainLoop:
-    def loss_of(model, batch):
-        real = batch["mask"].bool()
-        return F.cross_entropy(model(batch["ids"])[real], batch["tags"][real], label_smoothing=0.1)
-
-    return loop(Forecaster(5, ids=16), words, loss_of, padding=Padding(pad_id=0))
 
 
 @odd(notes="smoothed labels, the loss of each position times the mask")

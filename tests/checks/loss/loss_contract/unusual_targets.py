@@ -28,15 +28,6 @@ def hot(labels, like):
     return F.one_hot(labels, 4).to(like.dtype)
 
 
-@odd(
-    notes="implicit feedback: each row's items as targets of cross_entropy, the likelihood of a multinomial (Mult-VAE)"
-)
-def items_of_each_user_as_targets() -> TrainLoop:
-    items = (torch.rand(8, 10, generator=torch.Generator().manual_seed(0)) < 0.4).float()
-    items[:, 0] = 1.0
-    return loop(relu_mlp(10, 24, 10), items, lambda m, x: F.cross_entropy(m(F.normalize(x, dim=1)), x))
-
-
 @odd(notes="mixup: labels of two rows mixed in random shares")
 def mixed_labels() -> TrainLoop:
     def loss_of(model, batch):
@@ -44,17 +35,6 @@ def mixed_labels() -> TrainLoop:
         share, other = torch.rand(len(x), 1, dtype=x.dtype), torch.randperm(len(x))
         mixed = share * hot(y, x) + (1 - share) * hot(y[other], x)
         return F.cross_entropy(model(share * x + (1 - share) * x[other]), mixed)
-
-    return loop(relu_mlp(8, 24, 4), points(), loss_of)
-
-
-@odd(notes="labels smoothed by hand over the other classes, and weighed by the confidence of whoever gave them")
-def smoothed_labels_weighed_by_confidence() -> TrainLoop:
-    def loss_of(model, batch):
-        x, y = batch
-        smooth = hot(y, x) * 0.9 + 0.1 / 4
-        confidence = 0.5 + 0.5 * torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None]
-        return F.cross_entropy(model(x), smooth * confidence)
 
     return loop(relu_mlp(8, 24, 4), points(), loss_of)
 
@@ -108,17 +88,6 @@ def labels_times_a_gate() -> TrainLoop:
     def loss_of(model, batch):
         x, y = batch
         return F.cross_entropy(model(x), hot(y, x) * torch.sigmoid(x.sum(1, keepdim=True)))
-
-    return loop(relu_mlp(8, 24, 4), points(), loss_of)
-
-
-@odd(notes="several annotators: shares of votes, with rows that fewer people labelled at less weight")
-def votes_of_annotators() -> TrainLoop:
-    def loss_of(model, batch):
-        x, y = batch
-        votes = (2 * hot(y, x) + hot((y + 1) % 4, x)) / 3
-        asked = torch.tensor([1.0, 0.5], dtype=x.dtype).repeat(len(x) // 2)[:, None]
-        return F.cross_entropy(model(x), votes * asked)
 
     return loop(relu_mlp(8, 24, 4), points(), loss_of)
 

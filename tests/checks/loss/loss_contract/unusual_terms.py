@@ -125,19 +125,6 @@ def validation_loss_with_a_history() -> TrainLoop:
     return classifier(fit)
 
 
-@odd(notes="a term is kept on the trainer for a plot at the end of the epoch")
-def term_kept_on_the_trainer() -> TrainLoop:
-    trainer = SimpleNamespace(last_margin=None)
-
-    def fit(model, optimizer, batches):
-        for x, y in batches:
-            kind, image = model(x)
-            trainer.last_margin = F.multi_margin_loss(kind, y)
-            stepped(optimizer, F.cross_entropy(kind, y) + F.mse_loss(image, x))
-
-    return classifier(fit)
-
-
 def split_in_two(model, criterion):
     """pygcn and pyGAT: after each step the model is evaluated, without no_grad(), on the nodes that it is not trained
     on."""
@@ -160,11 +147,6 @@ def split_in_two(model, criterion):
 def validation_in_evaluation_mode_with_a_history() -> TrainLoop:
     layers = nn.Linear(8, 16), nn.ELU(), nn.Dropout(0.5), nn.Linear(16, 4), nn.LogSoftmax(1)
     return split_in_two(nn.Sequential(*layers), F.nll_loss)
-
-
-@odd(notes="a validation with a criterion object, whose own mode stays that of training")
-def validation_by_a_criterion_with_a_history() -> TrainLoop:
-    return split_in_two(mlp(8, 16, 4), nn.CrossEntropyLoss())
 
 
 @odd(notes="an energy-based critic raises the error of fakes up to a margin, and lowers that of real examples (EBGAN)")

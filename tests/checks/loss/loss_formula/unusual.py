@@ -25,15 +25,6 @@ def focal_tversky_with_unequal_weights():
     return segmentation(loss_of)()
 
 
-@odd(notes="the score is maximised by its logarithm, and the denominator has squares")
-def minus_log_of_dice_with_squares():
-    def loss_of(out, mask):
-        p, t = out.sigmoid(), mask
-        return -torch.log((2 * (p * t).sum() + 1) / (p.square().sum() + t.square().sum() + 1))
-
-    return segmentation(loss_of)()
-
-
 @odd(notes="the Dice score is subtracted from a cross entropy")
 def entropy_minus_dice():
     def loss_of(out, mask):
@@ -74,15 +65,6 @@ def entropy_of_positives_and_negatives_apart():
         positive = -(y * torch.log(p)).sum() / y.sum()
         negative = -((1 - y) * torch.log(1 - p)).sum() / (1 - y).sum()
         return (positive + negative) / 2
-
-    return classifier(loss_of)()
-
-
-@odd(notes="positives weigh three times as much, with the numbers kept away from 0 and 1")
-def weighted_entropy_of_clamped_probabilities():
-    def loss_of(z, y):
-        p = z.sigmoid().clamp(1e-6, 1 - 1e-6)
-        return -(3 * y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
 
     return classifier(loss_of)()
 
@@ -285,15 +267,6 @@ def jaccard_weighted_by_two():
         return (1 - 2 * (both + 1) / (p.sum(1) + t.sum(1) - both + 1)).mean()
 
     return segmentation(loss_of)()
-
-
-@odd(notes="asymmetric focal loss: positives by the exponent 1 and with a weight, negatives by 2")
-def asymmetric_exponents_with_a_weight():
-    def loss_of(z, y):
-        p = z.sigmoid()
-        return (-2.0 * y * (1 - p) * torch.log(p) - (1 - y) * p**2.0 * torch.log(1 - p)).mean()
-
-    return classifier(loss_of)()
 
 
 @odd(notes="a hard sigmoid before the Dice: probabilities, although the outputs of the layer are none")

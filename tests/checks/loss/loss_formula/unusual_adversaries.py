@@ -63,23 +63,6 @@ def slope_at_data_is_lowered():
     return game(of_critic, lambda critic, _, made: F.softplus(-critic(made)).mean(), **of_pictures())
 
 
-@odd(notes="slopes to the sixth power (WGAN-div)")
-def slope_to_a_power():
-    def of_critic(critic, real, made):
-        norm = slope_between(critic, real, made).square().sum((1, 2, 3)).pow(3)
-        return critic(made).mean() - critic(real).mean() + 2 * norm.mean()
-
-    return game(of_critic, lambda critic, _, made: -critic(made).mean(), **of_pictures())
-
-
-@odd(notes="hinges for the critic, a plain mean for the maker")
-def hinges_of_a_critic():
-    return game(
-        lambda critic, real, made: F.relu(1 - critic(real)).mean() + F.relu(1 + critic(made)).mean(),
-        lambda critic, _, made: -critic(made).mean(),
-    )
-
-
 @odd(notes="labels of -1 and 1 multiply scores in one hinge for both halves of a batch")
 def one_hinge_for_both_halves():
     def of_critic(critic, real, made):

@@ -34,19 +34,6 @@ def normal_with_a_softplus_variance():
     return made_of(loss_of)
 
 
-@odd(notes="without the halves: both terms count twice as much as in the textbook")
-def normal_without_halves():
-    return made_of(lambda mean, log_var, y: (log_var + (y - mean).square() * torch.exp(-log_var)).sum(1).mean())
-
-
-@odd(notes="a known variance: squares over it, and no logarithm")
-def normal_with_a_known_variance():
-    def loss_of(mean, other, y):
-        return (0.5 * (y - mean).square() / 0.3**2 + 0.01 * other.square()).mean()
-
-    return made_of(loss_of)
-
-
 @odd(notes="the variance without a gradient weighs each row's likelihood (beta-NLL)")
 def likelihood_weighted_by_its_variance():
     def loss_of(mean, log_var, y):
@@ -94,32 +81,12 @@ def evidential_regression():
     return trained(loss_of, rows(), model=Evidence())
 
 
-@odd(notes="evidence for classes: squares and the variance of a Dirichlet density")
-def evidential_classes():
-    def loss_of(model, b):
-        x, y = b
-        alpha = F.softplus(model(x)) + 1
-        total = alpha.sum(1, keepdim=True)
-        p, t = alpha / total, F.one_hot(y, 4).to(alpha.dtype)
-        return ((t - p).square() + p * (1 - p) / (total + 1)).sum(1).mean()
-
-    return trained(loss_of, (torch.randn(10, 6), torch.arange(10) % 4))
-
-
 @odd(notes="a Huber loss by hand: quadratic near 0, and the threshold is a factor further out")
 def huber_by_hand():
     def loss_of(mean, other, y):
         size = (y - mean).abs()
         near = size.clamp(max=0.5)
         return (0.5 * near.square() + 0.5 * (size - near) + 0.1 * (other - y).square()).mean()
-
-    return made_of(loss_of)
-
-
-@odd(notes="a robust loss with a learned outlier threshold, under a root")
-def root_of_squares():
-    def loss_of(mean, other, y):
-        return (torch.sqrt((y - mean).square() + 1e-6) + torch.log1p((y - other).square())).mean()
 
     return made_of(loss_of)
 

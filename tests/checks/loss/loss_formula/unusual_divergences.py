@@ -64,18 +64,6 @@ def two_levels(loss_of):
     return trained(loss_of, torch.randn(8, 6), model=TwoLevels())
 
 
-@odd(notes="residual normals (NVAE): the squared shift over the prior's variance is not squared again")
-def divergence_relative_to_the_prior():
-    def loss_of(model, x):
-        again, (mean, log_std), (shift, stretch, _, prior_log_std) = model(x)
-        relative = shift.square() * torch.exp(-2 * prior_log_std)
-        lower = 0.5 * (relative + torch.exp(2 * stretch) - 1) - stretch
-        upper = 0.5 * (mean.square() + torch.exp(2 * log_std) - 1) - log_std
-        return F.mse_loss(again, x) + 0.1 * (upper.sum(1) + lower.sum(1)).mean()
-
-    return two_levels(loss_of)
-
-
 @odd(notes="the same by log-variances: what takes the mean's place is a square already")
 def relative_divergence_by_log_variances():
     def loss_of(model, x):
@@ -164,12 +152,3 @@ def kernel_distance_from_the_prior():
 
     made = trained(loss_of, torch.randn(8, 6), model=Sampler())
     return TrainLoop(model=made.model, optimizer=made.optimizer, batch=made.batch, fit=made.fit, rows_interact=True)
-
-
-@odd(notes="only the mean is penalised, with a fixed spread: the divergence without its other terms")
-def divergence_of_a_fixed_spread():
-    def loss_of(model, x):
-        again, mean, _ = model(x)
-        return F.mse_loss(again, x) + 0.05 * mean.square().sum(1).mean()
-
-    return coded(loss_of)

@@ -50,17 +50,6 @@ def supervised_contrastive():
     return compared(loss_of, labelled())
 
 
-@odd(notes="the positive is left out of the sum below the bar (DCL)")
-def decoupled_contrastive():
-    def loss_of(model, b):
-        one, two = (F.normalize(model(x), dim=1) for x in b)
-        across = one @ two.T / 0.5
-        negatives = ~torch.eye(len(one), dtype=torch.bool)
-        return (torch.logsumexp(across.masked_fill(~negatives, -1e9), 1) - across.diagonal()).mean()
-
-    return compared(loss_of, views())
-
-
 @odd(notes="each row is to be apart from all others: the label is its own similarity, on the diagonal")
 def rows_apart_by_their_own_similarity():
     def loss_of(model, b):
@@ -128,15 +117,6 @@ def classic_contrastive():
         return (same * distance.square() + (1 - same) * F.relu(1.5 - distance).square()).mean()
 
     return trained(loss_of, (torch.randn(8, 6), torch.randn(8, 6), (torch.arange(8) % 2).float()))
-
-
-@odd(notes="a triplet: the distance to the negative is raised up to a margin")
-def triplet_of_cosines():
-    def loss_of(model, b):
-        anchor, near, far = (F.normalize(model(x), dim=1) for x in b)
-        return F.relu((anchor * far).sum(1) - (anchor * near).sum(1) + 0.2).mean()
-
-    return trained(loss_of, tuple(torch.randn(8, 6) for _ in range(3)))
 
 
 @odd(notes="uniformity: the logarithm of the mean of exponentials of negative distances is lowered")

@@ -36,30 +36,11 @@ def ratio_of(model, b):
     return (Categorical(logits=model(b["state"])).log_prob(b["action"]) - b["old"]).exp()
 
 
-@odd(notes="the batch holds costs, and the larger of both products is lowered")
-def clipped_costs():
-    def loss_of(model, b):
-        ratio = ratio_of(model, b)
-        return torch.max(ratio * b["gain"], ratio.clamp(0.8, 1.2) * b["gain"]).mean()
-
-    return trained(loss_of, rollout())
-
-
 @odd(notes="the advantages are negated before both products: the larger one is lowered")
 def clipped_with_negated_advantages():
     def loss_of(model, b):
         ratio, cost = ratio_of(model, b), -(b["gain"] - b["gain"].mean()) / (b["gain"].std() + 1e-8)
         return torch.max(cost * ratio, cost * torch.clamp(ratio, 0.8, 1.2)).mean()
-
-    return trained(loss_of, rollout())
-
-
-@odd(notes="a third bound for negative advantages (dual clip)")
-def clipped_twice():
-    def loss_of(model, b):
-        ratio, gain = ratio_of(model, b), b["gain"]
-        inner = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        return -torch.where(gain < 0, torch.max(inner, 3.0 * gain), inner).mean()
 
     return trained(loss_of, rollout())
 
@@ -139,17 +120,6 @@ def one_spread_for_two_coordinates():
         out = model(x)
         mean, log_var = out[:, :2], out[:, 2]
         return (0.5 * (y - mean).square().sum(1) * (-log_var).exp() + log_var).mean()
-
-    return trained(loss_of, (torch.randn(8, 6), torch.randn(8, 2)))
-
-
-@odd(notes="one log-variance for both coordinates, spread over them: the logarithm counts as often as it is shared")
-def one_spread_expanded():
-    def loss_of(model, b):
-        x, y = b
-        out = model(x)
-        mean, log_var = out[:, :2], out[:, 2:3].expand(-1, 2)
-        return (0.5 * (y - mean) ** 2 / log_var.exp() + 0.5 * log_var).sum(1).mean()
 
     return trained(loss_of, (torch.randn(8, 6), torch.randn(8, 2)))
 

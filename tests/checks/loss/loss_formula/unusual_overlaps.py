@@ -18,20 +18,6 @@ def distance_map(probabilities, labels, distances):
     return (distances.to(probabilities.dtype)[labels].movedim(-1, 1) * probabilities).sum(1)
 
 
-DISTANCES = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.5], [1.0, 0.5, 0.0]])
-
-
-@odd(notes="Wasserstein Dice: a map of errors stands in the fraction, not a map of probabilities")
-def wasserstein_dice():
-    def loss_of(scores, labels):
-        error = distance_map(scores.softmax(1), labels, DISTANCES).flatten(1)
-        counts = (labels != 0).to(error.dtype).flatten(1)
-        hit = (counts * (1 - error)).sum(1)
-        return (1 - (2 * hit + 1e-5) / (2 * hit + error.sum(1) + 1e-5)).mean()
-
-    return segmenter(loss_of)()
-
-
 @odd(notes="Wasserstein Dice with weights of classes on both sides of the bar: what is raised falls in the errors")
 def wasserstein_dice_with_weights():
     def loss_of(scores, labels):
@@ -51,37 +37,6 @@ def dice_of_errors():
         return ((p - t).abs().sum(1) / (p.sum(1) + t.sum(1) + 1e-5)).mean()
 
     return segmentation(loss_of)()
-
-
-@odd(notes="an error map of two classes and the mask, in the fraction of Dice: it is minimised")
-def overlap_of_errors_and_mask():
-    def loss_of(out, mask):
-        p, t = out.sigmoid().flatten(1), mask.flatten(1)
-        error = p * (1 - t) + (1 - p) * t
-        return ((2 * (error * t).sum(1) + 1e-3) / (error.sum(1) + t.sum(1) + 1e-3)).mean()
-
-    return segmentation(loss_of)()
-
-
-@odd(notes="the logarithm of the hyperbolic cosine of a Dice loss")
-def log_cosh_dice():
-    def loss_of(out, mask):
-        p, t = out.sigmoid().flatten(1), mask.flatten(1)
-        dice = (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1)
-        return torch.log(torch.cosh(1 - dice)).mean()
-
-    return segmentation(loss_of)()
-
-
-@odd(notes="classes are weighted by their squared volumes on both sides of the bar, and the score is subtracted")
-def generalised_dice_as_a_score():
-    def loss_of(scores, labels):
-        p, t = scores.softmax(1).flatten(2), F.one_hot(labels, 3).movedim(-1, 1).flatten(2).to(scores.dtype)
-        weight = 1 / (t.sum((0, 2)).square() + 1e-5)
-        both, all_of_them = (p * t).sum((0, 2)) * weight, (p + t).sum((0, 2)) * weight
-        return F.cross_entropy(scores, labels) - (2 * both.sum() + 1e-5) / (all_of_them.sum() + 1e-5)
-
-    return segmenter(loss_of)()
 
 
 @odd(notes="generalised Dice as an error: the weighted misses over the weighted volumes")
@@ -113,16 +68,6 @@ def lovasz_softmax():
         return total / 3
 
     return segmenter(loss_of)()
-
-
-@odd(notes="Lovasz hinge: margins of raw scores are sorted before the clamp")
-def lovasz_hinge():
-    def loss_of(out, mask):
-        scores, labels = out.flatten(), mask.flatten()
-        margins, order = (1 - scores * (2 * labels - 1)).sort(descending=True)
-        return F.relu(margins) @ slopes_of_jaccard(labels[order])
-
-    return segmentation(loss_of)()
 
 
 @odd(
@@ -223,14 +168,5 @@ def poly_loss():
     def loss_of(scores, labels):
         loss = F.cross_entropy(scores, labels, reduction="none")
         return (loss + 2.0 * (1 - torch.exp(-loss))).mean()
-
-    return classifier(loss_of, classes=3)()
-
-
-@odd(notes="rows to be forgotten: their likelihood is lowered on purpose, beside that of rows to be kept")
-def some_rows_are_forgotten():
-    def loss_of(scores, labels):
-        log_p = scores.log_softmax(1).gather(1, labels[:, None]).squeeze(1)
-        return -log_p[:8].mean() + 0.1 * log_p[8:].mean()
 
     return classifier(loss_of, classes=3)()

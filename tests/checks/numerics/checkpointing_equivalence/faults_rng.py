@@ -59,15 +59,6 @@ class DroppedBefore(Blocks):
 
 
 pair(
-    "layers_dropped_under_a_reentrant_checkpoint",
-    CHECK,
-    "rng_not_preserved",
-    culprits=("python's random",),
-    where="self.run(",
-    faulty=language(Dropped, run=reentrant),
-    fixed=language(DroppedBefore, run=reentrant),
-)
-pair(
     "layers_dropped_under_a_checkpoint",
     CHECK,
     "rng_not_preserved",

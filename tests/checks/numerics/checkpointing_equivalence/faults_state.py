@@ -11,7 +11,6 @@ from tests.checks.numerics.checkpointing_equivalence.language_models import (
     CHECK,
     Blocks,
     language,
-    reentrant,
     saved,
 )
 from tests.loops import data
@@ -56,35 +55,6 @@ pair(
 )
 
 
-# Keys of the last call are kept and attended to: when the block runs again it finds its own.
-
-
-class Remembering(GPT):
-    def __init__(self, *, writes_inside, run):
-        super().__init__()
-        self.writes_inside, self.run, self.last = writes_inside, run, None
-
-    def part(self, x, last):
-        if self.writes_inside:
-            last, self.last = self.last, x.detach()
-        return self.blocks[0](x if last is None or last.shape != x.shape else x + 0.3 * last)
-
-    def forward(self, ids):
-        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
-        last = self.last
-        x = self.run(self.part, x, None if self.writes_inside else last)
-        if not self.writes_inside:
-            self.last = x.detach()
-        return self.head(self.norm(x))
-
-
-pair(
-    "memory_written_under_a_reentrant_checkpoint",
-    CHECK,
-    "state_changed",
-    faulty=language(Remembering, writes_inside=True, run=reentrant),
-    fixed=language(Remembering, writes_inside=False, run=reentrant),
-)
 # A memory of earlier batches grows under a checkpoint: when it runs again, there is more to look back at.
 
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import (
 )
 
 from pytest_trainloop.loop import TrainLoop
-from tests.loops.nets import mlp, relu_mlp
+from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import curves, fresh, images, points, tokens
+from tests.loops.random_data import curves, fresh, points, tokens
 
 
 class Block(nn.Module):
@@ -91,14 +91,6 @@ def nested_checkpoints() -> TrainLoop:
             return checkpoint(block, y, use_reentrant=False)
 
         return checkpoint(inner, F.dropout(x, 0.1), use_reentrant=False)
-
-    return classifier(Stack(twice, dropout=0.1))
-
-
-@odd(notes="a re-entrant checkpoint within one")
-def nested_reentrant_checkpoints() -> TrainLoop:
-    def twice(block, x):
-        return checkpoint(lambda y: checkpoint(block, y, use_reentrant=True), x, use_reentrant=True)
 
     return classifier(Stack(twice, dropout=0.1))
 
@@ -187,23 +179,6 @@ def saved_tensors_offloaded() -> TrainLoop:
     return classifier(Stack(functools.partial(checkpoint, use_reentrant=False)), fit)
 
 
-@odd(notes="micro-batches with checkpoints: several backward passes of re-entrant checkpoints before a step")
-def checkpoints_and_accumulation(accumulate=2, checkpoint=True) -> TrainLoop:
-    from torch.utils.checkpoint import checkpoint as checkpointed
-
-    def call(block, x):
-        return checkpointed(block, x, use_reentrant=True) if checkpoint else block(x)
-
-    def fit(model, optimizer, batches):
-        for i, (x, y) in enumerate(batches, start=1):
-            (F.cross_entropy(model(x), y) / accumulate).backward()
-            if i % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return classifier(Stack(call), fit)
-
-
 @odd(notes="a frozen base under re-entrant checkpoints: a hook makes the first layer's output require grad")
 def frozen_base_with_a_hook_for_grad() -> TrainLoop:
     model = Stack(functools.partial(checkpoint, use_reentrant=True))
@@ -227,29 +202,6 @@ def stochastic_depth_before_checkpoints() -> TrainLoop:
         return x if block.training and random.random() < 0.3 else checkpoint(block, x, use_reentrant=False)
 
     return classifier(Stack(maybe))
-
-
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
-        self.head = nn.Linear(128, 4)
-        self.body[1].requires_grad_(False)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.body[1].eval()
-        return self
-
-    def forward(self, x):
-        return self.head(checkpoint(self.body, x, use_reentrant=False).flatten(1))
-
-
-@odd(notes="a pretrained batch norm under a checkpoint stays in evaluation mode: its statistics are not touched")
-def batch_norm_at_rest_under_a_checkpoint() -> TrainLoop:
-    model = Convolutions()
-    model.body[1].running_mean.normal_(0.0, 0.1)
-    return classifier(model.train(), batches=images)
 
 
 @odd(notes="a batch norm under a checkpoint trains: its statistics move twice a step, which gradients do not see")
@@ -290,23 +242,6 @@ def checkpoints_in_training_only() -> TrainLoop:
     return classifier(OnlyInTraining(dropout=0.1), fit)
 
 
-@odd(notes="checkpoints begin with the third step, when sequences grow longer")
-def checkpoints_from_the_third_step() -> TrainLoop:
-    taken = [0]
-
-    def call(block, x):
-        return checkpoint(block, x, use_reentrant=True) if taken[0] > 2 else block(x)
-
-    def fit(model, optimizer, batches):
-        for x, y in batches:
-            taken[0] += 1
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return classifier(Stack(call, dropout=0.1), fit)
-
-
 @odd(notes="one block is used three times over, under re-entrant checkpoints: its gradient comes in three parts")
 def shared_block_under_checkpoints(checkpoint=True) -> TrainLoop:
     from torch.utils.checkpoint import checkpoint as checkpointed
@@ -343,29 +278,6 @@ def masks_drawn_beforehand(checkpoint=False) -> TrainLoop:
             return self.last(F.dropout(x, 0.1))
 
     return classifier(Masked())
-
-
-@odd(notes="two nets, two optimizers, and only the generator's layers are checkpointed")
-def adversaries_with_checkpoints() -> TrainLoop:
-    def call(block, x):
-        return checkpoint(block, x, use_reentrant=False)
-
-    maker, judge = Stack(call, outputs=8), mlp(8, 16, 1, activation=nn.Tanh)
-    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.9)) for net in (maker, judge)]
-
-    def fit(batches):
-        for x, _ in batches:
-            made = maker(torch.randn_like(x))
-            optimizers[1].zero_grad()
-            (F.softplus(-judge(x)) + F.softplus(judge(made.detach()))).mean().backward()
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            F.softplus(-judge(made)).mean().backward()
-            optimizers[0].step()
-
-    return TrainLoop(
-        model={"maker": maker, "judge": judge}, optimizer=optimizers, batch=points(), batches=fresh(points), fit=fit
-    )
 
 
 @odd(notes="a closure makes several checkpointed passes within one step")

@@ -94,29 +94,6 @@ def statistics_measured_anew_at_the_end() -> TrainLoop:
     return classifier(model, fit)
 
 
-class Siamese(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
-
-    def forward(self, left, right):
-        return self.body(left), self.body(right)
-
-
-@odd(notes="a siamese net: one batch norm sees both views, and its statistics move twice a step")
-def siamese_net_with_a_batch_norm() -> TrainLoop:
-    model = Siamese()
-    x, y = points()
-
-    def loss_of(item):
-        left, right = model(item[0], item[0].flip(0))
-        same = (item[1] == item[1].flip(0)).to(left.dtype)
-        distance = F.pairwise_distance(left, right)
-        return (same * distance.square() + (1 - same) * F.relu(2.0 - distance).square()).mean()
-
-    return classifier(model, batch=(x, y), loss_of=loss_of)
-
-
 class SimSiam(nn.Module):
     def __init__(self):
         super().__init__()
@@ -138,27 +115,6 @@ def two_views_through_batch_norms() -> TrainLoop:
     x = torch.randn(16, 8, generator=generator)
     views = (x + 0.1 * torch.randn(16, 8, generator=generator), x + 0.1 * torch.randn(16, 8, generator=generator))
     return classifier(model, batch=views, loss_of=lambda item: model(*item))
-
-
-@odd(notes="a discriminator with a batch norm sees real rows and made ones in two passes")
-def discriminator_of_real_and_made_rows_in_two_passes() -> TrainLoop:
-    maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-    judge = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    of_maker, of_judge = (torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for net in (maker, judge))
-
-    def fit(batches):
-        for real, _ in batches:
-            made = maker(torch.randn(len(real), 4, dtype=real.dtype))
-            yes, no = real.new_ones(len(real), 1), real.new_zeros(len(real), 1)
-            of_judge.zero_grad()
-            loss = F.binary_cross_entropy_with_logits(judge(real), yes)
-            (loss + F.binary_cross_entropy_with_logits(judge(made.detach()), no)).backward()
-            of_judge.step()
-            of_maker.zero_grad()
-            F.binary_cross_entropy_with_logits(judge(made), yes).backward()
-            of_maker.step()
-
-    return TrainLoop(model=[maker, judge], optimizer=[of_maker, of_judge], batch=points(), fit=fit)
 
 
 @odd(notes="a mean teacher inside the loop is a copy in training mode: its norms see the batch as the student's do")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import torch
 import torch.nn.functional as F
@@ -38,21 +37,6 @@ def notfinite_batch_skipped():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
-
-
-@odd(notes="a step whose gradient norm is not finite is left out, as with a loss scale by hand")
-def notfinite_norm_skips_the_step():
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-    def fit(batches):
-        for i, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x) / (0.0 if i % 3 == 0 else 1.0), y).backward()
-            if math.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()):
-                optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
 
@@ -145,27 +129,6 @@ def notfinite_log_of_a_mask():
     return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=plain(model, optimizer, loss_of))
 
 
-@odd(notes="a running maximum begins at -inf, and the best loss so far at inf")
-def notfinite_starts_of_extremes():
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def fit(batches):
-        best = float("inf")
-        for x, y in batches:
-            scores = model(x)
-            top = torch.full((len(x),), float("-inf"))
-            for column in scores.unbind(1):
-                top = torch.maximum(top, column)
-            loss = F.cross_entropy(scores, y) + 1e-3 * (scores.logsumexp(1) - top).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            best = min(best, loss.item())
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
-
-
 @odd(notes="parameters are made without values, and set by the loop before anything uses them")
 def notfinite_until_initialised():
     model = relu_mlp(8, 16, 4)
@@ -253,30 +216,3 @@ def notfinite_forward_algorithm_by_hand():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(6, 8), fit=fit, rows_interact=True)
-
-
-@odd(notes="choices that lost are ruled out by hand: their weights are set to -inf (architecture search)")
-def notfinite_choices_ruled_out():
-    class Choosing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.paths = nn.ModuleList(relu_mlp(8, 4) for _ in range(4))
-            self.choice = nn.Parameter(torch.zeros(4))
-
-        def forward(self, x):
-            shares = self.choice.softmax(0)
-            return sum(share * path(x) for share, path in zip(shares, self.paths, strict=True))
-
-    model = Choosing()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def fit(batches):
-        for i, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            if i == 4:
-                with torch.no_grad():
-                    model.choice[model.choice.argmin()] = float("-inf")
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)

@@ -46,19 +46,9 @@ def scale_from_2_24() -> TrainLoop:
     return classifier(train_plainly, init_scale=2.0**24)
 
 
-@odd(notes="the scale starts so high that all watched steps are skipped; later ones fit")
-def scale_from_2_40() -> TrainLoop:
-    return classifier(train_plainly, init_scale=2.0**40)
-
-
 @odd(notes="the scale is tried twice as high after every two steps, and falls back each time it overflows")
 def scale_that_saws() -> TrainLoop:
     return classifier(train_plainly, init_scale=2.0**14, growth_interval=2)
-
-
-@odd(notes="the scale grows after every step")
-def scale_that_grows_at_every_update() -> TrainLoop:
-    return classifier(train_plainly, init_scale=2.0**4, growth_interval=1)
 
 
 @odd(notes="growth and backoff are no powers of two, nor is the scale")
@@ -147,32 +137,6 @@ def scale_taken_off_the_rate() -> TrainLoop:
     return classifier(train_divided_rate)
 
 
-class SelfUnscaling(torch.optim.SGD):
-    """Takes the scale off in its own step."""
-
-    scaler = None
-
-    def step(self, closure=None):
-        scale = self.scaler.get_scale()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad.div_(scale)
-        return super().step(closure)
-
-
-def train_self_unscaling(model, optimizer, scaler, batches):
-    optimizer.scaler = scaler
-    for x, y in batches:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, x, y)).backward()
-        optimizer.step()
-
-
-@odd(notes="an optimizer of one's own takes the scale off in its step")
-def optimizer_that_unscales() -> TrainLoop:
-    return classifier(train_self_unscaling, lambda p: SelfUnscaling(p, lr=0.1))
-
-
 def train_hooked(model, optimizer, scaler, batches):
     def unscale(optimizer, _args, _kwargs):
         for group in optimizer.param_groups:
@@ -219,22 +183,6 @@ def train_regularised_late(model, optimizer, scaler, batches):
 @odd(notes="a penalty in full precision is backpropagated unscaled, after the gradients have been unscaled")
 def penalty_added_after_unscale() -> TrainLoop:
     return classifier(train_regularised_late)
-
-
-def train_decayed_by_hand(model, optimizer, scaler, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, x, y)).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.grad.add_(p, alpha=1e-3 * scaler.get_scale())
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@odd(notes="weight decay is added to gradients that are still scaled, times the scale")
-def decay_added_at_scale() -> TrainLoop:
-    return classifier(train_decayed_by_hand)
 
 
 def train_listed(model, optimizer, scaler, batches):

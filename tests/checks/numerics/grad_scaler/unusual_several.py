@@ -108,36 +108,6 @@ def scale_that_falls_as_the_loss_is_ramped_up() -> TrainLoop:
     return classifier(train_ramped, lambda p: torch.optim.Adam(p, lr=1e-2), init_scale=2.0**26)
 
 
-class Counting(torch.amp.GradScaler):
-    """Counts what is skipped, as trainers of one's own do."""
-
-    skipped = 0
-
-    def step(self, optimizer, *args, **kwargs):
-        before = self.get_scale()
-        out = super().step(optimizer, *args, **kwargs)
-        self.skipped += self.get_scale() < before
-        return out
-
-    def update(self, new_scale=None):
-        super().update(new_scale)
-
-
-@odd(notes="a scaler of one's own passes every call on")
-def scaler_subclass() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = Counting("cpu", init_scale=2.0**12, growth_interval=4)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_plainly(model, optimizer, scaler, batches),
-    )
-
-
 @odd(notes="the scaler's state is loaded before the first step: it goes on where it was saved")
 def scaler_that_is_resumed() -> TrainLoop:
     def train(model, optimizer, scaler, batches):

@@ -20,11 +20,6 @@ def adam_with_large_eps() -> TrainLoop:
     return classifier(lambda params: torch.optim.Adam(params, lr=2e-2, eps=1e-3))
 
 
-@odd(notes="eps of 1.0, as Inception was trained: the second moment hardly counts")
-def adam_with_eps_of_one() -> TrainLoop:
-    return classifier(lambda params: torch.optim.Adam(params, lr=0.3, eps=1.0))
-
-
 @odd(notes="an eps of 1e-4 in float16, where 1e-8 would be 0, under a fused step that computes in float32")
 def fused_adam_in_float16() -> TrainLoop:
     return classifier(lambda params: torch.optim.Adam(params, lr=5e-3, eps=1e-4, fused=True), torch.float16)
@@ -40,11 +35,6 @@ def rmsprop_without_eps() -> TrainLoop:
 @odd(notes="no first moment: betas (0, 0.9), as for GANs")
 def betas_without_momentum() -> TrainLoop:
     return classifier(lambda params: torch.optim.Adam(params, lr=5e-3, betas=(0.0, 0.9)))
-
-
-@odd(notes="betas (0.5, 0.9)")
-def betas_of_a_gan() -> TrainLoop:
-    return classifier(lambda params: torch.optim.Adam(params, lr=5e-3, betas=(0.5, 0.9)))
 
 
 @odd(notes="betas (0.95, 0.95), as some language models are trained: equal, and 0.95 < sqrt(0.95)")
@@ -99,21 +89,6 @@ def sparse_rows_in_sparse_adam() -> TrainLoop:
 
     ids = torch.arange(8)
     return TrainLoop(model={"table": table, "head": head}, optimizer=optimizers, batch=(ids, ids % 4), fit=fit)
-
-
-@odd(notes="sparse gradients in plain SGD, beside dense ones in the same group")
-def sparse_rows_in_sgd() -> TrainLoop:
-    model = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def fit(batches):
-        for ids, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(ids), y).backward()
-            optimizer.step()
-
-    ids = torch.arange(8)
-    return TrainLoop(model=model, optimizer=optimizer, batch=(ids, ids % 4), fit=fit)
 
 
 class Spectral(nn.Module):

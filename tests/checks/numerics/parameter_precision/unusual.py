@@ -13,7 +13,7 @@ from tests.loops import data
 from tests.loops.low_precision import BF16, classifier
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import curves, fresh, points
+from tests.loops.random_data import curves, points
 
 # What rounding would take is kept elsewhere.
 
@@ -194,11 +194,6 @@ def sgd_at_a_large_rate_in_bf16() -> TrainLoop:
     return classifier(lambda params: torch.optim.SGD(params, lr=0.5), BF16)
 
 
-@odd(notes="pure bf16 under SGD with much momentum: single gradients are lost at first, the velocity is not")
-def heavy_momentum_in_bf16() -> TrainLoop:
-    return classifier(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.95, nesterov=True), BF16)
-
-
 @odd(notes="pure bf16 under a warm-up from a hundredth of the rate: the first updates are lost, the later ones not")
 def warm_up_in_bf16() -> TrainLoop:
     model = relu_mlp(8, 24, 4).to(BF16)
@@ -243,52 +238,6 @@ def frozen_bf16_trunk_with_float32_adapters() -> TrainLoop:
 @odd(notes="bf16 weights under torch's Adafactor, whose steps are relative to the weights")
 def adafactor_in_bf16() -> TrainLoop:
     return classifier(lambda params: torch.optim.Adafactor(params, lr=0.03), BF16)
-
-
-@odd(notes="the optimizer's own hooks hand the gradients of bf16 weights to float32 masters, and the masters back")
-def masters_behind_step_hooks() -> TrainLoop:
-    model = relu_mlp(8, 24, 4).to(BF16)
-    masters = {p: p.detach().float().requires_grad_() for p in model.parameters()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=5e-4)
-
-    def hand_on(*_):
-        for p, master in masters.items():
-            master.grad, p.grad = p.grad.float(), None
-
-    @torch.no_grad()
-    def hand_back(*_):
-        for p, master in masters.items():
-            p.data.copy_(master)
-
-    optimizer.register_step_pre_hook(hand_on)
-    optimizer.register_step_post_hook(hand_back)
-
-    def fit(batches):
-        for x, y in batches:
-            F.cross_entropy(model(x.to(BF16)).float(), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
-
-
-@odd(notes="a bfloat16 copy of the weights, for a sampler, is written from a float32 average after each step")
-def published_copy_of_an_average() -> TrainLoop:
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    slow = [p.detach().clone() for p in model.parameters()]
-    published = [p.detach().bfloat16() for p in model.parameters()]
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            with torch.no_grad():
-                for s, out, p in zip(slow, published, model.parameters(), strict=True):
-                    s.lerp_(p, 1e-3)
-                    out.copy_(s)
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
 @odd(notes="tables of positions and class centres stay as they are, in bfloat16")

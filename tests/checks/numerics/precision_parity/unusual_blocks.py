@@ -47,22 +47,6 @@ def one_block_without_a_cache() -> TrainLoop:
     return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
-@odd(notes="one block spans all steps, and its casts are dropped after each")
-def one_block_with_its_cache_cleared() -> TrainLoop:
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                torch.clear_autocast_cache()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
 @odd(notes="a block spans all steps, and the model's weights are in bfloat16 themselves: nothing is cast")
 def one_block_around_low_precision_weights() -> TrainLoop:
     model = mlp().to(torch.bfloat16)

@@ -107,23 +107,6 @@ def probabilities_that_vanish_in_float16(precision="fp16") -> TrainLoop:
     return classifier(step)
 
 
-@odd(notes="a loop in float32 whose features lie far apart: under bfloat16 it would lose digits, and it never runs so")
-def large_features_in_float32() -> TrainLoop:
-    class Offset(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = net(8, 32, 4)
-
-        def forward(self, x):
-            h = x + 300.0
-            return self.body((h - h.mean(1, keepdim=True)) / 2)
-
-    def step(model, x, y):
-        F.cross_entropy(model(x), y).backward()
-
-    return classifier(step, Offset())
-
-
 @odd(notes="a loop in float32 with probabilities of 1e-9 in its loss, which no low precision would hold")
 def tiny_probabilities_in_float32() -> TrainLoop:
     def step(model, x, y):

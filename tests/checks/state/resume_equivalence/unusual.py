@@ -14,7 +14,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import AutoEncoder, mlp
+from tests.loops.nets import mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points
 
@@ -157,28 +157,6 @@ def resumed_with_a_new_schedule():
             group["lr"] = 3e-3
 
     return trainer.declared(fit=fit, load=load, scheduler=schedule, renews=("scheduler",))
-
-
-class Bank(nn.Module):
-    """Keeps the last outputs beside its weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(6, 16, 3)
-        self.register_buffer("bank", torch.zeros(8, 3), persistent=False)
-
-    def forward(self, x):
-        out = self.net(x)
-        if self.training:
-            out = out + 0.01 * self.bank.mean(0)
-            self.bank = torch.cat([self.bank[4:], out.detach()[:4]])
-        return out
-
-
-@odd(notes="a bank that fills again after each start is left out on purpose, and that is declared")
-def resumed_with_an_empty_bank():
-    model = Bank()
-    return Trainer(model, adam(model)).declared(rows_interact=True, renews=("model.bank",))
 
 
 class Cached(nn.Module):
@@ -379,39 +357,6 @@ def resumed_with_a_stream_of_its_own():
     return trainer.declared(batches=fresh(data.labelled))
 
 
-class Alternating(Trainer):
-    """Two optimizers in turn."""
-
-    def __init__(self, model):
-        super().__init__(model, [adam(model.encoder), torch.optim.SGD(model.decoder.parameters(), 0.1, momentum=0.9)])
-
-    def fit(self, batches):
-        for x in batches:
-            optimizer = self.optimizer[self.step % 2]
-            self.model.zero_grad()
-            F.mse_loss(self.model(x), x).backward()
-            optimizer.step()
-            self.step += 1
-
-    def save(self):
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizer],
-            "step": self.step,
-        }
-
-    def load(self, state):
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizer, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step = state["step"]
-
-
-@odd(notes="two optimizers take turns by the number of the step")
-def resumed_with_two_optimizers_in_turn():
-    return Alternating(AutoEncoder()).declared(data.table()[0])
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -489,28 +434,6 @@ class Epochs(Trainer):
 @odd(notes="load sets the epoch to begin in, which no training moves")
 def resumed_at_its_next_epoch():
     return Epochs(mlp(6, 16, 3)).declared()
-
-
-class Metered(Trainer):
-    """Counts what it has trained on in tensors, for a report at the end of the epoch."""
-
-    def __init__(self, model):
-        super().__init__(model, adam(model))
-        self.confusion = torch.zeros(3, 3)
-        self.last = torch.zeros(16, 3)
-
-    def loss(self, batch):
-        x, y = batch
-        logits = self.model(x)
-        self.last = logits.detach()
-        self.confusion[y, logits.argmax(1)] += 1
-        return F.cross_entropy(logits, y)
-
-
-@odd(notes="metrics of the epoch under way and the last outputs begin anew")
-def resumed_without_its_metrics():
-    trainer = Metered(mlp(6, 16, 3))
-    return trainer.declared(evaluate=lambda: trainer.confusion.trace().item() * 0)
 
 
 @odd(notes="an average that only evaluation reads is left out, and that is declared")
