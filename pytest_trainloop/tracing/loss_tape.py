@@ -213,7 +213,13 @@ class LossTape(Tape):
             place, _ = here()
             for root in tensors_in(args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))):
                 value = self._known.get(id(root))
-                if value is None or value.now is not root or not has_values(root) or not root.requires_grad:
+                if (
+                    value is None
+                    or value.call is None
+                    or value.now is not root
+                    or not has_values(root)
+                    or not root.requires_grad
+                ):
                     continue
                 found = self._slice(value, place)
                 if found is not None:

@@ -106,10 +106,10 @@ def loop_of(example: str):
         names |= {"accumulate": accumulate, "compile": compiling, "ranks": ranks}
         if "in batches" not in example and "(batches" not in example:
             exec(compiled, names)
-        elif "parts = " in example:
+        elif "parts = " in example or example.startswith("batch = "):
             defined = {**names, "batches": ()}  # a loop over no batches: what it defines is declared
             exec(compiled, defined)
-            names["parts"] = defined["parts"]
+            names |= {field: defined[field] for field in ("parts", "batch") if field in defined}
         if "forward" in names:
             model.forward = types.MethodType(names["forward"], model)
 

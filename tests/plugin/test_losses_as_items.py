@@ -274,4 +274,9 @@ def test_a_contract_counts_for_the_loops_of_its_module(pytester):
     pytester.makepyfile(BESIDE)
     result = pytester.runpytest("-p", "no:randomly", "--trainloop", "-k", "test_loop")
     result.assert_outcomes(failed=1, deselected=1)
-    result.stdout.fnmatch_lines(["*the input of overlap comes from sigmoid*", "change*overlap(torch.sigmoid(*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*overlap expects logits, and is given probabilities: the result of sigmoid*",
+            "change*overlap(torch.sigmoid(*",
+        ]
+    )

@@ -20,21 +20,20 @@ How it decides
     Labels that a decoder embeds are left as they are: they are inputs there.
 
 Faulty
-    >>> labels = torch.tensor([0, 1, -100, 2, -100, 1])
-    >>> for x, _ in batches:
+    >>> batch = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([0, 1, -100, 2, -100, 1])
+    >>> for x, labels in batches:
     ...     optimizer.zero_grad()
     ...     chosen = model(x).log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    ...     loss = -chosen.mean()
-    ...     loss.backward()
+    ...     (-chosen.mean()).backward()
     ...     optimizer.step()
 
 Fixed
+    >>> batch = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([0, 1, -100, 2, -100, 1])
     >>> for x, labels in batches:
     ...     optimizer.zero_grad()
     ...     chosen = model(x).log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
     ...     keep = labels != -100
-    ...     loss = -(chosen * keep).sum() / keep.sum()
-    ...     loss.backward()
+    ...     (-(chosen * keep).sum() / keep.sum()).backward()
     ...     optimizer.step()
 
 Known limits

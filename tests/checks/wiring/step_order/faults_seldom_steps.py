@@ -80,7 +80,6 @@ pair(
     where="loss.backward()",
     faulty=accumulating(TrainerWithTurnedCondition, 4),
     fixed=accumulating(Trainer, 4),
-    quick=True,
 )
 pair(
     "window_counted_in_examples",
