@@ -73,7 +73,8 @@ def _layers(loop: TrainLoop) -> Iterator[tuple[str, Any]]:
     for prefix, model in loop.modules.items():
         for path, module in model.named_modules(prefix=prefix):
             weight = dict(module.named_parameters(recurse=False)).get("weight") if isinstance(module, LAYERS) else None
-            if weight is not None and weight.ndim > 1 and len(weight) > 1 and weight.is_floating_point():
+            # shards and quantised weights are no plain parameters
+            if type(weight) is nn.Parameter and weight.ndim > 1 and len(weight) > 1 and weight.is_floating_point():
                 yield f"{path}.weight".lstrip("."), module
 
 
