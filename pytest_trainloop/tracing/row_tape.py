@@ -24,6 +24,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.samples import as_real
 from pytest_trainloop.recording.seams import passed_on
+from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.torch_internals import has_values, past_dispatch_modes
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, axis_of
@@ -176,7 +177,7 @@ class RowTape(ForwardPass):
                 any(t.requires_grad for t in results),
                 inputs,
                 tuple(tuple(t.shape) for t in results),
-                tuple(_checksums(_rounded(t) if self.coarse else t, self.rows) for t in results),
+                tuple(_checksums(_rounded(t) if self.coarse else t, self.rows) for t in map(local, results)),
                 given,
             )
         )
