@@ -24,7 +24,7 @@ How it decides
     whole batches that hold ids of rows, edges' features or times of day, and share signatures of which they need a
     part.
     A tensor that no model is called with is advice where no call of torch is given it and its name is that of a part of
-    a loss: ``advantages``, ``old_log_probs``, and ``done`` where a next state is read.
+    a loss: ``advantages``, and ``done`` where a next state is read.
     A loop that makes its own data (an environment, a ``get_batch()`` inside ``fit``) is judged by what its models are
     called with, in the place of the batch.
 

@@ -125,7 +125,7 @@ class _Run:
 
 
 _END, _NEXT = re.compile(r"done|terminal|terminated", re.IGNORECASE), re.compile("next", re.IGNORECASE)
-_OF_A_LOSS = re.compile(r"advantage|old_?log", re.IGNORECASE)
+_OF_A_LOSS = re.compile("advantage", re.IGNORECASE)
 """Names of what only a loss is made of. Labels may be there for an evaluation only, masks and lengths for other models
 (odd: clouds_filled_with_zeros), and a rollout keeps log-probabilities that no ratio asks for
 (odd: reinforce_by_numpy_with_rewards_of_one)."""

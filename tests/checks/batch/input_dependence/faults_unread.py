@@ -64,20 +64,20 @@ def transitions(rows=24):
 class Policy(Agent):
     """PPO: the ratio is against the policy that acted."""
 
-    def before(self, batch, log_prob):
-        return batch["old_log_prob"]
+    def gain(self, batch):
+        return batch["advantage"]
 
     def loss(self, batch):
         policy = Categorical(logits=self.model(batch["obs"]))
         log_prob = policy.log_prob(batch["action"])
-        ratio = (log_prob - self.before(batch, log_prob)).exp()
-        gain = torch.minimum(ratio * batch["advantage"], ratio.clamp(0.8, 1.2) * batch["advantage"])
+        ratio = (log_prob - batch["old_log_prob"]).exp()
+        gain = torch.minimum(ratio * self.gain(batch), ratio.clamp(0.8, 1.2) * self.gain(batch))
         return -gain.mean() - 0.01 * policy.entropy().mean()
 
 
-class PolicyAgainstItself(Policy):
-    def before(self, batch, log_prob):
-        return log_prob.detach()
+class PolicyWithoutAdvantage(Policy):
+    def gain(self, batch):
+        return 1.0
 
 
 def episode(rows=24):
@@ -107,10 +107,10 @@ pair(
     fixed=trained(Values, transitions),
 )
 pair(
-    "nothing_reads_old_log_prob",
+    "nothing_reads_advantage",
     "input_dependence",
     "input_ignored",
     level="advice",
-    faulty=trained(PolicyAgainstItself, episode),
+    faulty=trained(PolicyWithoutAdvantage, episode),
     fixed=trained(Policy, episode),
 )
