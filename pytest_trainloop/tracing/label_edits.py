@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _MOVES = VIEWS | {"__getitem__", "flip", "roll", "repeat", "index_select", "masked_select", "repeat_interleave"}
 _CASTS = CASTS | {"int", "long", "short", "bool"}
 _FILLS = CLAMPS | {"masked_fill", "nan_to_num", "relu"}
+_FOLLOWED = _MOVES | _CASTS | _FILLS | JOINS | {"where", "pad"}
+"""What these make of labels still has a place for each of them."""
+
 _KEPT = (
     EQUALITIES
     | ORDER_COMPARISONS
@@ -75,7 +78,7 @@ class LabelEdits(WatchingMode):
         self.placeholders: set[str] = set()
         """Those of them where the project had put another label in the place of the one to be ignored."""
         self.asked = False
-        """Whether the labels were compared with the one to be ignored, or a loss was told to leave it out."""
+        """Whether the labels were compared with the one to be ignored, or a loss has it as ``ignore_index``."""
 
     def take(self, _number: int, item: Any) -> None:
         """Mark the labels of a batch: for ``RunPlan.before_item``."""
@@ -92,9 +95,9 @@ class LabelEdits(WatchingMode):
         if not any(self._known(t) is not None for t in tensors_in(args, kwargs)):
             return passed_on(func, args, kwargs)
         if name in _KEPT:
-            self.asked = self.asked or (name in EQUALITIES and any(a in self._ignored.values() for a in _numbers(args)))
+            self.asked = self.asked or (name in EQUALITIES and not {*self._ignored.values()}.isdisjoint(_numbers(args)))
             return passed_on(func, args, kwargs)
-        if name in _MOVES | _CASTS | _FILLS | JOINS | {"where", "pad"} and not self._indexes(name, args):
+        if name in _FOLLOWED and not self._indexes(name, args):
             out = passed_on(func, args, kwargs)
             with self.watch.suspended():
                 self._follow(name, func, args, kwargs, out)
@@ -106,7 +109,7 @@ class LabelEdits(WatchingMode):
         with self.watch.suspended():
             spared = float(kwargs.get("ignore_index", -100)) if name in CLASS_LOSSES else None
             self.asked = self.asked or spared in self._ignored.values()
-            args, kwargs = self._edited(args, spared), {k: self._edited((v,), spared)[0] for k, v in kwargs.items()}
+            args, kwargs = self._edited(args, spared), {k: self._edited(v, spared) for k, v in kwargs.items()}
         return passed_on(func, args, kwargs)
 
     def _indexes(self, name: str, args: tuple[Any, ...]) -> bool:

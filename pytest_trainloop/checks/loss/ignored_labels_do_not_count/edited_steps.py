@@ -69,15 +69,17 @@ def counted_labels(evidence: Evidence) -> Iterator[Finding]:
     if evidence.repeatable:
         require_given_data(evidence, "no label of it is seen")
     labels = evidence.shared(ignored_labels)
-    if labels and evidence.run().raised is not None:
+    if not labels:
+        return
+    if evidence.run().raised is not None:
         raise CannotDecide("fit raises, so that no step is compared")
-    whole = _edited(evidence, LabelEdits({})) if labels else None
+    whole = _edited(evidence, LabelEdits({}))
     named: set[str] = set()
     for tensor, ignored in labels.items():
         given, edits = {tensor: ignored.label}, LabelEdits({tensor: ignored.label})
-        edited = _edited(evidence, edits)
+        difference = _differs(whole, _edited(evidence, edits))
         # what is never compared with the label holds ids or counts (odd: counts_that_hold_the_ignored_label)
-        if whole is None or not _differs(whole, edited) or (ignored.label >= 0 and not edits.asked):
+        if not difference or (ignored.label >= 0 and not edits.asked):
             continue
         for line in list(edits.edited)[:LINES]:
             placeholder = line in edits.placeholders
