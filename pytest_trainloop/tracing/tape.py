@@ -389,8 +389,8 @@ class Tape(WatchingMode):
                 elif kind & _LIBRARY and library is None:
                     library = code.co_filename, frame.f_lineno
             frame = frame.f_back
-        if functions or self.running:
-            self._note_running(functions)
+        if self._listener is not None and (functions or self.running):
+            self._note_running(self._listener, functions)
         return users or library
 
     def _kind(self, frame: FrameType, code: CodeType) -> tuple[int, CodeType]:
@@ -401,22 +401,21 @@ class Tape(WatchingMode):
         self._kinds[id(code)] = kind, code  # the code is held, so that no other one gets its identity
         return kind, code
 
-    def _note_running(self, frames: list[FrameType]) -> None:
+    def _note_running(self, listener: Listener, frames: list[FrameType]) -> None:
         """Functions whose frames are gone have ended; of those that began only the outermost counts."""
         alive = {id(frame) for frame in frames}
         ended = [one for one in self.running if id(one[0]) not in alive]
         if ended:
             self.running = [one for one in self.running if id(one[0]) in alive]
-        assert self._listener is not None
         with self.watch.suspended():
             for _, made, result in ended:
                 if made is not None and result is not None:
-                    self._listener.ended(made, result)
+                    listener.ended(made, result)
             known = {id(one[0]) for one in self.running}
             for frame in reversed(frames):
                 if id(frame) not in known:
                     inside = any(one[1] is not None for one in self.running)
-                    self.running.append([frame, None if inside else self._listener.began(frame), None])
+                    self.running.append([frame, None if inside else listener.began(frame), None])
 
 
 class Gone(LookupError):

@@ -247,14 +247,14 @@ def again(value: Value, given: Mapping[Value, torch.Tensor], calls: Mapping[Call
     place of some calls' functions. What was freed is made again too, but for what was drawn. Raises ``Gone``, and what
     torch raises."""
     made = {id(one): tensor for one, tensor in given.items()}
-    order: dict[int, Value] = {}
+    order: dict[int, tuple[Call, Value]] = {}
     todo = [value]
     while todo:
         one = todo.pop()
         if one.call is None or id(one) in made or id(one) in order:
             continue
         if depends(one, given) or (one.tensor is None and one.op not in DRAWS | DROPOUTS | SAMPLES):
-            order[id(one)] = one
+            order[id(one)] = one.call, one
             todo.extend(one.parents)
 
     def put(one: Any) -> Any:
@@ -269,16 +269,15 @@ def again(value: Value, given: Mapping[Value, torch.Tensor], calls: Mapping[Call
             raise Gone(one)
         return found
 
-    for one in sorted(order.values(), key=lambda v: v.call.number):  # type: ignore[union-attr]
-        assert one.call is not None
-        args, kwargs = put(one.call.args), put(one.call.kwargs)
+    for call, one in sorted(order.values(), key=lambda made_by: made_by[0].number):
+        args, kwargs = put(call.args), put(call.kwargs)
         device = next((t.device for t in given.values()), None)
         args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
-        if one.call.writes:
+        if call.writes:
             args = (args[0].clone(), *args[1:])
-        func = calls.get(one.call) or _BY_MEMORY.get(one.op, one.call.func)
+        func = calls.get(call) or _BY_MEMORY.get(one.op, call.func)
         out = func(*args, **kwargs)
-        made[id(one)] = args[0] if one.call.writes else out if isinstance(out, torch.Tensor) else out[one.slot]
+        made[id(one)] = args[0] if call.writes else out if isinstance(out, torch.Tensor) else out[one.slot]
     return made[id(value)]
 
 
