@@ -142,7 +142,8 @@ class TrainLoop:
     epochs
         the passes over the data of the whole training, for a scheduler that is called once a pass
     pretrained
-        which parts have pretrained weights. Accepted, and read by no check yet
+        the parts that begin with loaded weights, by their paths; True for the whole model. Loaded values that are
+        initialised again before training are then a fault
     save, load
         stopping and going on: ``save()`` returns a state and ``load(state)``, called on a fresh loop, takes it. Or
         ``save(path)`` writes and ``load(path)`` reads: a ``pathlib.Path`` in an empty temporary folder, and the folder

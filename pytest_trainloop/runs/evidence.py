@@ -44,6 +44,7 @@ DECLARED = (
     "rows_interact",
     "ordered",
     "expected_init_loss",
+    "pretrained",
     "padding",
     "renews",
     "steps",

@@ -64,6 +64,7 @@ NAMES = (
     "list_of_another_model",
     "bias_far_below_zero",
     "every_parameter_at_a_tenth",
+    "prior_bias_set_before_the_initialisation",
     "clip_far_below_the_gradient",
     "average_swapped_in_for_good",
     "moments_not_saved",

@@ -306,6 +306,21 @@ OF_TARGETS = {
         repair="compare the output at t with the token at t + 1, shifting once: in the data, or in the loss",
         source="https://github.com/huggingface/transformers/issues/27517",
     ),
+    "start_token_twice": _learns(
+        proof="every row of ids begins with one token twice, and no other position has it",
+        summary="every sequence begins with token {token} twice",
+        measured="all {rows} different rows begin so, and token {token} is at no other position",
+        shown_by=(
+            "the ids that the embedding looked up{trained:?; the label at the first position is token {token} too, so "
+            "the model learns to say it again|}"
+        ),
+        repair=(
+            "tokenize text from a chat template with add_special_tokens=False; strip the decoder's start token from "
+            "labels that the model shifts right itself"
+        ),
+        settle="a model of n-grams may begin with several start tokens",
+        source="https://github.com/OpenRLHF/OpenRLHF/issues/393",
+    ),
     "ids_out_of_range": Cause(
         proof="ids beyond the rows of an embedding",
         summary="the embedding{module:? {module}|} has rows 0 to {last} and is given ids {low} to {high}",

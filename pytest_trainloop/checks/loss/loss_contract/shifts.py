@@ -104,6 +104,17 @@ class Compared:
         return alive[0][:3] if alive[0][1] < SAID else None
 
     @property
+    def begins_twice(self) -> tuple[int, int] | None:
+        """The id that every row begins with twice, and that is at no other position, and the number of rows."""
+        rows = {tuple(row) for read in self.readings for row in read.ids.tolist()}
+        one, two = next(iter(rows))[:2]
+        if len(rows) < 2 or any(row[:2] != (one, two) for row in rows):
+            return None
+        # a calendar that counts in steps of two doubles every id (odd: half_days_of_aligned_weeks)
+        doubled = one == two and not any(one in row[2:] for row in rows) and any(row[2:3] != row[3:4] for row in rows)
+        return (one, len(rows)) if doubled else None
+
+    @property
     def is_echo(self) -> bool:
         """Whether the labels for which there is no previous id are one fixed label."""
         first = torch.cat([read.label[read.position == 0] for read in self.readings])
@@ -164,6 +175,11 @@ class Shifts:
         return any(found is not None and found[0] != 1 for found in decided)
 
     def findings(self) -> Iterator[Finding]:
+        begun = {twice: one for one in self.found.values() if (twice := one.begins_twice) is not None}
+        for (token, rows), one in begun.items():
+            trained = any(bool(((r.position == 0) & (r.label == token)).any()) for r in one.readings)
+            facts = {"token": token, "rows": rows, "trained": trained, "call": one.name}
+            yield finding_of("start_token_twice", one.where, ("input ids",), level="advice", **facts)
         decided = [(one, one.decide()) for one in self.found.values()]
         if any(found is not None and found[0] == 1 + (one.last or 0) for one, found in decided):
             return  # another loss may look elsewhere

@@ -1,0 +1,114 @@
+"""Initial values that the code loads or sets are those that training begins with.
+
+What it does
+    It builds the loop once more and notes which line writes into which parameter. Where every value that one line wrote
+    is initialised again later, it puts these values back and makes the first step.
+
+Why is this bad?
+    The line has no effect. A backbone that was to be pretrained begins at random, a classifier's bias that was set for
+    rare classes begins at zero, a residual branch that was to begin at zero does not. The loss still falls, so nothing
+    shows.
+
+How it decides
+    Chosen values are those of ``load_state_dict``, ``from_pretrained`` and ``copy_``, of an assignment, and single
+    numbers: all but 0 and 1, and zeros of a matrix. They are lost where a draw, zeros or ones replace the whole
+    parameter before anything reads it. A later value that is chosen as well is a choice and replaces an earlier one.
+    Nothing is said where another parameter keeps a value of the same line: the last layers of a pretrained model may be
+    initialised again on purpose.
+    It is a fault where ``pretrained=`` names the part, and where the first loss with the values put back is lower by
+    more than the factor of 1.5 that ``expected_init_loss`` allows. Else it is advice.
+
+Faulty
+    >>> class Detector(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.encoder = nn.Linear(8, 16)
+    ...         self.head = nn.Linear(16, 3)
+    ...         self.encoder.load_state_dict({"weight": torch.eye(16, 8), "bias": torch.zeros(16)})
+    ...         for module in (self.encoder, self.head):
+    ...             nn.init.normal_(module.weight, std=0.02)
+    ...             nn.init.zeros_(module.bias)
+    ...
+    ...     def forward(self, x):
+    ...         return self.head(self.encoder(x).tanh())
+    ...
+    >>> model = Detector()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+Fixed
+    >>> class Detector(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.encoder = nn.Linear(8, 16)
+    ...         self.head = nn.Linear(16, 3)
+    ...         nn.init.normal_(self.head.weight, std=0.02)
+    ...         nn.init.zeros_(self.head.bias)
+    ...         self.encoder.load_state_dict({"weight": torch.eye(16, 8), "bias": torch.zeros(16)})
+    ...
+    ...     def forward(self, x):
+    ...         return self.head(self.encoder(x).tanh())
+    ...
+    >>> model = Detector()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+Known limits
+    Buffers, quantised and sharded weights, and what ``fit`` itself initialises are not looked at. Of a parameter that
+    is cast to another dtype or moved to another device before it is initialised again nothing is known.
+
+References
+    https://docs.pytorch.org/docs/stable/nn.init.html
+    https://github.com/zshn25/DINOv2_mmseg/pull/1
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.checks.learning.initial_values_are_kept.causes import CAUSES, found
+from pytest_trainloop.registry import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.initial_values import Lost
+
+FACTOR = 1.5
+"""As much lower must the first loss be: what ``expected_init_loss`` allows."""
+
+
+def _nothing_chosen(evidence: Evidence) -> str:
+    from pytest_trainloop.tracing.initial_values import InitialValues
+
+    noted = evidence.shared(InitialValues.of)
+    return "" if noted.chose else "no line loads parameters or sets a value of its own in one"
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=24, steps=1, absent=_nothing_chosen)
+def initial_values_are_kept(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.initial_values_are_kept.first_losses import first_losses
+    from pytest_trainloop.recording.record import within
+    from pytest_trainloop.tracing.initial_values import InitialValues
+
+    noted, declared = evidence.shared(InitialValues.of), evidence.declared("pretrained")
+    by_line: dict[str, list[Lost]] = {}
+    for one in noted.lost:
+        by_line.setdefault(str(one.chosen.place), []).append(one)
+    for line, lost in by_line.items():
+        promised = [one for one in lost if one.chosen.loaded and declared and declared is not True]
+        promised = [one for one in promised if within(one.name, declared)]
+        if line in noted.kept and not promised:
+            continue  # the last layers are initialised again on purpose (odd: last_block_initialised_again)
+        if not promised and declared is True and lost[0].chosen.loaded:
+            promised = lost
+        named = promised or lost
+        facts: dict[str, Any] = {"written": len(named), "level": "advice", "change": line}
+        variant = ""
+        if promised:
+            variant, facts["level"] = "declared", "fault"
+        elif (losses := first_losses(evidence, lost)) is not None and losses[1] * FACTOR < losses[0]:
+            variant, facts["level"] = "first loss", "fault"
+            facts["first"], facts["back"] = losses
+        cause = "loaded_values_overwritten" if named[0].chosen.loaded else "set_values_overwritten"
+        yield found(cause, str(named[0].again), [one.name for one in named], variant, **facts)
