@@ -110,6 +110,7 @@ CAUSES = {
                 ),
             },
         },
+        source="https://github.com/NVIDIA-Merlin/models/issues/495",
     ),
 }
 

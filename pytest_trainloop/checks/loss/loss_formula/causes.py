@@ -203,6 +203,7 @@ CAUSES = {
             "the loss equals a form with two arguments, labels or directions changed round, and not the textbook form"
         ),
         repair="change them back",
+        source="https://github.com/kumar-shridhar/PyTorch-BayesianCNN/issues/28",
     ),
     "parameter_confused": _of_form(
         proof=(
@@ -214,6 +215,7 @@ CAUSES = {
     "pairs_with_itself": _of_form(
         proof="the loss equals a form with the similarity of each row with itself among what it is compared with",
         repair="mask the diagonal out before the softmax",
+        source="https://github.com/Lightning-Universe/lightning-bolts/issues/695",
     ),
     "extreme_turned": _of_form(
         proof="the loss equals a form with a minimum in place of a maximum, or the reverse, and not the textbook form",
