@@ -84,6 +84,7 @@ CAUSES = {
     "weights_rounded": Cause(
         proof="after load they are what they were, rounded to a lower precision, bit for bit",
         repair="save model.state_dict() as it is; cast a copy to half precision for the export only",
+        source="https://github.com/TensorAuto/OpenTau/issues/185",
     ),
     "optimizer_detached": Cause(
         proof="after load the optimizer steps tensors that are not in the model, and no longer those that are",
@@ -195,6 +196,7 @@ CAUSES = {
             "put them into the checkpoint (persistent=True, strict=True); it is right where they are loaded from "
             "elsewhere"
         ),
+        source="https://github.com/ligerlac/torchlogix/pull/23",
     ),
     "save_changes": Cause(
         proof="with save() between two halves training ends elsewhere than without it, and putting these back heals it",
