@@ -147,6 +147,7 @@ CAUSES = {
         ),
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/2180",
     ),
     "data_changed": Cause(
         proof="with the data put back after evaluate() training is as without it",
@@ -219,6 +220,7 @@ CAUSES = {
         proof="evaluate() raises on a fresh loop and not after optimizer steps",
         repair="make what it reads where the loop is built, if the project evaluates before it trains",
         change=("seen",),
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/7050",
     ),
 }
 
