@@ -143,6 +143,7 @@ CAUSES = {
             "result"
         ),
         repair="register_buffer(name, tensor), whose default persistent=True puts it into the state dict",
+        source="https://github.com/david-knigge/ccnn/issues/14",
     ),
     "counter_lost": Cause(
         proof="with this value alone not carried over, the resumed run ends elsewhere",
