@@ -103,6 +103,7 @@ CAUSES = {
         repair="leave rows of length one out of the data, or a batch in which nothing is left to predict",
         change=("seen",),
         settle="the project's DataLoader as batches= says whether such a row comes alone: if it does, this is a fault",
+        source="https://github.com/facebookresearch/fairseq/issues/1863",
     ),
     "index_out_of_table": Cause(
         proof="the loop raises IndexError on a row that ends in the declared padding",
