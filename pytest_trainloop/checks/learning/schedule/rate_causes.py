@@ -62,6 +62,7 @@ RATE_CAUSES = {
         repair="remove the line that writes the rate, or the scheduler",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/8884",
     ),
     "written_rate_lost": Cause(
         proof="a line writes the rate, and the scheduler replaces it before a step uses it",
