@@ -76,6 +76,7 @@ CAUSES = {
         proof="no step moves the weights by more than 2e-6 of their size, and higher learning rates learn the batch",
         explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
+        source="https://cs231n.github.io/neural-networks-3/#ratio",
     ),
     "lambda_gives_the_rate": Cause(
         proof="the largest factor that the lambda of LambdaLR returns is the base rate itself, and higher rates learn",
