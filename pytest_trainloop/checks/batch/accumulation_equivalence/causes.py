@@ -12,12 +12,14 @@ CAUSES = {
         "number of all tokens",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/ApolloResearch/e2e_sae/pull/70",
     ),
     "divided_twice": Cause(
         proof="micro-batches weigh 1/k of what they do in one batch, or less with every later one",
         repair="divide once only: either the loss, or the gradients after the last micro-batch",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/unslothai/unsloth-zoo/pull/1023",
     ),
     "count_rounded_down": Cause(
         proof="the gradient is (rows // k) * k / rows of what it is in one batch, and right where k divides the rows",
@@ -30,6 +32,7 @@ CAUSES = {
         repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/tientrandinh/Revisiting-Reverse-Distillation/issues/12",
     ),
     "mean_of_means": Cause(
         proof="all micro-batches weigh the same, where in one batch each weighs by its valid targets",
@@ -37,12 +40,14 @@ CAUSES = {
         "window",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/meta-pytorch/torchtune/pull/1875",
     ),
     "carried_over": Cause(
         proof="the second window holds gradients of the first one's micro-batches",
         repair="call zero_grad() right after every step, before the next micro-batch's backward()",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/meta-pytorch/torchforge/pull/71",
     ),
     "stepped_inside_window": Cause(
         proof="a step comes before all micro-batches of the window have had their backward pass",
@@ -50,12 +55,14 @@ CAUSES = {
         "the loop",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/thunlp/OpenPrompt/issues/106",
     ),
     "clipped_inside_window": Cause(
         proof="with gradients clipped after the last micro-batch of a window only, windows and one batch agree",
         repair="clip once, after the last micro-batch of a window and before the step",
         change=("seen",),
         explains=LEARNING,
+        source="https://github.com/facebookresearch/lingua/pull/59",
     ),
     "scheduled_inside_window": Cause(
         proof="the schedule moves on between the micro-batches of a window; with the optimizer's options held, windows "
@@ -63,18 +70,21 @@ CAUSES = {
         repair="step the scheduler once for each optimizer step, right after it",
         change=("seen",),
         explains=LEARNING,
+        source="https://github.com/starVLA/starVLA/pull/210",
     ),
     "averaged_inside_window": Cause(
         proof="with the average or target network moved once for each step, windows and one batch agree",
         repair="update the average right after optimizer.step(), not with every micro-batch",
         change=("seen",),
         explains=LEARNING,
+        source="https://github.com/SWivid/F5-TTS/issues/631",
     ),
     "statistic_inside_window": Cause(
         proof="with the statistic updated once for each step, windows and one batch agree",
         repair="update it once for each optimizer step, from the whole window",
         change=("seen",),
         explains=LEARNING,
+        source="https://github.com/lucidrains/vector-quantize-pytorch/issues/221",
     ),
     "changed_inside_window": Cause(
         proof="with what the loop writes to gradients or weights between micro-batches left out, windows and one batch "
@@ -82,6 +92,7 @@ CAUSES = {
         repair="do it once, after the last micro-batch of a window and before the step",
         change=("seen",),
         explains=LEARNING,
+        source="https://github.com/keras-team/keras/issues/19990",
     ),
     "term_grows_with_rows": Cause(
         proof="with every row twice one part of the gradient doubles and the other stays; of two rows one part is the "
@@ -89,11 +100,13 @@ CAUSES = {
         repair="average both over the rows (kl.sum(1).mean() in place of kl.sum()), or sum both",
         change=("seen",),
         settle="with a knob accumulate it is a fault: micro-batches weigh the terms otherwise than one batch",
+        source="https://github.com/GlassyWing/nvae/issues/3",
     ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
         repair="step once more after the loop when a window is open, or drop the remainder on purpose",
         change=("seen",),
+        source="https://github.com/tomhosking/torchseq/issues/8",
     ),
     "update_differs": Cause(
         proof="windows and one batch give another gradient or update, and none of the other causes explains it",

@@ -78,6 +78,7 @@ CAUSES = {
         repair="name the axis: squeeze(-1), squeeze(1); or flatten(1), which keeps rows",
         change=("seen",),
         explains=("data_order:last_batch_raises",),
+        source="https://github.com/layumi/Person_reID_baseline_pytorch/issues/77",
     ),
     "leftover_batch": Cause(
         proof="the loader's own last batch ends the loop or makes its weights NaN, and full ones do not",
@@ -87,6 +88,7 @@ CAUSES = {
             "seen",
         ),
         explains=("data_order:last_batch_raises",),
+        source="https://github.com/openvinotoolkit/nncf/pull/379",
     ),
     "nan_when_all_ignored": Cause(
         proof="a row in which nothing counts makes every weight NaN, and a row in which something does makes none",
@@ -94,12 +96,14 @@ CAUSES = {
         "batch before backward()",
         change=("seen",),
         settle="the project's DataLoader as batches= says whether such a row comes alone: if it does, this is a fault",
+        source="https://github.com/NVIDIA-NeMo/Automodel/issues/3796",
     ),
     "nan_at_length_one": Cause(
         proof="a row of length one, cut to it, makes weights NaN, and a longer one cut so makes none",
         repair="leave rows of length one out of the data, or a batch in which nothing is left to predict",
         change=("seen",),
         settle="the project's DataLoader as batches= says whether such a row comes alone: if it does, this is a fault",
+        source="https://github.com/facebookresearch/fairseq/issues/1863",
     ),
     "index_out_of_table": Cause(
         proof="the loop raises IndexError on a row that ends in the declared padding",
@@ -107,6 +111,7 @@ CAUSES = {
             "module",
             "seen",
         ),
+        source="https://github.com/lucidrains/audiolm-pytorch/issues/18",
     ),
 }
 

@@ -93,12 +93,14 @@ CAUSES = {
         proof="weights in the loss are 0, and with their fractions kept they are not",
         repair="compute weights in floating point: counts / total, not counts // total",
         explains=_NO_GRADIENT,
+        source="https://github.com/tensorflow/tensorflow/issues/37747",
     ),
     "compared_with_itself": Cause(
         proof="both sides of the comparison are the same tensor",
         repair="compare the model's output with the target of the batch",
         explains=_NO_GRADIENT,
         change=("seen",),
+        source="https://github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66",
     ),
     "one_input_for_two": Cause(
         proof="two equal calls are made with one tensor of the batch, and none with another that is like it",
@@ -106,6 +108,7 @@ CAUSES = {
         explains=(*LEARNING, "input_dependence", "every_param_moves"),
         change=("seen",),
         settle="leave what is not used out of the batch",
+        source="https://github.com/lin-tan/CoCoNut-Artifact/issues/3",
     ),
     "one_target_for_all_rows": Cause(
         proof="of a tensor of the batch whose rows differ one row is read, and meets the outputs of all rows",
@@ -118,12 +121,14 @@ CAUSES = {
         repair="index with a boolean mask: x[flags.bool()]",
         explains=(*LEARNING, "batch_independence", "loss_contract", "loss_formula"),
         change=("seen",),
+        source="https://github.com/Novartis/torchsurv/issues/117",
     ),
     "class_costs_a_constant": Cause(
         proof="rows of one class alone have a loss above 0 that no weight changes, and no gradient",
         repair="sign = 2 * y - 1   # labels of -1 and 1\nor give these rows a term of their own",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/bfortuner/ml-glossary/pull/113",
     ),
     "rows_left_out": Cause(
         proof="with any other rows in their place losses, gradients and weights are the same, bit for bit",
@@ -131,6 +136,7 @@ CAUSES = {
         explains=(*LEARNING, "accumulation_equivalence", "batch_independence", "edge_batches"),
         change=("seen",),
         settle="hand over a batch whose rows are all meant to be used",
+        source="https://github.com/google-deepmind/gemma/issues/48",
     ),
 }
 

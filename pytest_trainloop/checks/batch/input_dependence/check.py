@@ -70,6 +70,7 @@ CAUSES = {
     "input_ignored": Cause(
         proof="with any rows in one tensor outputs and losses are the same, bit for bit",
         repair="use it; or leave it out of the call",
+        source="https://github.com/facebookresearch/fairseq/issues/1339",
     ),
 }
 

@@ -78,6 +78,7 @@ CAUSES = {
         summary=_says(_SHIFTED),
         shown_by=_shown(f"the padding itself adds nothing: with positions counted from the first real one {EQUAL}"),
         repair="position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
+        source="https://github.com/TransformerLensOrg/TransformerLens/issues/1609",
     ),
     "mean_over_padding": _padding(
         proof="the gradient is exactly the share of real positions times that without padding, or with a mean of the "
@@ -94,6 +95,7 @@ CAUSES = {
                 "shown_by": _shown(f"with the mean over real positions only {EQUAL}"),
             },
         },
+        source="https://github.com/DeepX-inc/machina/pull/198",
     ),
     "padded_targets": _padding(
         proof="outputs at padded positions get a gradient from the loss, where they meet values of the batch; or "
@@ -120,6 +122,7 @@ CAUSES = {
                 "repair": "give the first real token the ignored label too: a padded position predicts it",
             },
         },
+        source="https://github.com/open-edge-platform/physical-ai-studio/pull/873",
     ),
     "other_pad_id": _padding(
         proof=f"with the id that the model takes for padding in place of the one that fills the rows {EQUAL}",
@@ -143,6 +146,7 @@ CAUSES = {
         "else; these positions are padding: {known}",
         repair="read each sequence under its own mask",
         variants={"named": {"repair": "give {group} its own mask: pass it at the call that handles {group}"}},
+        source="https://github.com/QwenAudio/CosyVoice/issues/1449",
     ),
     "padding_counts": _counts(
         proof="the gradient changes with padding, and no single path explains it",
@@ -164,6 +168,7 @@ CAUSES = {
                 "(nn.LayerNorm)",
             },
         },
+        source="https://github.com/OpenNMT/OpenNMT-py/issues/272",
     ),
 }
 

@@ -56,16 +56,19 @@ CAUSES = {
         proof="most units of a layer give one number for all batches, in the first steps as in the last",
         repair="scale the inputs to unit variance, and start biases at 0; or another initialisation of this layer",
         change=("module", "seen"),
+        source="https://github.com/lucidrains/deep-cross-attention/issues/2",
     ),
     "dies_in_training": Cause(
         proof="most units of a layer give one number for all batches after 25 steps, and did not in the first ones",
         repair="a lower learning rate, a warm-up or a clip; inputs and targets of unit variance",
         change=("optimizer",),
+        source="https://github.com/dangitstam/topic-rnn/pull/9",
     ),
     "saturated": Cause(
         proof="most units of a layer give an end of tanh or sigmoid for nine of ten rows and positions",
         repair="scale what goes into it: the inputs, the weights of the layer before, or a norm between",
         change=("module", "seen"),
+        source="https://github.com/ZhihanLee/DDPG_Learning/issues/2",
     ),
 }
 

@@ -97,6 +97,7 @@ CAUSES = {
             "dead or saturated, a mask that hides everything, integers that were divided (uint8 // 255)"
         ),
         explains=("update_ratio",),
+        source="https://github.com/IntelLabs/matsciml/pull/347",
     ),
     "lr_decays_too_early": Cause(
         proof="the learning rates add up to a few steps at their peak, and held there they learn the batch",
@@ -107,12 +108,14 @@ CAUSES = {
             "optimizer",
         ),
         settle='overfit_one_batch={"steps": 400} declares in how many steps it must be learned',
+        source="https://github.com/jaehyunnn/ViTPose_pytorch/issues/20",
     ),
     "gradients_clipped_away": Cause(
         proof="gradients are clipped to a hundredth or less; higher learning rates, which undo that, learn the batch",
         repair="clip at the size of ordinary gradients (1.0 for most models), or raise the learning rate",
         explains=("update_ratio",),
         change=("seen",),
+        source="https://github.com/strands-labs/robots/pull/2028",
     ),
     "not_learning": Cause(
         proof="steps lead up the gradient, or other learning rates learn the batch, or an earlier check says why",
@@ -126,18 +129,21 @@ CAUSES = {
         proof="steps move the weights, and each finds them bit for bit where the first had found them",
         repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
         explains=("update_ratio",),
+        source="https://github.com/MultimediaTechLab/YOLO/issues/97",
     ),
     "weight_decay_dominates": Cause(
         proof="without weight decay, and with nothing else changed, the batch is learned",
         repair="a smaller weight_decay (AdamW's default is 0.01; each step takes lr * weight_decay off the weights)",
         explains=("update_ratio",),
         change=("optimizer",),
+        source="https://github.com/tinghuiz/SfMLearner/issues/34",
     ),
     "learns_slowly": Cause(
         proof="the loss stands on a plateau in steps in which plain Adam goes much further",
         repair="another learning rate, or momentum",
         change=("optimizer",),
         settle='overfit_one_batch={"steps": 400} declares in how many steps it must be learned',
+        source="https://github.com/emalgorithm/structured-neural-summarization-replication/issues/3",
     ),
 }
 

@@ -17,6 +17,7 @@ PLAN_CAUSES = {
         change=("scheduler",),
         settle=_SETTLE,
         explains=(*LEARNING, *WINDOWS),
+        source="https://github.com/Lornatang/SRGAN-PyTorch/issues/1",
     ),
     "per_micro_batch": Cause(
         proof="the scheduler is called once for each micro-batch, and the optimizer steps once for several",
@@ -24,6 +25,7 @@ PLAN_CAUSES = {
         change=("seen",),
         settle=_SETTLE,
         explains=(*LEARNING, *WINDOWS),
+        source="https://github.com/h2oai/h2o-llmstudio/issues/663",
     ),
     "runs_out": Cause(
         proof="stepped forward without training (only scheduler.step() is called), it raises before the training ends",
@@ -31,6 +33,7 @@ PLAN_CAUSES = {
         change=("scheduler",),
         explains=LEARNING,
         settle=_SETTLE,
+        source="https://github.com/A4Bio/PiFold/issues/6",
     ),
     "ends_in_warmup": Cause(
         proof="stepped forward without training (only scheduler.step() is called), the rate still rises at its end",
@@ -38,6 +41,7 @@ PLAN_CAUSES = {
         change=("scheduler",),
         explains=LEARNING,
         settle=_SETTLE,
+        source="https://github.com/Morizeyao/GPT2-Chinese/issues/60",
     ),
     "over_too_early": Cause(
         proof="the last change comes before half of the training, and leaves a hundredth of the peak or less",
@@ -45,18 +49,21 @@ PLAN_CAUSES = {
         change=("scheduler",),
         explains=LEARNING,
         settle=_SETTLE,
+        source="https://github.com/SafeAILab/EAGLE/pull/107",
     ),
     "rises_again": Cause(
         proof="the schedule has come to its lowest point before the training is over, and the rate rises again",
         repair="T_max = the number of calls; CosineAnnealingWarmRestarts where restarts are meant",
         change=("scheduler",),
         settle=_SETTLE,
+        source="https://github.com/ScrollPrize/villa/pull/1495",
     ),
     "barely_begun": Cause(
         proof="the schedule comes to its lowest point after twice the training, which ends above half of the peak",
         repair="build it for as many calls as the training makes",
         change=("scheduler",),
         settle=_SETTLE,
+        source="https://github.com/vllm-project/speculators/pull/1104",
     ),
     "zero_throughout": Cause(
         proof="stepped forward without training (only scheduler.step() is called), the group's rate is 0 at every call",

@@ -70,28 +70,33 @@ CAUSES = {
         proof="weights that are the same under another seed train at the learning rate of randomly initialised ones",
         repair="two parameter groups: a learning rate about ten times as high for what is new",
         change=("optimizer",),
+        source="https://github.com/facebookresearch/detr/issues/95",
     ),
     "lr_too_low": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and higher learning rates learn the batch",
         explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
+        source="https://cs231n.github.io/neural-networks-3/#ratio",
     ),
     "lambda_gives_the_rate": Cause(
         proof="the largest factor that the lambda of LambdaLR returns is the base rate itself, and higher rates learn",
         repair="let the function return a factor on the rate: LambdaLR(optimizer, lambda step: rate(step) / lr)",
         explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("scheduler",),
+        source="https://github.com/lhoyer/MIC/issues/60",
     ),
     "eps_too_large": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
         repair="eps=1e-8, or a learning rate that makes up for it: where eps dominates, steps go as lr / eps",
         explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
+        source="https://github.com/mlpnlp/mlpnlp-nmt/pull/4",
     ),
     "lr_too_high": Cause(
         proof="the loss of one batch rises or stands still under large steps, and only lower learning rates learn it",
         explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
+        source="https://github.com/juntang-zhuang/LadderNet/issues/1",
     ),
 }
 

@@ -75,48 +75,57 @@ CAUSES = {
         repair='"weight_decay"',
         settle="have fit call what reads it",
         change=("group", "optimizer"),
+        source="https://github.com/huggingface/transformers/issues/525",
     ),
     "filter_matches_nothing": Cause(
         proof="weights that a filter is to keep from decay all decay, and do not once it answers yes for them",
         repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
         change=("seen", "optimizer"),
+        source="https://github.com/namisan/mt-dnn/pull/37",
     ),
     "filter_misses_some": Cause(
         proof="a filter by name keeps weights of a kind from decay, and others of the same class not",
         repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
         change=("seen",),
+        source="https://github.com/huggingface/transformers/issues/16908",
     ),
     "groups_swapped": Cause(
         proof="norms and biases decay and no matrix does, in an optimizer that trains both",
         repair='give the decay to the group of the matrices, and "weight_decay": 0.0 to the other',
         change=("optimizer",),
+        source="https://github.com/facebookresearch/BalancingGroups/issues/6",
     ),
     "decays_by_default": Cause(
         proof="the group of norms and biases gives no weight_decay and takes that of its optimizer",
         repair='"weight_decay": 0.0 in that group',
         change=("optimizer",),
+        source="https://github.com/mindspore-lab/mindcv/pull/752",
     ),
     "split_without_effect": Cause(
         proof="groups that divide matrices from norms and biases decay both alike, at one learning rate",
         repair='"weight_decay": 0.0 in the group of norms and biases',
         change=("optimizer",),
+        source="https://github.com/yandex-research/tabular-dl-tabr/issues/19",
     ),
     "norms_and_biases_decay": Cause(
         proof="gains of norms, biases or tables of embeddings stand in groups with weight decay",
         repair='two groups: p.dim() > 1 with the decay, the others with "weight_decay": 0.0',
         change=("optimizer",),
         settle="give steps= (optimizer steps of the real run): less than 5 % of shrinkage is not reported",
+        source="https://github.com/dingo-actual/om/issues/12",
     ),
     "decay_inside_adam": Cause(
         proof="Adam adds its weight decay to the gradient, which it then divides by its size",
         repair="torch.optim.AdamW, with weight_decay chosen anew: the same number has another effect there",
         change=("optimizer",),
+        source="https://github.com/mapbox/robosat/pull/166",
     ),
     "momentum_and_decay_swapped": Cause(
         proof="the weight decay is as large as a momentum, and the momentum as small as a weight decay",
         repair="give both by name: momentum=0.9, weight_decay=5e-4",
         explains=("overfit_one_batch", "update_ratio"),
         change=("optimizer",),
+        source="https://github.com/YudeWang/SEAM/issues/21",
     ),
     "decay_turns_weights_over": Cause(
         proof="lr * weight_decay is above 1: decay alone changes the sign of each weight in each step",
@@ -127,6 +136,7 @@ CAUSES = {
     "decayed_twice": Cause(
         proof="the loss has a term whose gradient is a constant times each weight that weight decay shrinks too",
         repair="leave the term out of the loss, or weight_decay=0.0",
+        source="https://github.com/rutgerswiselab/NCR/issues/2",
     ),
 }
 

@@ -49,6 +49,7 @@ CAUSES = {
         ),
         change=(),
         do_not="clear only behind the step: the other side's backward() fills these gradients again",
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/557",
     ),
 }
 

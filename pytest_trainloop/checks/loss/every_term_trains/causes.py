@@ -102,6 +102,7 @@ CAUSES = {
                 "summary": "{names} compares {one} with {other}, which nothing trains: the term is a constant",
             }
         },
+        source="https://github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66",
     ),
     "term_left_out": _seen(
         proof="a number was computed with a gradient, and no backward pass of the run went through it",
@@ -112,6 +113,7 @@ CAUSES = {
         explains=_DROPPED,
         settle="no_grad() around what is only logged; parts= says what the loss is the sum of",
         variants={"named": {"repair": "loss = loss + {name}"}},
+        source="https://github.com/oclivegriffin/crosscode/pull/3",
     ),
     "term_overwritten": _seen(
         proof="a loop computes a loss for each of its turns under one name, and only the last is backpropagated",
@@ -139,6 +141,7 @@ CAUSES = {
             "the other is 0 where they are equal|neither side has a gradient}}"
         ),
         repair="give the comparison the other side: look which name is written on both sides",
+        source="https://github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66",
     ),
     "fill_chosen": _seen(
         proof=(
@@ -186,6 +189,7 @@ CAUSES = {
                 ),
             }
         },
+        source="https://github.com/xlliu7/TadTR/issues/21",
     ),
 }
 

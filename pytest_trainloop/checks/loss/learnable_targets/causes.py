@@ -66,6 +66,7 @@ CAUSES = {
         ),
         repair="scale the targets into its range, or leave the function out after the last layer",
         settle="scale the targets into the range",
+        source="https://github.com/LuEE-C/PPO-Keras/issues/13",
     ),
     "standardised_twice": _far(
         proof="the targets of the batch are in reach, and the loop's own (y - mean) / spread takes them out of it",
@@ -80,6 +81,7 @@ CAUSES = {
         shown_by="until that constant is found, every step moves all outputs by nearly the same amount",
         repair="train on (y - mean) / spread of the training set, and undo it for what is reported",
         settle="set the bias of the last layer to the mean of the targets, where they are to stay in their units",
+        source="https://github.com/atomistic-machine-learning/schnetpack/issues/336",
     ),
     "input_contains_target": _seen(
         proof="each column of the target occurs in the input in all rows, and the prediction depends on it",
@@ -89,6 +91,7 @@ CAUSES = {
         repair="take the target's columns out of the input: x = table.drop(columns=[target])",
         explains=("loss_at_init:below_chance",),
         settle="leave these columns out of the input",
+        source="https://github.com/sktime/pytorch-forecasting/issues/182",
     ),
     "target_written_by_loss": _seen(
         proof="a loss function writes into the batch, and with the batch put back afterwards the loss differs",
@@ -98,6 +101,7 @@ CAUSES = {
         repair="work on a copy: target = target.clone()",
         explains=(*_LEARNING, "loss_components", "accumulation_equivalence", "determinism"),
         variants={"argument": {"repair": "{argument} = {argument}.clone()"}},
+        source="https://github.com/NVIDIA-NeMo/Automodel/issues/3917",
     ),
 }
 

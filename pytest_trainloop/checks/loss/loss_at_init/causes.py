@@ -83,6 +83,7 @@ CAUSES = {
         shown_by="with inputs divided by their root mean square it is {unit:.4g}",
         repair="bring the inputs to unit variance (images to [0, 1], columns by mean and spread), or put a norm first",
         settle=_settle,
+        source="https://github.com/jaredleekatzman/DeepSurv/issues/14",
     ),
     "prior_inverted": Cause(
         proof=(
@@ -108,6 +109,7 @@ CAUSES = {
         variants={
             "far targets": {"repair": "scale the targets to unit variance, or make the last layer smaller"},
         },
+        source="https://github.com/jsboige/CoursIA/issues/13279",
     ),
     "below_chance": Cause(
         proof="under five seeds the loss is five standard errors below the entropy of the labels at the start",
@@ -116,6 +118,7 @@ CAUSES = {
         shown_by="no step was made yet, and other random weights under four more seeds give it too",
         repair="look whether the input contains the labels; pretrained weights and copying tasks may start below",
         settle=_settle,
+        source="https://github.com/huggingface/transformers/issues/20797",
     ),
 }
 

@@ -43,6 +43,7 @@ CAUSES = {
         explains=_DROPPED,
         settle='a term that begins later: declare it with its weight of now, {"kl": (0.0, kl)}',
         variants={"named": {"repair": "loss = ... + {names}; or take {names} out of parts="}},
+        source="https://github.com/OpenSparseLLMs/MoM/issues/2",
     ),
     "sign_differs": _part(
         proof="the gradient of the loss holds the part's gradient with the opposite sign",
@@ -50,6 +51,7 @@ CAUSES = {
         shown_by=_GIVE_THE_LOSS,
         repair='turn the sign in the loop, or declare it: {"entropy": (-1.0, entropy)}',
         variants={"named": {"repair": "turn the sign in the loop; or declare {pair} if this sign is intended"}},
+        source="https://github.com/DLR-RM/stable-baselines3/issues/127",
     ),
     "weight_differs": _part(
         proof="the gradient of the loss holds the part's gradient at a constant weight, which is not the declared one",
@@ -65,6 +67,7 @@ CAUSES = {
                 "repair": "declare the intended weights: parts={pair}",
             },
         },
+        source="https://github.com/microsoft/protein-frame-flow/issues/23",
     ),
     "part_constant": _part(
         proof="the part is the same number at all weights, with dropout too: it has no history, or is exactly 0",
@@ -75,6 +78,7 @@ CAUSES = {
             "of a comparison that are the same tensor; a mask or a margin that lets nothing through"
         ),
         settle="a term that is off for now: declare its weight, (0.0, value)",
+        source="https://github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66",
     ),
     "something_unreported": Cause(
         proof="no weights make the gradient of the loss a sum of the parts' gradients",
@@ -106,6 +110,7 @@ CAUSES = {
                 ),
             },
         },
+        source="https://github.com/NVIDIA-Merlin/models/issues/495",
     ),
 }
 

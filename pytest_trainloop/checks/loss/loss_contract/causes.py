@@ -56,6 +56,7 @@ _OF_INPUTS = {
         measured="dropout p={rate} on the output of the last layer",
         repair="put the dropout before the last layer",
         explains=LEARNING,
+        source="https://github.com/kshitizrimal/Fast-SCNN/issues/1",
     ),
     "temperature_inverted": _learns(
         proof="dot products of unit vectors times less than one half, or distillation with scores times more than 1",
@@ -87,6 +88,7 @@ _OF_INPUTS = {
         repair="give the head one output for each class, or use binary_cross_entropy_with_logits",
         explains=(*LEARNING, *NO_SLOPE),
         change=("module", "seen"),
+        source="https://github.com/ultralytics/yolov3/issues/191",
     ),
     "wrong_axis": _seen(
         proof="the softmax runs over another axis than the one that the loss takes for the classes",

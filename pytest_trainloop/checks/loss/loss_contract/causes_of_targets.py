@@ -155,6 +155,7 @@ OF_TARGETS = {
             "where the weights are made: if they are divided with //, divide as floats: total / (classes * counts)"
         ),
         explains=(*LEARNING, "every_row_teaches:class_costs_a_constant", "every_row_teaches:rows_left_out"),
+        source="https://github.com/yu-changqian/pytorch-segmentation/issues/4",
     ),
     "blank_in_targets": _learns(
         proof="the labels of a CTC loss contain the blank",
@@ -225,6 +226,7 @@ OF_TARGETS = {
         repair="sort, shuffle and pad whole examples, then split them into fields: rows = sorted(rows, key=...)",
         do_not="mask the labels at padded positions: real positions would keep the labels of other rows",
         explains=(*LEARNING, "padding_invariance"),
+        source="https://github.com/asappresearch/slue-toolkit/issues/37",
     ),
     "ignore_index_mismatch": _seen(
         proof="padded positions of one label count, and another label is ignored",
@@ -328,6 +330,7 @@ OF_TARGETS = {
         repair="resize the embedding to the tokenizer (resize_token_embeddings), or map the ids",
         explains=LEARNING,
         change=("module", "seen"),
+        source="https://github.com/mickeysjm/R-BERT/issues/5",
     ),
     "sides_turned": _learns(
         proof="in every row the score of what the batch names negative is raised, and that of the positive lowered",
@@ -338,6 +341,7 @@ OF_TARGETS = {
             "log-probabilities: no distances"
         ),
         repair="softplus(negative - positive), or -logsigmoid(positive - negative)",
+        source="https://github.com/SmartDataAnalytics/Knowledge-Graph-Analysis-Programming-Exercises/issues/1",
     ),
     "no_pairs": _seen(
         proof="the labels of every call are all different, or all the same, and the loss is exactly 0",
@@ -359,6 +363,7 @@ OF_TARGETS = {
         repair="size the head by the labels, or look at the mapping from names to labels",
         change=("module", "seen"),
         settle="batches= with the project's own labels show whether the others occur",
+        source="https://github.com/facebookresearch/ConvNeXt/issues/110",
     ),
     "classes_imbalanced": _seen(
         proof="fewer than 5 % of the labels are positive, without a weight",

@@ -38,6 +38,7 @@ CAUSES = {
                 "summary": "{form} takes log-probabilities and is given the output of {layer}, up to {high:.3g}",
             }
         },
+        source="https://github.com/ScrollPrize/villa/pull/1644",
     ),
     "probabilities_as_scores": _of_form(
         proof="the loss equals a form that takes a sigmoid or softmax, and is given the result of one",
@@ -54,6 +55,7 @@ CAUSES = {
                 "repair": "leave one of the two out: the one in the model, or the one in the loss",
             }
         },
+        source="https://github.com/Hsuxu/Loss_ToolBox-PyTorch/issues/11",
     ),
     "labels_as_signs": _of_form(
         proof="the loss equals a form that takes -1 and 1, and is given 0 and 1",
@@ -63,6 +65,7 @@ CAUSES = {
         ),
         repair="sign = 2 * y - 1",
         explains=(*LEARNING, "every_row_teaches:class_costs_a_constant"),
+        source="https://github.com/deepchem/deepchem/issues/5017",
     ),
     "box_format": _of_form(
         proof="the loss equals a form that reads boxes by their corners, and what the batch holds is no such box",
@@ -90,18 +93,22 @@ CAUSES = {
                 "repair": "between this line and backward() the sign is turned: leave that minus out",
             },
         },
+        source="https://github.com/IAmSuyogJadhav/3d-mri-brain-tumor-segmentation-using-autoencoder-regularization/issues/7",
     ),
     "factor_missing": _of_form(
         proof="the loss equals a form without one constant factor, and not with it",
         repair="put the factor in",
+        source="https://github.com/SupaeroDataScience/deep-learning/pull/6",
     ),
     "term_missing": _of_form(
         proof="the loss equals a form without one of its terms; no other part of the loss adds it back",
         repair="add the term",
+        source="https://github.com/pairlab/SlotFormer/pull/7",
     ),
     "term_sign": _of_form(
         proof="the loss equals a form with the sign of one of its terms turned, and not the textbook form",
         repair="turn the sign of that term",
+        source="https://github.com/keras-team/keras/issues/4108",
     ),
     "clamp_missing": _of_form(
         proof="the loss equals a form without its clamp, and differs from it with the clamp",
@@ -118,6 +125,7 @@ CAUSES = {
                 "repair": "softmax(dim={classes})",
             }
         },
+        source="https://github.com/EDAPINENUT/GNTPP/issues/4",
     ),
     "entries_misaligned": Cause(
         proof="both sides are reshaped copies of tensors with the same axes, and entries of different places meet",
@@ -143,6 +151,7 @@ CAUSES = {
                 "repair": "scores.movedim(1, -1).reshape(-1, classes)",
             }
         },
+        source="https://github.com/qubvel-org/segmentation_models.pytorch/pull/461",
     ),
     "errors_cancel": Cause(
         proof="with any errors of mean 0 added to the differences the loss is the same",
@@ -155,10 +164,12 @@ CAUSES = {
         repair="take the square or the absolute value of each difference before the mean: (p - t).square().mean()",
         explains=LEARNING,
         change=("seen",),
+        source="https://github.com/mlfoundations/open_lm/pull/92",
     ),
     "power_differs": _of_form(
         proof="the loss equals a form with another power of one of its parts: squared for plain, or plain for squared",
         repair="take the power that the form has",
+        source="https://github.com/fudannlp16/focal-loss/issues/8",
     ),
     "mean_taken_early": _of_form(
         proof=(
@@ -185,30 +196,36 @@ CAUSES = {
                 ),
             }
         },
+        source="https://github.com/kaidic/LDAM-DRW/issues/6",
     ),
     "turned_round": _of_form(
         proof=(
             "the loss equals a form with two arguments, labels or directions changed round, and not the textbook form"
         ),
         repair="change them back",
+        source="https://github.com/kumar-shridhar/PyTorch-BayesianCNN/issues/28",
     ),
     "parameter_confused": _of_form(
         proof=(
             "the loss equals a form with a function of one parameter in its place: a logarithm, a variance, a deviation"
         ),
         repair="convert it first: exp(log_variance), std ** 2",
+        source="https://github.com/DaehanKim/vgae_pytorch/issues/2",
     ),
     "pairs_with_itself": _of_form(
         proof="the loss equals a form with the similarity of each row with itself among what it is compared with",
         repair="mask the diagonal out before the softmax",
+        source="https://github.com/Lightning-Universe/lightning-bolts/issues/695",
     ),
     "extreme_turned": _of_form(
         proof="the loss equals a form with a minimum in place of a maximum, or the reverse, and not the textbook form",
         repair="take the other extreme",
+        source="https://github.com/yandexdataschool/Practical_RL/issues/248",
     ),
     "target_with_gradient": _of_form(
         proof="the loss equals the textbook form, and a gradient flows through its target",
         repair="compute the target under no_grad(), or detach() it",
+        source="https://github.com/astariul/encode-attend-navigate-pytorch/pull/3",
     ),
     "ingredient_differs": _of_form(
         proof="the loss equals a form with one ingredient changed, and not the textbook form",
@@ -224,6 +241,7 @@ CAUSES = {
                 "repair": "give the other label its own term",
             }
         },
+        source="https://github.com/Project-MONAI/MONAI/issues/644",
     ),
 }
 

@@ -89,6 +89,7 @@ CAUSES = {
         proof="len(loader) is 0, its data set is not empty, and drop_last drops the only batch",
         repair="drop_last=False; or a batch size that the data set fills",
         explains=("overfit_one_batch",),
+        source="https://github.com/RasmussenLab/vamb/pull/425",
     ),
     "labels_apart": Cause(
         proof="rows and labels are all there, and not in the pairs of another epoch, or of the items before they were "
@@ -98,21 +99,25 @@ CAUSES = {
         do_not="fix the seed of both shuffles: they part as soon as one of them draws once more",
         settle="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
         explains=("loss_contract:labels_misplaced",),
+        source="https://github.com/Borda/kaggle_image-classify/pull/12",
     ),
     "shuffled_alike": Cause(
         proof="an order is drawn for each epoch, and all epochs come in the same one",
         repair="one generator, made once: torch.Generator().manual_seed(seed); or seed + epoch for each epoch",
         do_not="reseed at each epoch's start to have runs repeatable: one seed before the first epoch does that",
+        source="https://github.com/AUTOMATIC1111/stable-diffusion-webui/pull/3803",
     ),
     "set_epoch_missing": Cause(
         proof="all epochs come in one order, and set_epoch() with another number gives another",
         repair="loader.sampler.set_epoch(epoch) at the start of each epoch",
         settle="call set_epoch in fit, or let fit iterate its epochs over the loader: then this is judged",
+        source="https://github.com/lucidrains/DALLE-pytorch/pull/230",
     ),
     "workers_duplicate": Cause(
         proof="each row comes as many times as often with workers as without as there are workers",
         repair="info = torch.utils.data.get_worker_info(), and itertools.islice(rows, info.id, None, "
         "info.num_workers) in __iter__ where info is not None",
+        source="https://github.com/espnet/espnet/pull/2081",
     ),
     "workers_share_randomness": Cause(
         proof="two fetches of one item differ within a worker, and those of both workers (as advice: those of the next "
@@ -120,40 +125,49 @@ CAUSES = {
         repair="no seeding in worker_init_fn (torch seeds python, torch and numpy in each worker); or "
         "np.random.seed(torch.initial_seed() % 2**32) there; generators of the data set made in the worker",
         change=("loader",),
+        source="https://github.com/TorchDSP/torchsig/pull/361",
     ),
     "changed_in_place": Cause(
         proof="putting back what the data set stores, and that alone, gives the first item again",
         repair="work on a copy: x = self.x[index].clone() (array.copy()), or x = x - mean in place of x -= mean",
         change=("seen",),
+        source="https://github.com/facebookresearch/pycls/pull/21",
     ),
     "slots_share_tensor": Cause(
         proof="all records hold one object, which was written in place as often as records were made",
         repair="store tensor.clone() when a record is made",
+        source="https://github.com/rail-berkeley/rlkit/issues/98",
     ),
     "last_batch_raises": Cause(
         proof="fit raises on a full batch and the last one in turn, and not on full ones",
         repair="drop_last=True in the training loader; or have the loop skip or join batches that are too small",
         change=("seen",),
+        source="https://github.com/azavea/raster-vision/pull/1029",
     ),
     "batch_repeats": Cause(
         proof="every batch comes equally often in a row, and more than once",
         repair="let the start of a batch go on: start = step * batch_size % len(data)",
+        source="https://github.com/dscripka/openWakeWord/pull/202",
     ),
     "one_batch_only": Cause(
         proof="all batches hold the same rows",
         repair="draw the rows of a batch where it is asked for, or read the index that __getitem__ is given",
+        source="https://github.com/wandb/examples/issues/444",
     ),
     "one_label_a_batch": Cause(
         proof="each label comes in one block of rows longer than a batch, and no order is drawn",
         repair="shuffle=True in the DataLoader; for an iterable data set a buffer that shuffles",
+        source="https://github.com/Deci-AI/super-gradients/issues/416",
     ),
     "one_noise_for_all": Cause(
         proof="the draws of two items, each fetched twice, are equal",
         repair="no manual_seed in __getitem__; a generator that is made once and goes on",
+        source="https://github.com/ad12/meddlr/pull/21",
     ),
     "rows_never_drawn": Cause(
         proof="all rows drawn are among a third of what is stored, in five times as many draws as there are rows",
         repair="draw from the whole range: torch.randint(len(data), (batch_size,))",
+        source="https://github.com/BlackHC/batchbald_redux/pull/6",
     ),
     "leaves_alike": Cause(
         proof="two of three tensors of one shape are equal in every row, and the third is not",

@@ -67,16 +67,19 @@ CAUSES = {
             "torch.Generator().manual_seed(seed), random.Random(seed)); take no number from time, uuid or the system"
         ),
         do_not="call default_rng(seed) at each draw: every call would give the same numbers",
+        source="https://github.com/liznerski/fcdd/issues/40",
     ),
     "nondeterministic_kernel": Cause(
         proof="with one thread and deterministic kernels the runs agree, and without these settings they do not",
         repair="torch.use_deterministic_algorithms(True) where runs must be repeatable",
         settle="nondeterministic=True says that runs may differ, nondeterministic=False makes it a fault",
+        source="https://github.com/pytorch/pytorch/issues/23151",
     ),
     "state_outside_loop": Cause(
         proof="two runs in one process differ, and two processes that begin alike agree, or later runs do",
         repair="make generators, caches and counters inside the function (or in what it builds)",
         settle="nondeterministic=True says that runs may differ, nondeterministic=False makes it a fault",
+        source="https://github.com/CodefyUI/CodefyUI/issues/253",
     ),
 }
 

@@ -94,6 +94,7 @@ CAUSES = {
         ),
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/SKrisanski/FSCT/issues/12",
     ),
     "weights_left": Cause(
         proof="evaluate() writes weights, and with them put back after it training is as without it",
@@ -104,6 +105,7 @@ CAUSES = {
         do_not="keep model.state_dict() as it is: it holds the live tensors, and is overwritten with them",
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/aqlaboratory/openfold/pull/90",
     ),
     "gradients_left": Cause(
         proof="with .grad put back after evaluate() training is as without it",
@@ -114,24 +116,28 @@ CAUSES = {
         do_not="call model.zero_grad() at the end: it loses what an unfinished window has gathered",
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/harvardnlp/annotated-transformer/issues/14",
     ),
     "buffers_moved_by_evaluation": Cause(
         proof="with the buffer put back after evaluate() training is as without it",
         repair="if self.training: around the line that updates it; or evaluate copy.deepcopy(model)",
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/strands-labs/robots/pull/2426",
     ),
     "mode_left": Cause(
         proof="with the modules' modes put back after evaluate() training is as without it",
         repair="was = model.training before model.eval(), and model.train(was) in a finally: at the end",
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/wkentaro/pytorch-fcn/issues/57",
     ),
     "state_left": Cause(
         proof="with this put back after evaluate() training is as without it",
         repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/NVIDIA/Megatron-LM/pull/411",
     ),
     "switch_left": Cause(
         proof="with this switch of the process put back after evaluate() training is as without it",
@@ -141,12 +147,14 @@ CAUSES = {
         ),
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/2180",
     ),
     "data_changed": Cause(
         proof="with the data put back after evaluate() training is as without it",
         repair="compute a new tensor, x = (x - mean) / std, or clone() before operations in place (sub_, /=)",
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/pytorch/vision/issues/680",
     ),
     "inference_tensor_kept": Cause(
         proof="training raises after evaluate() and not without it, and a tensor that it kept is an inference tensor",
@@ -156,6 +164,7 @@ CAUSES = {
         ),
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/huggingface/diffusers/issues/1658",
     ),
     "reseeds": Cause(
         proof="two random states before evaluate() give one after it, and training differs between them without it",
@@ -165,12 +174,14 @@ CAUSES = {
         ),
         explains=_LEARNING,
         change=("seen",),
+        source="https://github.com/huggingface/diffusers/issues/175",
     ),
     "dropout_stays_on": Cause(
         proof="dropout acts inside a module whose training is False",
         repair="F.dropout(x, p, training=self.training)",
         change=("seen",),
         settle="training= written in the call says that dropout is meant there",
+        source="https://github.com/karpathy/nanoGPT/pull/240",
     ),
     "evaluation_raised": Cause(
         proof="evaluate() raises after optimizer steps of fit, which ran through",
@@ -179,31 +190,37 @@ CAUSES = {
             "unless evaluate passes it too"
         ),
         change=("seen",),
+        source="https://github.com/facebookresearch/fairchem/pull/261",
     ),
     "norm_statistics_moved": Cause(
         proof="running statistics of norms differ after evaluate(), and training does not depend on them",
         repair="model.eval() before evaluation, unless they are estimated anew on purpose (precise batch norm)",
         change=("seen",),
+        source="https://github.com/princeton-vl/pytorch_stacked_hourglass/issues/44",
     ),
     "hooks_left": Cause(
         proof="a module has more hooks after each call of evaluate()",
         repair="keep the handle, handle = module.register_forward_hook(...), and handle.remove() in a finally:",
         change=("seen",),
+        source="https://github.com/KamitaniLab/bdpy/issues/72",
     ),
     "feedback": Cause(
         proof="evaluation sets what only it sets (a rate, a threshold, a difficulty), and training is another by it",
         repair="set it in the training loop, with the score that evaluation returns",
         change=("seen",),
+        source="https://github.com/facebookresearch/fairchem/pull/234",
     ),
     "matters_inside_fit": Cause(
         proof="between two steps of one fit it changes training, between two calls of fit it does not",
         repair="put back at the end of evaluation what it changes: was = model.training ... model.train(was)",
         change=("seen",),
+        source="https://github.com/open-mmlab/mmaction2/issues/1781",
     ),
     "raises_before_first_step": Cause(
         proof="evaluate() raises on a fresh loop and not after optimizer steps",
         repair="make what it reads where the loop is built, if the project evaluates before it trains",
         change=("seen",),
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/7050",
     ),
 }
 

