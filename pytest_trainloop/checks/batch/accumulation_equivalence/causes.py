@@ -104,7 +104,8 @@ CAUSES = {
     ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
-        repair="step once more after the loop when a window is open, or drop the remainder on purpose",
+        repair="step once more after the loop when a window is open, and divide its losses by the micro-batches "
+        "that it has, not by accumulation_steps; or drop the remainder on purpose",
         change=("seen",),
         source="https://github.com/tomhosking/torchseq/issues/8",
     ),

@@ -100,7 +100,8 @@ CAUSES = {
     ),
     "nan_at_length_one": Cause(
         proof="a row of length one, cut to it, makes weights NaN, and a longer one cut so makes none",
-        repair="leave rows of length one out of the data, or a batch in which nothing is left to predict",
+        repair="leave rows of length one out of the data; take a standard deviation over time with unbiased=False, "
+        "and add an eps",
         change=("seen",),
         settle="the project's DataLoader as batches= says whether such a row comes alone: if it does, this is a fault",
         source="https://github.com/facebookresearch/fairseq/issues/1863",

@@ -88,7 +88,7 @@ CAUSES = {
             "both gradients are parallel: that with padding is exactly {factor:.4g} times the one without, the share "
             "of real positions"
         ),
-        repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
+        repair="divide by the number of real entries: (loss * mask).sum() / mask.expand_as(loss).sum()",
         variants={
             "of one term": {
                 "summary": _says("{by}() divides by the number of all positions, and padded ones are zero in it"),

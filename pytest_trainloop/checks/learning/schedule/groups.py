@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.schedule.driven import FEWEST, calls_of, held_in, line_of
+from pytest_trainloop.checks.learning.schedule.rate_causes import RATE_CAUSES
 from pytest_trainloop.finding import Finding, code_of
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.records.learning_rates import rates
+from pytest_trainloop.registry import finding_maker
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Optimizer, Record
     from pytest_trainloop.records.learning_rates import GroupRates
     from pytest_trainloop.runs.evidence import Evidence
+
+
+found = finding_maker(RATE_CAUSES)
 
 
 def groups(evidence: Evidence) -> Iterator[Finding]:
@@ -28,6 +33,7 @@ def groups(evidence: Evidence) -> Iterator[Finding]:
             continue
         yield from _at_zero(evidence, record, optimizer, own)
         yield from _unscheduled(evidence, record, optimizer, own)
+        yield from _made_equal(evidence, record, optimizer, own)
 
 
 def _at_zero(evidence: Evidence, record: Record, optimizer: Optimizer, own: Sequence[GroupRates]) -> Iterator[Finding]:
@@ -220,6 +226,29 @@ def _by_index(
         where=line,
         change=line,
     )
+
+
+def _made_equal(
+    evidence: Evidence, record: Record, optimizer: Optimizer, own: Sequence[GroupRates]
+) -> Iterator[Finding]:
+    """Groups that were built with rates of their own, and have one rate at every step."""
+    learning = [g for g in own if g.group < len(optimizer.first_lrs) and _learns(record, optimizer, g.group)]
+    given = sorted({_given_rate(optimizer, g) for g in learning})
+    # a rate of 0 freezes a group until a line sets it (odd: group_begins_at_zero); a line may come after the first step
+    if len(given) < 2 or given[0] <= 0 or len({g.values[1:] for g in learning}) > 1:
+        return
+    from pytest_trainloop.tracing.rate_writes import RateWrites
+
+    moved = next((g for g in learning if g.values[1] != _given_rate(optimizer, g)), learning[0])
+    line = evidence.shared(RateWrites.of).line(optimizer=optimizer.index, group=moved.group)
+    if line:
+        facts = {
+            "given": " and ".join(f"{rate:g}" for rate in given),
+            "groups": len(learning),
+            "rate": moved.values[1],
+        }
+        names = [name for g in learning for name in held_in(record, optimizer, g.group)]
+        yield found("group_rates_made_equal", line, names[:8], level="advice", steps=len(moved.values), **facts)
 
 
 def _given_rate(optimizer: Optimizer, group: GroupRates) -> float:

@@ -162,6 +162,19 @@ RATE_CAUSES = {
         change=("seen",),
         source="https://github.com/yu-changqian/TorchSeg/issues/84",
     ),
+    "group_rates_made_equal": Cause(
+        proof="groups are built with different rates, and a line writes one rate into all of them",
+        summary="{groups:group} were built with the rates {given}, and a line writes one rate into all of them",
+        measured="{rate:g} at the second step; from there on the rates are equal at all of {steps:step}",
+        shown_by="a line of fit writes the rate of each group",
+        repair=(
+            'keep each rate once, base = [g["lr"] for g in optimizer.param_groups], and write base[i] * factor into '
+            "group i"
+        ),
+        change=("seen",),
+        settle="build all groups with one lr where one rate is to count",
+        source="https://github.com/JUGGHM/PENet_ICRA2021/issues/29",
+    ),
     "group_left_empty": Cause(
         proof="a pattern is true of no name, and puts parameters into a group that is empty where it is answered yes",
         summary="the group with lr={rate:g} is empty: {patterns} matches no name, and {names} {names:are} trained with "

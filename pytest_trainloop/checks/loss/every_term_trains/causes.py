@@ -69,8 +69,8 @@ CAUSES = {
             },
             "before": {
                 "repair": (
-                    "compute it outside of no_grad(), from the output itself; argmax, rounding and comparisons have no "
-                    "gradient: use probabilities in their place"
+                    "compute it outside of no_grad() and without .data or detach() before it; argmax, rounding and "
+                    "comparisons have no gradient: use probabilities in their place"
                 ),
             },
             "cut off": {

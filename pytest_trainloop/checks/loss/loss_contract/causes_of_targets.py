@@ -360,7 +360,10 @@ OF_TARGETS = {
         summary="the head is {times} times wider than the labels: {count} classes, and no label above {high}",
         measured="{count} classes for labels up to {high}: {times} times as many",
         shown_by="all targets of the recorded steps",
-        repair="size the head by the labels, or look at the mapping from names to labels",
+        repair=(
+            "build the head with as many outputs as there are labels, model.head = nn.Linear(width, classes): to set "
+            "out_features of a layer that is built changes nothing; or look at the mapping from names to labels"
+        ),
         change=("module", "seen"),
         settle="batches= with the project's own labels show whether the others occur",
         source="https://github.com/facebookresearch/ConvNeXt/issues/110",

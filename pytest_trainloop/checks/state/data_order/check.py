@@ -103,7 +103,8 @@ CAUSES = {
     ),
     "shuffled_alike": Cause(
         proof="an order is drawn for each epoch, and all epochs come in the same one",
-        repair="one generator, made once: torch.Generator().manual_seed(seed); or seed + epoch for each epoch",
+        repair="one generator, made once: torch.Generator().manual_seed(seed); or seed + epoch for each epoch. Look "
+        "whether an evaluation or a preview reseeds torch",
         do_not="reseed at each epoch's start to have runs repeatable: one seed before the first epoch does that",
         source="https://github.com/AUTOMATIC1111/stable-diffusion-webui/pull/3803",
     ),
@@ -146,7 +147,8 @@ CAUSES = {
     ),
     "batch_repeats": Cause(
         proof="every batch comes equally often in a row, and more than once",
-        repair="let the start of a batch go on: start = step * batch_size % len(data)",
+        repair="let the start of a batch go on: start = step * batch_size % len(data); a worker process counts for "
+        "itself, so share out the indices by get_worker_info()",
         source="https://github.com/dscripka/openWakeWord/pull/202",
     ),
     "one_batch_only": Cause(

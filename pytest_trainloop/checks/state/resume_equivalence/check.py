@@ -127,7 +127,8 @@ CAUSES = {
     ),
     "rate_lost": Cause(
         proof="with the values of the optimizer's groups alone not carried over, the resumed run ends elsewhere",
-        repair="optimizer.load_state_dict(state) restores lr and the other values of the groups, or save and set them",
+        repair="optimizer.load_state_dict(state) restores lr and the other values of the groups; build schedulers "
+        "before it, since a new scheduler writes its first lr into them",
         settle='renews=("optimizer",) where a new optimizer is meant',
         source="https://github.com/torch-points3d/torch-points3d/pull/630",
     ),
@@ -194,8 +195,8 @@ CAUSES = {
     "drawn_from_seed": Cause(
         proof="built under another seed and loaded from the same checkpoint, they are others",
         repair=(
-            "put them into the checkpoint (persistent=True, strict=True); it is right where they are loaded from "
-            "elsewhere"
+            "self.register_buffer(name, tensor) puts an attribute into the checkpoint; load with strict=True. It is "
+            "right where they are loaded from elsewhere"
         ),
         source="https://github.com/ligerlac/torchlogix/pull/23",
     ),

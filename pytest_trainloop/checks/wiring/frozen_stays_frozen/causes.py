@@ -49,7 +49,8 @@ CAUSES = {
         proof="moves in a step that finds no new gradient, and not along its own values",
         summary="{names} {names:are} frozen, and moved by the momentum that the optimizer kept",
         shown_by="the step finds a gradient of zero or none, and the update is no decay",
-        repair="build the optimizer anew after this line, or take what is frozen out of its groups",
+        repair="set parameter.grad = None for what is frozen (the optimizer skips it then), or build a new "
+        "optimizer after this line",
         change=("freeze", "group"),
         source="https://discuss.pytorch.org/t/why-there-is-still-a-small-change-in-frozen-layer-parameters/153740",
     ),

@@ -235,7 +235,10 @@ CAUSES = {
         proof="the run of a loop without the knob accumulate ends with gradients that no step used",
         summary="the window at the end of the data stays open: no step uses the last {left:backward pass}",
         measured="the last {left} of {passes:backward pass}; {items:batch}",
-        repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
+        repair=(
+            "step once more after the loop when a window is open, and divide its losses by the micro-batches that it "
+            "has; or drop the remainder on purpose (drop_last=True)"
+        ),
         source="https://github.com/timoschick/pet/issues/36",
     ),
     "leaks_into_next": _trains(
@@ -316,7 +319,10 @@ CAUSES = {
         proof="steps use gradients that no clip covers beside those of the same optimizer that one does",
         summary="{by} leaves out {tensors:tensor} that {kind} steps: {parts}",
         measured="in {steps:step} with limit {limit}{known:?; {share} of |g|^2 is left out|}",
-        repair="clip_grad_norm_(model.parameters(), max_norm), or every group of the optimizer",
+        repair=(
+            "clip what the optimizer steps: clip_grad_norm_([p for g in optimizer.param_groups for p in g['params']], "
+            "max_norm)"
+        ),
     ),
     "clip_inside_window": _seen(
         proof="gradients are clipped, a backward pass of another batch adds to them, and they are clipped again",

@@ -519,6 +519,39 @@ pair(
 )
 
 
+# The head learns ten times faster than the trunk, until the warm-up writes one rate into all groups.
+
+
+def fast_head(model):
+    groups = [{"params": model[0].parameters(), "lr": 3e-3}, {"params": model[-1].parameters(), "lr": 3e-2}]
+    return torch.optim.AdamW(groups), None
+
+
+def warm_up_of_all(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 3e-3 * min(1.0, (trainer.steps + 5) / 10)
+
+
+def warm_up_of_each(trainer):
+    for group in trainer.optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = group["initial_lr"] * min(1.0, (trainer.steps + 5) / 10)
+
+
+pair(
+    "warm_up_writes_one_rate_into_all_groups",
+    "schedule",
+    "group_rates_made_equal",
+    level="advice",
+    culprits=("2.weight",),
+    where='group["lr"] = 3e-3 * min(',
+    mentions=("0.003 and 0.03",),
+    faulty=trained(fast_head, warm_up_of_all),
+    fixed=trained(fast_head, warm_up_of_each),
+    quick=True,
+)
+
+
 # A warm-up that divides whole numbers, of six steps.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -355,3 +356,35 @@ def plateau_with_a_declared_plan():
     loop = plateaued(lambda scheduler, loss: scheduler.step(loss), "min")
     loop.steps, loop.epochs = 40, 4
     return loop
+
+
+@odd(notes="the trunk is built with the rate 0, which freezes it, and a warm-up writes one rate into both groups")
+def group_begins_at_zero():
+    model = mlp(6, 16, 3)
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[-1].parameters(), "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(groups)
+
+    steps = itertools.count(2)
+
+    def one_rate(loss):
+        rate = 1e-2 * min(1.0, next(steps) / 10)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    return trained(optimizer, one_rate, model=model)
+
+
+@odd(notes="groups for weight decay have one rate, which a line writes into both")
+def one_rate_for_groups_of_decay():
+    model = mlp(6, 16, 3)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == wide]} for wide in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+
+    steps = itertools.count(1)
+
+    def one_rate(loss):
+        rate = 1e-2 * 0.99 ** next(steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    return trained(optimizer, one_rate, model=model)
