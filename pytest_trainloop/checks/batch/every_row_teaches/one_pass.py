@@ -147,12 +147,17 @@ def _twice(seen: Calls) -> Iterator[tuple[Value, Value, list[Call]]]:
             continue
         equal: dict[object, list[Call]] = defaultdict(list)
         for call in reads[id(read)]:
-            if call.grad and any(v.history for v in call.outputs):
+            # a loss may take a difference twice (odd: returns_compared_twice_beside_old_values)
+            if call.grad and any(v.history and not _of_batch(v) for v in call.inputs):
                 equal[_key(call)].append(call)
         for calls in equal.values():
             # an actor and a critic each run the shared trunk (odd: advantage_weighted_regression)
             if len(calls) == 2 and _weighted_after(seen, calls[0]) == _weighted_after(seen, calls[1]):
                 yield read, unread, calls
+
+
+def _of_batch(value: Value) -> bool:
+    return any(origin.of_batch for origin in value.origins())
 
 
 def _key(call: Call) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,17 +69,12 @@ def compared(call: LossCall, left: Any, right: Any, out: tuple[int, ...], how: s
 
 
 def differences(call: LossCall) -> Findings:
-    """(N, 1) from a layer with one output against (N,) of the data, where every pair counts equally."""
-    for one, other in (("input", "target"), ("target", "input")):
-        column, row, value = call.given[one], call.given[other], call.values[one]
-        if column.dim() == 2 and column.shape[1] == 1 and column.requires_grad:
-            break
-    else:
+    """(N, 1) against (N,), of which one comes from a layer with one output and the other is data: a fault where every
+    pair counts equally. Where the data are the column, and nobody inserted its axis, it is advice otherwise."""
+    sides = _column_and_row(call)
+    if sides is None or call.weights is None:
         return
-    if row.requires_grad or row.shape != column.shape[:1] or call.weights is None or value.op in _INSERTS - {"expand"}:
-        return
-    if not any(v.op in PRODUCTS | CONVOLUTIONS | {"addmm"} and v.shape == value.shape for v in made_of(value, 40)):
-        return
+    column, data = sides
     earlier = [c for c in call.step.calls if c.name == "difference" and c is not call]
     if any(_both_train(c) and any(column is side for side in c.given.values()) for c in call.step.calls):
         return  # an energy distance: pairs with the data less pairs among its own
@@ -86,12 +82,32 @@ def differences(call: LossCall) -> Findings:
     others = [
         larger_of(table, (c.weights.double(), c.out.detach().double()))
         for c in earlier
-        if c.weights is not None and any(isinstance(s, torch.Tensor) and torch.equal(s, row) for s in c.given.values())
+        if c.weights is not None and any(isinstance(s, torch.Tensor) and torch.equal(s, data) for s in c.given.values())
     ]
+    left, right, n = tuple(call.given["input"].shape), tuple(call.given["target"].shape), column.shape[0]
+    how = "one side is the output of a layer with one feature, the other data, and "
     if any(t is not None and sum_over_pairs(*t) for t in (table, *others)):
-        left, right, n = tuple(call.given["input"].shape), tuple(call.given["target"].shape), column.shape[0]
-        how = "one side is the output of a layer with one feature, the other data, and every pair counts"
-        yield compared(call, left, right, (n, n), how, "rows")
+        yield compared(call, left, right, (n, n), f"{how}every pair counts", "rows")
+    elif column is data:
+        found = compared(call, left, right, (n, n), f"{how}no code inserts an axis in either", "rows")
+        yield replace(found, level="advice")
+
+
+def _column_and_row(call: LossCall) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The side of shape (N, 1), and the one of both that is data, where the other one of (N,) is what a layer with one
+    output gave for these rows, or the reverse."""
+    for one, other in (("input", "target"), ("target", "input")):
+        column, row, value = call.given[one], call.given[other], call.values[one]
+        if column.dim() != 2 or column.shape[1] != 1 or row.shape != column.shape[:1]:
+            continue
+        if column.requires_grad == row.requires_grad:
+            continue
+        inserted_there = value.op in _INSERTS - {"expand"} if column.requires_grad else moved_and_inserted(value)
+        learned = made_of(value if column.requires_grad else call.values[other], 40)
+        of_a_layer = any(v.op in PRODUCTS | CONVOLUTIONS | {"addmm"} and v.shape == value.shape for v in learned)
+        if of_a_layer and not inserted_there:
+            return column, row if column.requires_grad else column
+    return None
 
 
 def _both_train(call: LossCall) -> bool:

@@ -38,9 +38,20 @@ class Draws(FunctionMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = super().call(name, func, args, kwargs)
-        if name in self._names and isinstance(out, torch.Tensor) and out.numel() >= self._least:
+        drawn = name in self._names and isinstance(out, torch.Tensor) and out.numel() >= self._least
+        if drawn and (name != "randint" or not self._least or _chooses(out)):
             self.seen.append((name, hash(out.detach().cpu().numpy().tobytes()) if _plain(out) else 0))
         return out
+
+
+def _chooses(drawn: Any) -> bool:
+    """Whether numbers that may be equal choose rows, and are no labels or tokens: one number for each row, and most of
+    them are different (odd: stream_of_rows_from_fixed_seeds)."""
+    try:
+        numbers = torch.as_tensor(drawn)
+    except (TypeError, ValueError, RuntimeError):  # numpy chooses from what is no number as well
+        return True
+    return numbers.dim() == 1 and 2 * len(torch.unique(numbers)) > len(numbers)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -98,7 +109,8 @@ def _noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
         order = args[-1] if out is None and args else out
-        if _HERE.into is not None and _length(order) >= _HERE.least:
+        chooses = not (_HERE.least and name.endswith(("choice", "randint"))) or _chooses(order)
+        if _HERE.into is not None and _length(order) >= _HERE.least and chooses:
             _HERE.into.append((name, _digest(order)))
         return out
 

@@ -417,3 +417,21 @@ def classes_index_a_table_of_as_many_entries_as_rows() -> TrainLoop:
         return F.cross_entropy(logits - 0.1 * groups[y.long()] / len(x), y.long())
 
     return loop(mlp(6, 16, 3), (x, y), loss_of)
+
+
+@odd(notes="a loss takes the same difference of returns and values twice, and old values of the rollout are not needed")
+def returns_compared_twice_beside_old_values():
+    features, returns = data.table()
+    model = mlp(6, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def fit(batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            values = model(batch["observations"])
+            zeros = torch.zeros_like(batch["returns"] - values)
+            F.huber_loss(batch["returns"] - values, zeros).backward()
+            optimizer.step()
+
+    rollout = {"observations": features, "values": 0.3 * torch.sin(7 * features[:, :1]), "returns": returns}
+    return TrainLoop(model=model, optimizer=optimizer, batch=rollout, fit=fit)

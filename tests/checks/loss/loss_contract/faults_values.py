@@ -99,6 +99,45 @@ pair(
 )
 
 
+def squeezed_critic(clip, keep=False):
+    """A critic whose values have lost their last axis, against returns and old values that have it."""
+
+    def make():
+        features, returns = data.table()
+
+        def loss_of(model, batch):
+            values, old, returns = model(batch["observations"]), batch["values"], batch["returns"]
+            values = values if keep else values[:, 0]
+            errors = (returns - values) ** 2
+            if clip:
+                errors = torch.max(errors, (returns - old - (values - old).clamp(-0.2, 0.2)) ** 2)
+            return errors.mean()
+
+        rollout = {"observations": features, "values": 0.3 * torch.sin(7 * features[:, :1]), "returns": returns}
+        return loop(mlp(6, 32, 1), rollout, loss_of)
+
+    return make
+
+
+pair(
+    "row_of_values_against_a_column_of_returns",
+    "loss_contract",
+    "broadcast",
+    mentions=("(16, 1)", "(16,)", "256"),
+    faulty=squeezed_critic(clip=False),
+    fixed=squeezed_critic(clip=False, keep=True),
+)
+pair(
+    "row_of_clipped_values_against_a_column_of_returns",
+    "loss_contract",
+    "broadcast",
+    level="advice",
+    mentions=("(16, 1)", "(16,)", "256"),
+    faulty=squeezed_critic(clip=True),
+    fixed=squeezed_critic(clip=True, keep=True),
+)
+
+
 # Means and variances.
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.checks.loss.loss_contract.faults_of_shares import generator, loop
+from tests.loops import data
 from tests.loops.nets import mlp
 from tests.loops.odd import odd
 
@@ -68,3 +69,25 @@ class Critics(nn.Module):
 def one_target_for_an_ensemble() -> TrainLoop:
     x = torch.randn(16, 6, generator=generator())
     return loop(Critics(), (x, x[:, :1].sin()), lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
+
+
+@odd(notes="quantiles for each row against its return: the axis of quantiles is inserted in the returns")
+def quantiles_of_one_return():
+    def loss_of(model, batch):
+        features, returns = batch
+        errors = returns.reshape(-1)[:, None] - model(features)
+        levels = torch.linspace(0.1, 0.9, errors.shape[1])
+        return torch.maximum(levels * errors, (levels - 1) * errors).mean()
+
+    return loop(mlp(6, 32, 16), data.table(), loss_of)
+
+
+@odd(notes="every pair of rows is ranked: the axis is inserted by the loss")
+def ranks_of_all_pairs_of_rows():
+    def loss_of(model, batch):
+        features, returns = batch
+        scores, wanted = model(features)[:, 0], returns.reshape(-1)
+        above = (wanted[:, None] > wanted[None]).float()
+        return (above * F.softplus(scores[None] - scores[:, None])).mean()
+
+    return loop(mlp(6, 32, 1), data.table(), loss_of)

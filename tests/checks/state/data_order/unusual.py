@@ -947,3 +947,44 @@ def trainer_keeps_its_batches():
 @odd(notes="a callback keeps the batches for their length")
 def callback_keeps_the_batches():
     return engine_that(keep_them_in_a_callback)
+
+
+# Data that are made again from the same seeds in every epoch.
+
+
+class Bags:
+    """Bags of words with labels, batch by batch from seeds of their own."""
+
+    def __iter__(self):
+        for seed in range(4):
+            draw = torch.Generator().manual_seed(seed)
+            words = torch.randint(1, 20, (12, 5), generator=draw)
+            labels = torch.randint(3, (12,), generator=draw)
+            yield F.one_hot(words, 20).sum(1).float(), labels
+
+
+def on_bags(batches):
+    model = mlp(20, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=batches, fit=fit)
+
+
+@odd(notes="batches are drawn from fixed seeds, words and labels: nothing is shuffled")
+def stream_of_rows_from_fixed_seeds():
+    return on_bags(Bags())
+
+
+@odd(notes="the same in an IterableDataset")
+def dataset_of_rows_from_fixed_seeds():
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(Bags())
+
+    return on_bags(DataLoader(Rows(), batch_size=None))
