@@ -151,7 +151,7 @@ def _pad_ids(view: View) -> Iterator[Hint]:
             # a single entry of any other tensor may be a label or an id of another table
             if at_one_end(mask) and (number == 0 or int(mask.sum()) > 1):
                 declared = view.pad_id is not None
-                what = "declared pad_id" if declared else "padding_idx"
+                what = "declared pad_id" if declared else "padding id"
                 said = declared and number == 0 and not is_label(leaf, view.declared)
                 yield Hint("id", mask, leaf, said, f"the {what} {pad} stands there")
 

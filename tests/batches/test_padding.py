@@ -43,7 +43,7 @@ def empty(batch, declared=None, pads=(), rows=0):
         ({"ids": IDS, "added": (1.0 - MASK) * -1e4}, None, (), "mask", "added is -10000.0 there"),
         ((IDS, LENGTHS), None, (), "lengths", "they lie beyond batch[1]"),
         (IDS, DECLARED, (), "id", "the declared pad_id 0 stands there"),
-        (IDS, None, (0,), "id", "the padding_idx 0 stands there"),
+        (IDS, None, (0,), "id", "the padding id 0 stands there"),
         ({"ids": IDS, "tags": LABELS}, DECLARED, (), "id", "the declared pad_id 0 stands there"),
         ({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK.double()}, None, (), "mask", "mask is 0.0 there"),
         ({"x": torch.randn(3, 4, 5) * MASK[:, None], "n": LENGTHS}, None, (), "lengths", "they lie beyond n"),

@@ -19,10 +19,11 @@ from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.batches.padding import PaddingMask, padding_ids
 from pytest_trainloop.batches.padding_hints import is_label
 from pytest_trainloop.batches.segments import read as read_segments
-from pytest_trainloop.batches.values import constant, plain
+from pytest_trainloop.batches.values import constant, plain, whole
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, UsageError
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.tracing.compared_ids import ComparedIds
 from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
@@ -270,7 +271,11 @@ def _padded(evidence: Evidence, loop: TrainLoop) -> list[Padded]:
     given = first_batches(loop, LOOKED_AT)
     for names in [] if loop.padding is None else loop.padding.names:
         nested.require_names(given, names, "TrainLoop.padding")
-    known = [(batch, [p for p in _read(loop, batch) if _slices(p)]) for batch in given]
+    tables, more = padding_ids(loop.modules.values()), tuple[int, ...]()
+    known = [(batch, [p for p in _read(loop, batch, tables) if _slices(p)]) for batch in given]
+    if loop.padding is None and not any(groups for _, groups in known) and any(_may_hold_ids(b) for b in given):
+        more = evidence.shared(ComparedIds.of)
+        known = [(batch, [p for p in _read(loop, batch, more) if _slices(p)]) for batch in given] if more else known
     batch, groups = next(((b, groups) for b, groups in known if groups), (None, []))
     nothing = None if groups else _nothing_padded(loop, given)
     looks_up = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in _modules(loop))
@@ -281,7 +286,7 @@ def _padded(evidence: Evidence, loop: TrainLoop) -> list[Padded]:
     configured = [
         i for m in _modules(loop) if isinstance(i := getattr(getattr(m, "config", None), "pad_token_id", None), int)
     ]
-    pad_ids = tuple(dict.fromkeys((*padding_ids(loop.modules.values()), *configured)))
+    pad_ids = tuple(dict.fromkeys((*tables, *more, *configured)))
     batch = nested.copy(batch)
 
     def made(mask: PaddingMask, near: Sequence[PaddingMask]) -> Padded:
@@ -303,10 +308,14 @@ def _modules(loop: TrainLoop) -> list[nn.Module]:
     return [m for module in loop.modules.values() for m in members.modules(module)]
 
 
-def _read(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
+def _may_hold_ids(batch: Any) -> bool:
+    return any(t.dim() > 1 and whole(t) for t in nested.tensors(batch) if plain(t))
+
+
+def _read(loop: TrainLoop, batch: Any, pad_ids: Sequence[int]) -> list[PaddingMask]:
     declared, time_first = loop.padding, loop.padding is not None and loop.padding.dim == 0
     axis = loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first)
-    found = padded_groups(batch, batch_dim=axis, declared=declared, pad_ids=padding_ids(loop.modules.values()))
+    found = padded_groups(batch, batch_dim=axis, declared=declared, pad_ids=pad_ids)
     if found or loop.batch_dim is not None or declared is not None:
         return found
     return [p for p in padded_groups(batch, batch_dim=1) if p.source == "lengths"]  # time comes first
@@ -317,7 +326,8 @@ def _is_declared(loop: TrainLoop, batch: Any, mask: PaddingMask) -> bool:
     declared = () if loop.padding is None else loop.padding.all
     if any(p.of or p.pad_id is None for p in declared):
         return True
-    about = [p.of for p in _read(loop, batch) if any(_is_padded_with(d.pad_id, batch, p) for d in declared)]
+    groups = _read(loop, batch, padding_ids(loop.modules.values())) if declared else []
+    about = [p.of for p in groups if any(_is_padded_with(d.pad_id, batch, p) for d in declared)]
     return bool(declared) and (not about or any(mask.of & of for of in about))
 
 

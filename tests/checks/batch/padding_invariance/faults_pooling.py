@@ -30,3 +30,39 @@ pair(
         lambda states, lengths: torch.stack([s[:n].mean(0) for s, n in zip(states, lengths, strict=True)])
     ),
 )
+
+
+# A text classifier that makes its mask itself, by the padding id: nothing else says what padding is.
+
+
+class OfFilters(nn.Module):
+    def __init__(self, masked):
+        super().__init__()
+        self.table, self.filters, self.head = nn.Embedding(40, 12), nn.Conv1d(12, 8, 2), nn.Linear(8, 3)
+        self.masked = masked
+
+    def forward(self, ids):
+        real = ids != 0
+        found = torch.relu(self.filters((self.table(ids) * real.unsqueeze(-1)).transpose(1, 2)))
+        if self.masked:
+            inside = real[:, 1:] & real[:, :-1]
+            found = found.masked_fill(~inside.unsqueeze(1), 0.0)
+        return self.head(found.amax(2))
+
+
+def filters(masked):
+    lengths = torch.tensor([12, 5, 9, 7, 12, 4])
+    ids = torch.randint(1, 40, (6, 12)) * (torch.arange(12)[None] < lengths[:, None])
+    batch = {"tokens": ids, "label": torch.arange(6) % 3}
+    return trained(OfFilters(masked), batch, lambda m, b: F.cross_entropy(m(b["tokens"]), b["label"]))
+
+
+pair(
+    "largest_of_padded_filters_of_a_model_that_compares_ids",
+    "padding_invariance",
+    "padding_pooled",
+    level="advice",
+    mentions=("pooled",),
+    faulty=lambda: filters(masked=False),
+    fixed=lambda: filters(masked=True),
+)
