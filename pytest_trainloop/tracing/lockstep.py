@@ -55,7 +55,8 @@ MOST_BYTES = 2**30
 """What a tape keeps at most. Calls after that are not compared: what comes in there is not found."""
 
 _INDEXED = frozenset({"gather", "take_along_dim", "__getitem__", "index_select"})
-_UNSEEN = AUTOGRAD_CALLS | {"requires_grad_", "detach_", "item", "tolist", "numpy"}
+_UNSEEN = AUTOGRAD_CALLS | {"requires_grad_", "detach_", "item", "tolist", "numpy", "deepcopy", "__deepcopy__"}
+"""To copy a batch is no step of its computation; the arguments hold objects that are half built."""
 _DOT_PRODUCT = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 

@@ -190,6 +190,18 @@ OF_TARGETS = {
         explains=(*LEARNING, "finite"),
         source=f"{_DOCS}CTCLoss.html",
     ),
+    "frames_left_out": _seen(
+        proof="a CTC loss reads at most half of the frames of the longest row",
+        summary="{call} reads {most} of {given} frames of the longest row",
+        measured="log_probs has {given} frames, and input_lengths of {rows:row} say {most} at most",
+        shown_by="a batch is as long as its longest row, so that one row should have all frames, but for rounding",
+        repair=(
+            "count the frames after the model: each layer of kernel k and stride s makes (length - k) // s + 1 of "
+            "length; do not divide again what is divided already"
+        ),
+        settle="rows that are padded to a fixed length may all be shorter than half of it",
+        source="https://github.com/openspeech-team/openspeech/issues/76",
+    ),
     "padding_counted": _seen(
         proof=(
             "positions that are padding in the input get a gradient from the loss, all with one label where padding is "

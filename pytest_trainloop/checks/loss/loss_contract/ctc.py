@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
     from pytest_trainloop.finding import Finding
 
+FEWEST_FRAMES = 8
+"""Frames below which half of them may be lost by rounding in each layer."""
+
 
 def ctc(call: LossCall) -> Iterator[Finding]:
     given = call.tensor("log_probs")
@@ -50,11 +53,15 @@ def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator
     lengths = _ints(call.given.get("input_lengths"))
     needs = [len(row) + sum(a == b for a, b in itertools.pairwise(row)) for row in rows]  # a blank between equal ones
     short = [(need, frames, row) for need, frames, row in zip(needs, lengths, rows, strict=False) if frames < need]
+    counted = unmoved(call.values.get("input_lengths"))
     if not short:
+        if lengths and max(lengths) <= (given + 1) // 2 and given >= FEWEST_FRAMES:
+            change = counted.call.place if counted is not None and counted.call is not None else None
+            facts = {"given": given, "most": max(lengths), "rows": len(lengths)}
+            yield call.finds("frames_left_out", **facts, change=change, level="advice", every=True)
         return
     needed, frames, row = max(short, key=lambda one: one[0])
     dropped, miscounted = bool(call.given.get("zero_infinity")), needed <= given and max(lengths) <= (given + 1) // 2
-    counted = unmoved(call.values.get("input_lengths"))
     repair = "check input_lengths (frames after the model) and target_lengths (labels without padding); if both are "
     repair += "right, leave such rows out"
     if miscounted:

@@ -274,3 +274,14 @@ ctc_pair(
     change_at="return F.ctc_loss(",
     mentions=("log_probs has 2 frames", "the model gives 2 frames, and 6 are needed: use fewer downsampling steps"),
 )
+
+pair(
+    "frames_divided_once_more",
+    "loss_contract",
+    "frames_left_out",
+    level="advice",
+    mentions=("reads 10 of 20 frames",),
+    change='change=lambda b: b | {"frame_lengths": b["frame_lengths"] // 2}',
+    faulty=recognition(change=lambda b: b | {"frame_lengths": b["frame_lengths"] // 2}),
+    fixed=recognition(),
+)
