@@ -1,0 +1,316 @@
+"""Whether an output of the model for one segment depends on the data of another, by exact gradients.
+
+In evaluation mode the gradient of a segment's outputs with respect to what another one holds is exactly 0 where they
+are kept apart: products with masked weights are products with 0, and sums over edges leave the others out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from pytest_trainloop import members, nested
+from pytest_trainloop.batches import segments as reading
+from pytest_trainloop.batches.episodes import LEAST, read_episodes, segments_along
+from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.batch.segment_independence.causes import found
+from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, keeps_apart, mixes, reshaped
+from pytest_trainloop.checks.batch.segment_independence.numbers import Lookups, sizes_of
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.reached import Reached
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_names import ATTENTION, CLASS_LOSSES, CONVOLUTIONS, RECURRENT, SOFTMAXES
+from pytest_trainloop.runs.batch_stream import first_batch
+from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
+from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
+from pytest_trainloop.tracing.provenance import name_of
+from pytest_trainloop.tracing.provenance_queries import ancestors
+from pytest_trainloop.whose import present, reraise_raised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from pytest_trainloop.batches.segments import Segments
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+
+_TELLING = ATTENTION | RECURRENT | CONVOLUTIONS | SOFTMAXES
+"""Operations that say more than the products around them."""
+
+_CAUSE = {
+    (True, "softmax"): "softmax_over_graphs",
+    (True, "statistics"): "pooled_over_graphs",
+    (True, "reshaped"): "cut_across_graphs",
+    (False, "convolution"): "convolution_across_documents",
+}
+"""Of graphs, and of others, by what they meet in."""
+
+_NEXT = 0.99
+"""Of the targets that are the next token each, from which on they are taken for these."""
+
+
+class SegmentPass(ForwardPass):
+    """A pass that tells the names of what a model is called with."""
+
+    calls: list[dict[str, Any]]
+    lookups: Lookups
+    segments: Callable[[], Segments | None]
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Operations outside of the model are kept as well: a pooling may be there."""
+        outside = int(not self._depth)
+        self._depth += outside
+        try:
+            out = super().call(name, func, args, kwargs)
+        finally:
+            self._depth -= outside
+        with self.watch.suspended():
+            self.lookups.look(self.segments(), name_of(func), args, out)
+        return out
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._depth:
+            self.calls.append(named_arguments(module, args, kwargs))
+        return super()._enter(module, args, kwargs)
+
+
+@dataclass(slots=True)
+class Judged:
+    """What one pass shows."""
+
+    outputs: int = 0
+    pair: tuple[int, int] | None = None
+    """A segment whose outputs depend on the data of another, and that one."""
+    mixing: list[Op] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    has_nan: bool = False
+    refused: str = ""
+    raw: frozenset[int] = frozenset()
+    """Numbers of the operations whose inputs have no weights behind them."""
+    losses: int = 0
+    """Tensors that a loss is given, among the outputs."""
+    in_loss: bool = False
+    """Whether segments meet in what a loss is given, and not in what the model gives."""
+
+    @property
+    def apart(self) -> bool:
+        return self.outputs > 0 and self.pair is None and not self.has_nan and not self.refused
+
+
+class SegmentPasses:
+    """The passes of one loop. ``segments``: those of the example batch, or of what its model is called with first."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        loop = evidence.fresh_loop()
+        self.batch = nested.copy(first_batch(loop))
+        self.segments: Segments | None = reading.read(self.batch)
+        self.disagreement = reading.disagreement(self.batch)
+        self._episodes = None if self.segments else read_episodes(self.batch)
+        self.labels: list[Finding] = []
+        """Of documents whose last token has the first one of the next as its target."""
+        self._next_tokens_seen = False
+        self.reached = Reached()
+        """Which segments the outputs of each one depend on, where some meet."""
+        held = (b for m in loop.modules.values() for b in members.buffers(m))
+        self._edges = [buffer.detach().clone() for buffer in held if reading.are_pairs(buffer)]
+        self.lookups = Lookups(self.batch, self._edges)
+        self._own_data = self.segments is None and self._episodes is None and evidence.shared(makes_own_data)
+
+    def meeting(self) -> Finding | None:
+        """Two segments that meet in the model, and by what; None where none do. Raises ``CannotDecide``."""
+        if self._episodes is None:
+            return self._meeting()
+        first: Finding | None = None
+        for axis in (a for a, size in enumerate(self._episodes.ends.shape) if size > LEAST):
+            self.segments = segments_along(self._episodes, axis)
+            here_ = self._meeting()
+            if here_ is None:
+                return None  # time runs along this axis, or nothing meets at all
+            first = first or here_
+        return first
+
+    def _meeting(self) -> Finding | None:
+        if self.segments is None and not self._own_data and not (self._edges or reading.may_hold(self.batch)):
+            return None
+        judged = self._pass()
+        segments = self.segments
+        if segments is None or not (judged.outputs or judged.refused or judged.has_nan):
+            return None
+        if judged.refused:
+            raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {judged.refused}")
+        if judged.has_nan:
+            raise CannotDecide("gradients of the model's outputs are NaN (see finite)")
+        if judged.pair is None:
+            return None
+        judged = self._pass(look_closer=True)
+        if judged.pair is None:
+            raise CannotDecide("two identical passes differ in whether segments meet in the model")
+        cut = next((op for op in judged.ops if reshaped(op, segments)), None)
+        if cut is not None:
+            return self._named("reshaped", cut, judged.pair)
+        for why, ops, replacement in fixes(judged.ops, segments, pooled_only=judged.in_loss):
+            without = self._pass(replacements={op.number: replacement for op in ops})
+            if without.apart and (without.losses or not judged.in_loss):
+                # no attention keeps them apart: documents may be meant to be one (odd: text_cnn_over_packed_documents)
+                alone = why == "convolution" and not any(keeps_apart(op, segments) for op in judged.ops)
+                learned = any(op.number not in judged.raw for op in ops)
+                return self._named("" if alone else why, ops[0], judged.pair, learned=learned)
+        if judged.in_loss:
+            return None  # losses join the graphs of a batch on purpose
+        telling = next((op for op in judged.mixing if op.name in _TELLING), None) or next(iter(judged.mixing), None)
+        return self._named("", telling, judged.pair)
+
+    def _named(self, why: str, op: Op | None, pair: tuple[int, int], *, learned: bool = True) -> Finding:
+        """The finding of two segments that meet by an operation. ``learned``: whether what meets has weights behind it,
+        and is not the data itself."""
+        segments = present(self.segments, "the segments")
+        declared = self._evidence.declared("rows_interact")
+        cause = _CAUSE.get((segments.kind == "graph", why), "segments_interact")
+        named = op.named if op else ""
+        intended = cause == "segments_interact" or (cause == "pooled_over_graphs" and not learned)
+        facts = {"kind": segments.kind, "entry": segments.entry, "count": segments.count, "sizes": sizes_of(segments)}
+        facts |= {"output": pair[0], "input": pair[1], "named": named}
+        facts["level"] = "advice" if declared is None and intended else "fault"
+        variant = why if cause == "segments_interact" else ""
+        made = found(cause, op.place if op else "", (named or segments.teller,), variant, **facts)
+        return replace(made, smallest=self._smallest(pair))
+
+    def _smallest(self, pair: tuple[int, int]) -> str:
+        """The two segments, where a batch of these alone shows it."""
+        whole, segments = self.batch, present(self.segments, "the segments")
+        one, other = sorted(pair)
+        two, small = reading.take(whole, segments, (one, other)), None
+        if two is not None:
+            self.batch, self.segments = two, reading.read(two)
+            small = None if self.segments is None else self._pass()
+            self.batch, self.segments = whole, segments
+        if small is None or small.pair is None:
+            return f"all {segments.count} {segments.kind}s"
+        sizes = segments.sizes
+        return f"{segments.kind}s {one} and {other}, of {sizes[one]} and {sizes[other]} {segments.entry}s"
+
+    def _pass(self, *, look_closer: bool = False, **changed: Any) -> Judged:
+        """The pass; once more with inputs that are no leaves where the model refuses these."""
+        for open_inputs in (True, False):
+            judged, returned = self._once(look_closer, open_inputs, changed)
+            if returned:
+                break
+        return judged
+
+    def _once(self, look_closer: bool, open_inputs: bool, changed: Mapping[str, Any]) -> tuple[Judged, bool]:
+        judged, returned = Judged(), [False]
+
+        def look(seen: ForwardPass, output: Any) -> None:
+            returned[0] = True
+            if self.segments is not None and judged.pair is None:
+                self._look(seen, output, self.segments, judged, look_closer)
+
+        def call(arguments: Any) -> Any:
+            if self.segments is None and not look_closer:
+                self.segments = reading.read(seen.calls[-1])
+                self.disagreement = self.disagreement or reading.disagreement(seen.calls[-1])
+            return arguments
+
+        def at_loss(pass_: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._look_at_labels(pass_, name, args, kwargs)
+            if self.segments is not None and judged.pair is None and self.segments.kind == "graph":
+                before = judged.outputs
+                self._look(pass_, (args, kwargs), self.segments, judged, look_closer)
+                judged.losses += judged.outputs - before
+                judged.in_loss = judged.pair is not None
+
+        seen = SegmentPass(
+            at_call=call, at_end=look, at_loss=at_loss, eval_mode=True, open_inputs=open_inputs, **changed
+        )
+        seen.calls, seen.lookups, seen.segments = [], self.lookups, lambda: self.segments
+        given = {} if self._own_data else {"stream": lambda _loop: itertools.repeat(self.batch)}
+        record = self._evidence.rerun(seen.plan(self._evidence.plan(), **given))
+        return judged, returned[0] or record.raised is None
+
+    def _look(self, seen: ForwardPass, output: Any, segments: Segments, judged: Judged, look_closer: bool) -> None:
+        given = [t for t in nested.tensors(output) if t.requires_grad and t.is_floating_point()]
+        outputs = [(t, ids) for t in given if (ids := segments.of(t)) is not None]
+        entries = [(e.leaf, ids) for e in seen.data_inputs if (ids := segments.of(e.leaf)) is not None]
+        if not outputs or not entries:
+            return
+        judged.outputs += len(outputs)
+        try:
+            for segment in sorted({0, segments.count // 2, segments.count - 1}):
+                for ids, gradient in _gradients_of(outputs, entries, segment):
+                    if bool(gradient.isnan().any()):
+                        judged.has_nan = True
+                        continue
+                    reached = (gradient != 0).reshape(*ids.shape, -1).any(-1)
+                    others = ids[reached & (ids != segment) & (ids >= 0)].tolist()
+                    judged.pair = judged.pair or next(((segment, other) for other in others), None)
+            if look_closer and judged.pair is not None:
+                judged.ops = list(seen.ops)
+                judged.mixing = [op for op in seen.ops if mixes(op, segments)]
+                self.reached.note(segments.count, lambda n: _along_segments(outputs, entries, n, segments.count))
+                judged.raw = frozenset(
+                    op.number
+                    for op in seen.ops
+                    if op.inputs and not any(n.parameter for n in ancestors(seen.lineage.of(op.inputs[0])))
+                )
+        except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
+            reraise_raised(error)
+            judged.refused = str(error).partition("\n")[0]
+
+    def _look_at_labels(self, seen: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Judge the first call of a loss over classes whose targets are the next tokens."""
+        segments = self.segments
+        if self._next_tokens_seen or segments is None or segments.kind != "document" or name not in CLASS_LOSSES:
+            return
+        given = bound_arguments(getattr(F, name), args, kwargs)
+        target, documents = given.get("target"), segments.ids.cpu().reshape(-1, segments.ids.shape[-1])
+        rows, length = documents.shape
+        if not isinstance(target, torch.Tensor) or target.is_floating_point() or length < 2:
+            return
+        if target.numel() not in (rows * length, rows * (length - 1)):
+            return
+        labels = target.detach().reshape(rows, -1).cpu()[:, : length - 1]
+        counted = labels != given.get("ignore_index", -100)
+        for ids in (e.ids for e in seen.data_inputs if e.ids is not None and e.ids.numel() == documents.numel()):
+            tokens = ids.detach().reshape(documents.shape).cpu()
+            if not bool(counted.any()) or float((labels == tokens[:, 1:])[counted].double().mean()) < _NEXT:
+                continue
+            self._next_tokens_seen = True
+            before, after = documents[:, :-1], documents[:, 1:]
+            borders = (before != after) & (before >= 0) & (after >= 0)
+            for first in before[borders & counted].tolist()[:1]:
+                facts = {"across": int((borders & counted).sum()), "borders": int(borders.sum()), "first": first}
+                facts |= {"level": "advice" if self._evidence.declared("rows_interact") is None else "fault"}
+                made = found("labels_across_documents", here()[0], (name,), next=first + 1, kinds=("call",), **facts)
+                self.labels.append(replace(made, smallest=f"documents {first} and {first + 1}"))
+            return
+
+
+def _gradients_of(
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    entries: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    segment: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradients of one segment's outputs with respect to what entered, each behind the segments of its entries."""
+    parts = [weighted_sum(t[ids == segment]) for t, ids in outputs if bool((ids == segment).any())]
+    if parts:
+        made = grads(torch.stack(parts).sum(), [leaf for leaf, _ in entries])
+        yield from ((ids, g) for (_, ids), g in zip(entries, made, strict=True) if g is not None)
+
+
+def _along_segments(
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    entries: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    segment: int,
+    count: int,
+) -> Iterator[torch.Tensor]:
+    """The size of the gradients of one segment's outputs in each segment."""
+    for ids, gradient in _gradients_of(outputs, entries, segment):
+        sizes = gradient.abs().reshape(*ids.shape, -1).amax(-1)
+        yield torch.stack([sizes[ids == n].sum() for n in range(count)])
