@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.cut import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -175,6 +176,27 @@ def take(nest: Any, segments: Segments, chosen: Sequence[int]) -> Any | None:
         return tensor[torch.tensor(list(chosen), device=tensor.device)] if length == segments.count else tensor
 
     return nested.copy(nested.mapped(nest, taken, lambda value: isinstance(value, torch.Tensor)))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCut(Cut):
+    """Some segments of a batch, along the axes of its entries, of its edges and of its segments."""
+
+    others: tuple[Cut, ...] = ()
+
+    @classmethod
+    def of(cls, segments: Segments, chosen: Sequence[int]) -> SegmentCut:
+        ids = segments.ids.reshape(-1)
+        kept = torch.cat([(ids == number).nonzero().flatten() for number in chosen]).tolist()
+        inside = torch.isin(ids, torch.tensor(list(chosen), device=ids.device))
+        edges = (inside[e.long()].all(0) for e in segments.edges.values())
+        others = [Cut(len(e), e.nonzero().flatten().tolist()) for e in edges]
+        return cls(len(ids), kept, (*others, Cut(segments.count, list(chosen))))
+
+    def places(self, size: int, part: int, *, inner: bool = False) -> torch.Tensor | None:
+        exact = (cut for cut in (self, *self.others) if (size, part) == (cut.total, len(cut.kept)))
+        cut = next(exact, None)
+        return Cut.places(self, size, part, inner=inner) if cut is None else torch.tensor(list(cut.kept))
 
 
 def may_hold(nest: Any) -> bool:

@@ -1,13 +1,14 @@
 """Whether an output of the model for one segment depends on the data of another, by exact gradients.
 
 In evaluation mode the gradient of a segment's outputs with respect to what another one holds is exactly 0 where they
-are kept apart: products with masked weights are products with 0, and sums over edges leave the others out.
+are kept apart: products with masked weights are products with 0, and sums over edges leave the others out. Where they
+are not, the step on the whole batch runs in step with the one on that segment alone: by which calls do others come in?
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,21 +19,30 @@ from pytest_trainloop.batches import segments as reading
 from pytest_trainloop.batches.episodes import LEAST, read_episodes, segments_along
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.segment_independence.causes import found
-from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, keeps_apart, mixes, reshaped
 from pytest_trainloop.checks.batch.segment_independence.numbers import Lookups, sizes_of
+from pytest_trainloop.compositions.experiment import Experiment
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_names import ATTENTION, CLASS_LOSSES, CONVOLUTIONS, RECURRENT, SOFTMAXES
+from pytest_trainloop.recording.torch_names import (
+    ATTENTION,
+    CLASS_LOSSES,
+    CONVOLUTIONS,
+    LOSSES,
+    RECURRENT,
+    REDUCTIONS,
+    RESHAPES,
+    SOFTMAXES,
+)
 from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
+from pytest_trainloop.tracing.lockstep import INDEXED, Entry, Lockstep, Tape
 from pytest_trainloop.tracing.provenance import name_of
-from pytest_trainloop.tracing.provenance_queries import ancestors
 from pytest_trainloop.whose import present, reraise_raised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -40,8 +50,14 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-_TELLING = ATTENTION | RECURRENT | CONVOLUTIONS | SOFTMAXES
-"""Operations that say more than the products around them."""
+_KINDS = {
+    "softmax": SOFTMAXES,
+    "statistics": REDUCTIONS,
+    "attention": ATTENTION,
+    "convolution": CONVOLUTIONS,
+    "recurrent": RECURRENT,
+}
+"""Calls by which segments meet, in the order in which each kind is tried alone."""
 
 _CAUSE = {
     (True, "softmax"): "softmax_over_graphs",
@@ -50,6 +66,8 @@ _CAUSE = {
     (False, "convolution"): "convolution_across_documents",
 }
 """Of graphs, and of others, by what they meet in."""
+
+_SPLITS = frozenset("split split_with_sizes tensor_split chunk".split())
 
 _NEXT = 0.99
 """Of the targets that are the next token each, from which on they are taken for these."""
@@ -87,20 +105,12 @@ class Judged:
     outputs: int = 0
     pair: tuple[int, int] | None = None
     """A segment whose outputs depend on the data of another, and that one."""
-    mixing: list[Op] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
+    cut: Op | None = None
+    """What cuts the entries into parts, one for each segment, of which one holds entries of two."""
     has_nan: bool = False
     refused: str = ""
-    raw: frozenset[int] = frozenset()
-    """Numbers of the operations whose inputs have no weights behind them."""
-    losses: int = 0
-    """Tensors that a loss is given, among the outputs."""
     in_loss: bool = False
     """Whether segments meet in what a loss is given, and not in what the model gives."""
-
-    @property
-    def apart(self) -> bool:
-        return self.outputs > 0 and self.pair is None and not self.has_nan and not self.refused
 
 
 class SegmentPasses:
@@ -149,37 +159,82 @@ class SegmentPasses:
             raise CannotDecide("gradients of the model's outputs are NaN (see finite)")
         if judged.pair is None:
             return None
-        judged = self._pass(look_closer=True)
-        if judged.pair is None:
-            raise CannotDecide("two identical passes differ in whether segments meet in the model")
-        cut = next((op for op in judged.ops if reshaped(op, segments)), None)
-        if cut is not None:
-            return self._named("reshaped", cut, judged.pair)
-        for why, ops, replacement in fixes(judged.ops, segments, pooled_only=judged.in_loss):
-            without = self._pass(replacements={op.number: replacement for op in ops})
-            if without.apart and (without.losses or not judged.in_loss):
-                # no attention keeps them apart: documents may be meant to be one (odd: text_cnn_over_packed_documents)
-                alone = why == "convolution" and not any(keeps_apart(op, segments) for op in judged.ops)
-                learned = any(op.number not in judged.raw for op in ops)
-                return self._named("" if alone else why, ops[0], judged.pair, learned=learned)
-        if judged.in_loss:
+        if judged.cut is not None:
+            return self._named("reshaped", judged.pair, judged.cut.place, judged.cut.named)
+        why, entry = self._by_what(judged.pair, in_loss=judged.in_loss)
+        if judged.in_loss and not why:
             return None  # losses join the graphs of a batch on purpose
-        telling = next((op for op in judged.mixing if op.name in _TELLING), None) or next(iter(judged.mixing), None)
-        return self._named("", telling, judged.pair)
+        if entry is None:
+            return self._named("", judged.pair)
+        named = f"{entry.op} in {entry.module}" if entry.module else entry.op
+        return self._named(why, judged.pair, entry.place, named, learned=entry.trained)
 
-    def _named(self, why: str, op: Op | None, pair: tuple[int, int], *, learned: bool = True) -> Finding:
-        """The finding of two segments that meet by an operation. ``learned``: whether what meets has weights behind it,
-        and is not the data itself."""
+    def _by_what(self, pair: tuple[int, int], *, in_loss: bool) -> tuple[str, Entry | None]:
+        """The kind of call without which nothing of the other segments comes into the first one before the loss, and
+        its first call; without such a kind the call that says most."""
+        try:
+            batch, segments, number = self._of_one_row(pair[0])
+            cut = reading.SegmentCut.of(segments, (number,))
+            if reading.read(batch) is not None:
+                part = reading.take(batch, segments, (number,))
+            else:  # told by what the model is called with: one graph of a list
+                part = nested.take(batch, (number,)) if nested.rows(batch) == segments.count else None
+            experiment = Experiment(self._evidence, "one segment of the batch alone")
+        except (CannotDecide, RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+            reraise_raised(error)
+            return "", None
+        tape = Tape()
+        if part is None or (experiment.arm(("alone",), lambda: part, tape).refused and not tape.calls):
+            return "", None
+
+        def in_step(without: str) -> Lockstep:
+            mode = Lockstep(tape, cut, lambda entry: _kind(entry) == without)
+            experiment.arm(("beside", without), lambda: nested.copy(batch), mode)
+            mode.entries = [entry for entry in mode.entries if entry.joins and _before_the_loss(entry)]
+            return mode
+
+        entries = in_step("none").entries
+        for kind in ("softmax", "statistics") if in_loss else ("softmax", "statistics", "attention", "convolution"):
+            own = [entry for entry in entries if _kind(entry) == kind]
+            if not own:
+                continue
+            seen = in_step(kind)
+            others = [entry for entry in seen.entries if _kind(entry) != kind]
+            if others or (seen.unlike is not None and seen.unlike.op not in LOSSES):
+                continue
+            # a loss may standardise what the model gives by the batch (odd: node_views_standardised_in_the_loss)
+            if in_loss and kind == "statistics" and any(entry.spreads for entry in seen.entries):
+                continue
+            # no attention keeps documents apart: they may be meant to be one
+            alone = kind == "convolution" and not seen.names & (ATTENTION | SOFTMAXES)
+            return "" if alone else kind, own[0]
+        return "", next((e for e in entries if _kind(e)), None) or next(iter(entries), None)
+
+    def _of_one_row(self, number: int) -> tuple[Any, Segments, int]:
+        """The batch, or of several rows of documents the row of this one, with its segments, and its number there."""
+        segments = present(self.segments, "the segments")
+        if segments.ids.dim() < 2 or len(segments.ids) == 1:
+            return self.batch, segments, number
+        row = int((segments.ids == number).any(1).nonzero()[0])
+        ids = segments.ids[row : row + 1]
+        first = int(ids[ids >= 0].min())
+        ids = torch.where(ids < 0, ids, ids - first)
+        return nested.take(self.batch, [row]), replace(segments, ids=ids, count=int(ids.max()) + 1), number - first
+
+    def _named(
+        self, why: str, pair: tuple[int, int], at: Any = "", named: str = "", *, learned: bool = True
+    ) -> Finding:
+        """The finding of two segments that meet in a call. ``learned``: whether what meets has weights behind it, and
+        is not the data itself."""
         segments = present(self.segments, "the segments")
         declared = self._evidence.declared("rows_interact")
         cause = _CAUSE.get((segments.kind == "graph", why), "segments_interact")
-        named = op.named if op else ""
         intended = cause == "segments_interact" or (cause == "pooled_over_graphs" and not learned)
         facts = {"kind": segments.kind, "entry": segments.entry, "count": segments.count, "sizes": sizes_of(segments)}
         facts |= {"output": pair[0], "input": pair[1], "named": named}
         facts["level"] = "advice" if declared is None and intended else "fault"
         variant = why if cause == "segments_interact" else ""
-        made = found(cause, op.place if op else "", (named or segments.teller,), variant, **facts)
+        made = found(cause, at, (named or segments.teller,), variant, **facts)
         return replace(made, smallest=self._smallest(pair))
 
     def _smallest(self, pair: tuple[int, int]) -> str:
@@ -196,24 +251,24 @@ class SegmentPasses:
         sizes = segments.sizes
         return f"{segments.kind}s {one} and {other}, of {sizes[one]} and {sizes[other]} {segments.entry}s"
 
-    def _pass(self, *, look_closer: bool = False, **changed: Any) -> Judged:
+    def _pass(self) -> Judged:
         """The pass; once more with inputs that are no leaves where the model refuses these."""
         for open_inputs in (True, False):
-            judged, returned = self._once(look_closer, open_inputs, changed)
+            judged, returned = self._once(open_inputs)
             if returned:
                 break
         return judged
 
-    def _once(self, look_closer: bool, open_inputs: bool, changed: Mapping[str, Any]) -> tuple[Judged, bool]:
+    def _once(self, open_inputs: bool) -> tuple[Judged, bool]:
         judged, returned = Judged(), [False]
 
         def look(seen: ForwardPass, output: Any) -> None:
             returned[0] = True
             if self.segments is not None and judged.pair is None:
-                self._look(seen, output, self.segments, judged, look_closer)
+                self._look(seen, output, self.segments, judged)
 
         def call(arguments: Any) -> Any:
-            if self.segments is None and not look_closer:
+            if self.segments is None:
                 self.segments = reading.read(seen.calls[-1])
                 self.disagreement = self.disagreement or reading.disagreement(seen.calls[-1])
             return arguments
@@ -221,20 +276,16 @@ class SegmentPasses:
         def at_loss(pass_: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._look_at_labels(pass_, name, args, kwargs)
             if self.segments is not None and judged.pair is None and self.segments.kind == "graph":
-                before = judged.outputs
-                self._look(pass_, (args, kwargs), self.segments, judged, look_closer)
-                judged.losses += judged.outputs - before
+                self._look(pass_, (args, kwargs), self.segments, judged)
                 judged.in_loss = judged.pair is not None
 
-        seen = SegmentPass(
-            at_call=call, at_end=look, at_loss=at_loss, eval_mode=True, open_inputs=open_inputs, **changed
-        )
+        seen = SegmentPass(at_call=call, at_end=look, at_loss=at_loss, eval_mode=True, open_inputs=open_inputs)
         seen.calls, seen.lookups, seen.segments = [], self.lookups, lambda: self.segments
         given = {} if self._own_data else {"stream": lambda _loop: itertools.repeat(self.batch)}
         record = self._evidence.rerun(seen.plan(self._evidence.plan(), **given))
         return judged, returned[0] or record.raised is None
 
-    def _look(self, seen: ForwardPass, output: Any, segments: Segments, judged: Judged, look_closer: bool) -> None:
+    def _look(self, seen: ForwardPass, output: Any, segments: Segments, judged: Judged) -> None:
         given = [t for t in nested.tensors(output) if t.requires_grad and t.is_floating_point()]
         outputs = [(t, ids) for t in given if (ids := segments.of(t)) is not None]
         entries = [(e.leaf, ids) for e in seen.data_inputs if (ids := segments.of(e.leaf)) is not None]
@@ -250,15 +301,9 @@ class SegmentPasses:
                     reached = (gradient != 0).reshape(*ids.shape, -1).any(-1)
                     others = ids[reached & (ids != segment) & (ids >= 0)].tolist()
                     judged.pair = judged.pair or next(((segment, other) for other in others), None)
-            if look_closer and judged.pair is not None:
-                judged.ops = list(seen.ops)
-                judged.mixing = [op for op in seen.ops if mixes(op, segments)]
+            if judged.pair is not None:
+                judged.cut = next((op for op in seen.ops if _cuts_across(op, segments)), None)
                 self.reached.note(segments.count, lambda n: _along_segments(outputs, entries, n, segments.count))
-                judged.raw = frozenset(
-                    op.number
-                    for op in seen.ops
-                    if op.inputs and not any(n.parameter for n in ancestors(seen.lineage.of(op.inputs[0])))
-                )
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
             reraise_raised(error)
             judged.refused = str(error).partition("\n")[0]
@@ -314,3 +359,35 @@ def _along_segments(
     for ids, gradient in _gradients_of(outputs, entries, segment):
         sizes = gradient.abs().reshape(*ids.shape, -1).amax(-1)
         yield torch.stack([sizes[ids == n].sum() for n in range(count)])
+
+
+def _kind(entry: Entry) -> str:
+    """What kind of call lets segments meet; a softmax over pairs of entries is one of an attention."""
+    if entry.pairs and entry.op in SOFTMAXES:
+        return "attention"
+    return next((kind for kind, names in _KINDS.items() if entry.op in names), "")
+
+
+def _before_the_loss(entry: Entry) -> bool:
+    """Whether a call is one of the model, or of what the loop makes of its outputs before they meet targets."""
+    if entry.op in LOSSES or not {meeting.op for meeting in entry.met} <= INDEXED:
+        return False
+    reduced = entry.op in REDUCTIONS and entry.lost == entry.axes
+    return bool(entry.module) or (entry.trained and not (entry.met or reduced))
+
+
+def _cuts_across(op: Op, segments: Segments) -> bool:
+    """Whether the operation cuts the entries into parts, one for each segment, of which one holds entries of two."""
+    if not op.inputs or segments.ids.dim() != 1:
+        return False
+    given, ids = op.inputs[0], segments.of_entries(op.inputs[0])
+    if ids is None or ids.dim() != 1 or len(given) != len(ids):
+        return False
+    if op.name in _SPLITS and len(op.outputs) == segments.count > 1:
+        parts = [len(out) for out in op.outputs]
+        return sum(parts) == len(ids) and any(len(set(part.tolist())) > 1 for part in torch.split(ids, parts))
+    out = op.outputs[0] if op.name in RESHAPES and len(op.outputs) == 1 else None
+    if out is None or len(out) != segments.count or out.dim() < 2 or len(set(segments.sizes)) == 1:
+        return False
+    numbers = ids.reshape(-1, *[1] * (given.dim() - 1)).expand(given.shape).reshape(out.shape).flatten(1)
+    return segments.count != len(ids) and bool((numbers != numbers[:, :1]).any())
