@@ -111,6 +111,11 @@ class Entry:
     behind: bool = False
     """Whether what it gives for the rest, or behind it, has a gradient."""
 
+    @property
+    def named(self) -> str:
+        """The function and the module, for a message."""
+        return f"{self.op} in {self.module}" if self.module else self.op
+
 
 class Call(NamedTuple):
     """One call of a run, as the modes below look at it."""

@@ -15,7 +15,7 @@ _in_the_model = partial(
     "{kind} {input}",
     settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
 )
-_ZERO = "within each {kind} every such gradient is exactly 0"
+_ALONE = "over {kind} {output} alone nothing of other {kind}s comes into its outputs"
 
 CAUSES = {
     "borders_disagree": _of_data(
@@ -80,17 +80,17 @@ CAUSES = {
         },
     ),
     "softmax_over_graphs": _in_the_model(
-        proof="with the softmax over the nodes of each graph no output depends on another graph",
+        proof="with the softmax over the nodes of one graph alone nothing of other graphs comes into its outputs",
         summary="a softmax runs over the nodes of all {count:graph} of the batch",
-        shown_by=f"with the softmax {_ZERO}",
+        shown_by=f"with the softmax {_ALONE}",
         repair="take the softmax within each graph: torch_geometric.utils.softmax(scores, batch); without it, "
         "w = (scores - scores.max()).exp(); w / w.new_zeros(count, *w.shape[1:]).index_add(0, batch, w)[batch]",
         settle="",
     ),
     "pooled_over_graphs": _in_the_model(
-        proof="with the operation over the nodes of each graph alone no output depends on another graph",
+        proof="with the operation over the nodes of one graph alone nothing of other graphs comes into its outputs",
         summary="{named} is taken over the nodes of all {count:graph} of the batch",
-        shown_by=f"with {{named}} {_ZERO}",
+        shown_by=f"with {{named}} {_ALONE}",
         repair="take it within each graph: by index_add or scatter with the number of the graph of each node",
     ),
     "cut_across_graphs": _in_the_model(
@@ -101,9 +101,10 @@ CAUSES = {
         settle="",
     ),
     "convolution_across_documents": _in_the_model(
-        proof="with the convolution within each document no output depends on another, and attention keeps them apart",
+        proof="with the convolution of one document alone nothing of others comes into its outputs: attention keeps "
+        "them apart",
         summary="{named} runs over the borders of documents that attention keeps apart",
-        shown_by=f"with the convolution {_ZERO}, so that attention in the same model keeps them apart",
+        shown_by=f"with the convolution {_ALONE}: attention in the same model keeps documents apart",
         repair="convolve each document by itself: with seq_idx, or with zeros between documents",
     ),
     "segments_interact": _in_the_model(
@@ -113,10 +114,10 @@ CAUSES = {
         shown_by="the gradient of single {kind}s",
         repair="mask what lies in other segments, or declare rows_interact=True",
         variants={
-            "softmax": {"shown_by": f"with the softmax {_ZERO}"},
-            "statistics": {"shown_by": f"with {{named}} {_ZERO}"},
+            "softmax": {"shown_by": f"with the softmax {_ALONE}"},
+            "statistics": {"shown_by": f"with {{named}} {_ALONE}"},
             "reshaped": {"shown_by": "{kind}s of {sizes} {entry}s; a part holds those of two"},
-            "attention": {"shown_by": "with the scores between {kind}s masked every such gradient is exactly 0"},
+            "attention": {"shown_by": f"with attention {_ALONE}"},
         },
     ),
     "labels_across_documents": _seen(
@@ -127,6 +128,17 @@ CAUSES = {
         shown_by="no output for one document depends on another, so that it cannot tell what comes next",
         repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
         settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+    ),
+    "positions_run_on": _seen(
+        proof="the gradient of a document behind others is another one than that of the document alone, and is equal "
+        "once tables of positions are read from the beginning of the document",
+        summary="positions run on from document to document: document {number} trains as if it began in the middle",
+        measured="the gradient of document {number} ({tokens:token}) differs by {apart:share} from that of the same "
+        "document alone, float64",
+        shown_by="with the same entries of the table as for the document alone both gradients are equal",
+        repair="start positions again at each document: position_ids = torch.cat([torch.arange(n) for n in lengths])",
+        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+        source="https://github.com/hiyouga/LLaMA-Factory/pull/7318",
     ),
     "target_past_the_end": _seen(
         proof="the target of an episode's last step changes with the observation after it",

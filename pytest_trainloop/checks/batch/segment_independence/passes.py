@@ -42,11 +42,12 @@ from pytest_trainloop.tracing.provenance import name_of
 from pytest_trainloop.whose import present, reraise_raised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
     from pytest_trainloop.batches.segments import Segments
+    from pytest_trainloop.compositions.experiment import Difference
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -113,6 +114,43 @@ class Judged:
     """Whether segments meet in what a loss is given, and not in what the model gives."""
 
 
+class InStep:
+    """The step on one segment alone, and steps on the whole batch in step with it; of several rows of documents on the
+    row that holds the segment. Raises ``CannotDecide`` where the segment alone cannot be taken or run."""
+
+    def __init__(self, evidence: Evidence, batch: Any, segments: Segments, number: int) -> None:
+        self._batch, self._tape = batch, Tape()
+        try:
+            if segments.ids.dim() == 2 and len(segments.ids) > 1:
+                row = int((segments.ids == number).any(1).nonzero()[0])
+                ids = segments.ids[row : row + 1]
+                first = int(ids[ids >= 0].min())
+                ids, number = torch.where(ids < 0, ids, ids - first), number - first
+                segments = replace(segments, ids=ids, count=int(ids.max()) + 1)
+                self._batch = nested.take(batch, [row])
+            if reading.read(batch, by_value=True) is not None:
+                part = reading.take(self._batch, segments, (number,))
+            else:  # what the model is called with tells the segments: one graph of a list
+                part = nested.take(batch, (number,)) if nested.rows(batch) == segments.count else None
+        except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+            reraise_raised(error)
+            part = None
+        if part is None:
+            raise CannotDecide("no segment can be taken from the batch alone")
+        self._cut = reading.SegmentCut.of(segments, (number,))
+        self._experiment = Experiment(evidence, "one segment of the batch alone")
+        self._alone = self._experiment.arm(("alone",), lambda: part, self._tape)
+        if not self._tape.calls:
+            raise CannotDecide(self._alone.refused)
+
+    def beside(self, key: str, patched: Callable[[Entry], bool]) -> tuple[Difference | None, Lockstep]:
+        """The step on the whole with the results of some calls replaced, and how its gradient differs from that of the
+        segment alone."""
+        mode = Lockstep(self._tape, self._cut, patched)
+        made = self._experiment.arm(("beside", key), lambda: nested.copy(self._batch), mode)
+        return self._experiment.difference(self._alone, made), mode
+
+
 class SegmentPasses:
     """The passes of one loop. ``segments``: those of the example batch, or of what its model is called with first."""
 
@@ -120,7 +158,12 @@ class SegmentPasses:
         self._evidence = evidence
         loop = evidence.fresh_loop()
         self.batch = nested.copy(first_batch(loop))
-        self.segments: Segments | None = reading.read(self.batch)
+        self.segments: Segments | None = reading.read(self.batch, by_value=True)
+        self.unclear = "" if self.segments else reading.unclear(self.batch)
+        """Numbers that may be those of documents; empty where there are none, or they are embedded or targets."""
+        by_value = self.segments.teller if self.segments and self.segments.by_value else self.unclear
+        self._numbers = [t.flatten() for path, t in nested.paths(self.batch) if nested.shown(path) == by_value]
+        """Those that are taken, or may be, for numbers of segments by their values."""
         self.disagreement = reading.disagreement(self.batch)
         self._episodes = None if self.segments else read_episodes(self.batch)
         self.labels: list[Finding] = []
@@ -147,7 +190,8 @@ class SegmentPasses:
         return first
 
     def _meeting(self) -> Finding | None:
-        if self.segments is None and not self._own_data and not (self._edges or reading.may_hold(self.batch)):
+        read = self.segments is not None or self._own_data or self._edges or self.unclear
+        if not read and not reading.may_hold(self.batch):
             return None
         judged = self._pass()
         segments = self.segments
@@ -166,60 +210,58 @@ class SegmentPasses:
             return None  # losses join the graphs of a batch on purpose
         if entry is None:
             return self._named("", judged.pair)
-        named = f"{entry.op} in {entry.module}" if entry.module else entry.op
-        return self._named(why, judged.pair, entry.place, named, learned=entry.trained)
+        return self._named(why, judged.pair, entry.place, entry.named, learned=entry.trained)
+
+    def positions_run_on(self) -> Iterator[Finding]:
+        """Of documents that are kept apart: whether one of them trains otherwise behind others than alone, and does not
+        once tables and constants are those of the document alone."""
+        segments = self.segments
+        if segments is None or segments.kind != "document":
+            return
+        rows = segments.ids.reshape(-1, segments.ids.shape[-1])
+        behind = [row[row >= 0].unique().tolist()[1:] for row in rows]
+        inner = [numbers[0] for numbers in sorted(behind, key=len, reverse=True) if numbers]  # the last may be padding
+        try:
+            steps = InStep(self._evidence, self.batch, segments, inner[0])
+        except CannotDecide:
+            return
+        apart, seen = steps.beside("loss", lambda entry: not _before_the_loss(entry))
+        moved = [entry for entry in seen.entries if _before_the_loss(entry) and (not entry.joins or entry.moved)]
+        if apart is None or apart.within_float32 or not moved:
+            return
+        left, _ = steps.beside("places", lambda e: not _before_the_loss(e) or not e.joins or e.moved)
+        if left is not None and left.equal:
+            facts = {"apart": apart.agreement.difference, "number": inner[0], "tokens": segments.sizes[inner[0]]}
+            facts["level"] = "advice" if self._evidence.declared("rows_interact") is None else "fault"
+            made = found("positions_run_on", moved[0].place, (moved[0].named,), **facts)
+            yield replace(made, smallest=f"documents {inner[0] - 1} and {inner[0]}")
 
     def _by_what(self, pair: tuple[int, int], *, in_loss: bool) -> tuple[str, Entry | None]:
         """The kind of call without which nothing of the other segments comes into the first one before the loss, and
         its first call; without such a kind the call that says most."""
         try:
-            batch, segments, number = self._of_one_row(pair[0])
-            cut = reading.SegmentCut.of(segments, (number,))
-            if reading.read(batch) is not None:
-                part = reading.take(batch, segments, (number,))
-            else:  # told by what the model is called with: one graph of a list
-                part = nested.take(batch, (number,)) if nested.rows(batch) == segments.count else None
-            experiment = Experiment(self._evidence, "one segment of the batch alone")
-        except (CannotDecide, RuntimeError, NotImplementedError, TypeError, IndexError) as error:
-            reraise_raised(error)
-            return "", None
-        tape = Tape()
-        if part is None or (experiment.arm(("alone",), lambda: part, tape).refused and not tape.calls):
+            steps = InStep(self._evidence, self.batch, present(self.segments, "the segments"), pair[0])
+        except CannotDecide:
             return "", None
 
-        def in_step(without: str) -> Lockstep:
-            mode = Lockstep(tape, cut, lambda entry: _kind(entry) == without)
-            experiment.arm(("beside", without), lambda: nested.copy(batch), mode)
-            mode.entries = [entry for entry in mode.entries if entry.joins and _before_the_loss(entry)]
-            return mode
+        def entries(mode: Lockstep) -> list[Entry]:
+            return [entry for entry in mode.entries if entry.joins and _before_the_loss(entry)]
 
-        entries = in_step("none").entries
+        known = entries(steps.beside("", lambda entry: False)[1])
         for kind in ("softmax", "statistics") if in_loss else ("softmax", "statistics", "attention", "convolution"):
-            own = [entry for entry in entries if _kind(entry) == kind]
+            own = [entry for entry in known if _kind(entry) == kind]
             if not own:
                 continue
-            seen = in_step(kind)
-            others = [entry for entry in seen.entries if _kind(entry) != kind]
-            if others or (seen.unlike is not None and seen.unlike.op not in LOSSES):
+            seen = steps.beside(kind, lambda entry, kind=kind: _kind(entry) == kind)[1]  # type: ignore[misc]
+            if any(_kind(entry) != kind for entry in entries(seen)) or (seen.unlike and seen.unlike.op not in LOSSES):
                 continue
             # a loss may standardise what the model gives by the batch (odd: node_views_standardised_in_the_loss)
-            if in_loss and kind == "statistics" and any(entry.spreads for entry in seen.entries):
+            if in_loss and kind == "statistics" and any(entry.spreads for entry in entries(seen)):
                 continue
             # no attention keeps documents apart: they may be meant to be one
             alone = kind == "convolution" and not seen.names & (ATTENTION | SOFTMAXES)
             return "" if alone else kind, own[0]
-        return "", next((e for e in entries if _kind(e)), None) or next(iter(entries), None)
-
-    def _of_one_row(self, number: int) -> tuple[Any, Segments, int]:
-        """The batch, or of several rows of documents the row of this one, with its segments, and its number there."""
-        segments = present(self.segments, "the segments")
-        if segments.ids.dim() < 2 or len(segments.ids) == 1:
-            return self.batch, segments, number
-        row = int((segments.ids == number).any(1).nonzero()[0])
-        ids = segments.ids[row : row + 1]
-        first = int(ids[ids >= 0].min())
-        ids = torch.where(ids < 0, ids, ids - first)
-        return nested.take(self.batch, [row]), replace(segments, ids=ids, count=int(ids.max()) + 1), number - first
+        return "", next((entry for entry in known if _kind(entry)), None) or next(iter(known), None)
 
     def _named(
         self, why: str, pair: tuple[int, int], at: Any = "", named: str = "", *, learned: bool = True
@@ -232,7 +274,7 @@ class SegmentPasses:
         intended = cause == "segments_interact" or (cause == "pooled_over_graphs" and not learned)
         facts = {"kind": segments.kind, "entry": segments.entry, "count": segments.count, "sizes": sizes_of(segments)}
         facts |= {"output": pair[0], "input": pair[1], "named": named}
-        facts["level"] = "advice" if declared is None and intended else "fault"
+        facts["level"] = "advice" if declared is None and (intended or segments.by_value) else "fault"
         variant = why if cause == "segments_interact" else ""
         made = found(cause, at, (named or segments.teller,), variant, **facts)
         return replace(made, smallest=self._smallest(pair))
@@ -264,6 +306,7 @@ class SegmentPasses:
 
         def look(seen: ForwardPass, output: Any) -> None:
             returned[0] = True
+            self._explain(e.ids for e in seen.data_inputs)
             if self.segments is not None and judged.pair is None:
                 self._look(seen, output, self.segments, judged)
 
@@ -274,6 +317,7 @@ class SegmentPasses:
             return arguments
 
         def at_loss(pass_: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._explain((*args[1:], *kwargs.values()))
             self._look_at_labels(pass_, name, args, kwargs)
             if self.segments is not None and judged.pair is None and self.segments.kind == "graph":
                 self._look(pass_, (args, kwargs), self.segments, judged)
@@ -307,6 +351,14 @@ class SegmentPasses:
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
             reraise_raised(error)
             judged.refused = str(error).partition("\n")[0]
+
+    def _explain(self, given: Iterable[Any]) -> None:
+        """What is embedded, or is a target, numbers no segments."""
+        whole = [t.flatten() for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point()]
+        for numbers in self._numbers:
+            if any(len(t) == len(numbers) and torch.equal(t.to(numbers), numbers) for t in whole):
+                self.unclear = ""
+                self.segments = None if self.segments is None or self.segments.by_value else self.segments
 
     def _look_at_labels(self, seen: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Judge the first call of a loss over classes whose targets are the next tokens."""
