@@ -325,7 +325,7 @@ def _alike(starts: torch.Tensor) -> bool:
     """Whether documents begin at the same places in all rows, or in one row at equal distances."""
     if len(starts) > 1:
         return bool((starts == starts[:1]).all())
-    return len(set(starts[0].nonzero().flatten().diff().tolist())) < 2
+    return len({*torch.tensor([*starts[0].nonzero().flatten().tolist(), starts.shape[1]]).diff().tolist()}) < 2
 
 
 def _one(

@@ -118,6 +118,12 @@ CAUSES = {
             "statistics": {"shown_by": f"with {{named}} {_ALONE}"},
             "reshaped": {"shown_by": "{kind}s of {sizes} {entry}s; a part holds those of two"},
             "attention": {"shown_by": f"with attention {_ALONE}"},
+            "training": {
+                "summary": "in training {kind}s of one batch meet in the model, through {named}",
+                "measured": "the gradient of {kind} {number} ({tokens:token}) differs by {apart:share} from that of "
+                "this {kind} alone, float64; in evaluation mode no output of it depends on others",
+                "shown_by": "with the results of the calls of the {kind} alone both gradients are equal",
+            },
         },
     ),
     "labels_across_documents": _seen(
@@ -132,7 +138,7 @@ CAUSES = {
     "positions_run_on": _seen(
         proof="the gradient of a document behind others is another one than that of the document alone, and is equal "
         "once tables of positions are read from the beginning of the document",
-        summary="positions run on from document to document: document {number} trains as if it began in the middle",
+        summary="positions run on from document to document: document {number} does not begin at position 0",
         measured="the gradient of document {number} ({tokens:token}) differs by {apart:share} from that of the same "
         "document alone, float64",
         shown_by="with the same entries of the table as for the document alone both gradients are equal",

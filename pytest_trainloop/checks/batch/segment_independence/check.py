@@ -103,11 +103,10 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.segment_independence import numbers, rollouts
     from pytest_trainloop.checks.batch.segment_independence.passes import SegmentPasses
 
-    declared = evidence.declared("rows_interact")
-    if declared:
+    if evidence.declared("rows_interact"):
         raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
     passes = evidence.shared(SegmentPasses)
-    crossed = list(rollouts.returns_across_episodes(evidence, passes.batch, declared=declared is not None))
+    crossed = list(rollouts.returns_across_episodes(evidence, passes.batch, declared=passes.declared))
     yield from crossed or rollouts.target_past_the_end(evidence, passes.batch)
     met = passes.meeting()
     if passes.disagreement is not None:
@@ -116,13 +115,13 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
         yield passes.lookups.finding
     elif passes.segments is not None:
         by_edges = list(numbers.edges_join_graphs(passes.segments))
-        unclear = declared is None and passes.segments.kind == "graph" and not by_edges
+        unclear = not passes.declared and passes.segments.kind == "graph" and not by_edges
         if unclear and met is not None and met.cause == "segments_interact":
             # graphs may be compared on purpose (odd: matching_of_pairs_of_graphs)
             at = f" ({met.where})" if met.where else ""
             wanted = "rows_interact=True if that is intended, rows_interact=False if not"
             raise CannotDecide(f"{met.summary}{at}: declare {wanted}", needs="rows_interact=")
-        yield from by_edges or ([*passes.labels, *passes.positions_run_on()] if met is None else [met])
+        yield from by_edges or ([*passes.labels, *passes.trains_otherwise()] if met is None else [met])
     elif passes.unclear:
         raise CannotDecide(
             f"{passes.unclear} may number the documents of each row: declare rows_interact=True if all tokens of a row "

@@ -150,6 +150,11 @@ class InStep:
         made = self._experiment.arm(("beside", key), lambda: nested.copy(self._batch), mode)
         return self._experiment.difference(self._alone, made), mode
 
+    def agree(self, key: str, patched: Callable[[Entry], bool]) -> bool:
+        """Whether both gradients are then equal."""
+        left = self.beside(key, patched)[0]
+        return left is not None and left.equal
+
 
 class SegmentPasses:
     """The passes of one loop. ``segments``: those of the example batch, or of what its model is called with first."""
@@ -158,6 +163,7 @@ class SegmentPasses:
         self._evidence = evidence
         loop = evidence.fresh_loop()
         self.batch = nested.copy(first_batch(loop))
+        self.declared = evidence.declared("rows_interact") is not None
         self.segments: Segments | None = reading.read(self.batch, by_value=True)
         self.unclear = "" if self.segments else reading.unclear(self.batch)
         """Numbers that may be those of documents; empty where there are none, or they are embedded or targets."""
@@ -212,29 +218,37 @@ class SegmentPasses:
             return self._named("", judged.pair)
         return self._named(why, judged.pair, entry.place, entry.named, learned=entry.trained)
 
-    def positions_run_on(self) -> Iterator[Finding]:
-        """Of documents that are kept apart: whether one of them trains otherwise behind others than alone, and does not
-        once tables and constants are those of the document alone."""
+    def trains_otherwise(self) -> Iterator[Finding]:
+        """Whether one of the documents that are kept apart in evaluation mode trains otherwise between others than
+        alone, and by which calls: tables and constants, or where rows_interact=False is declared any."""
         segments = self.segments
         if segments is None or segments.kind != "document":
             return
         rows = segments.ids.reshape(-1, segments.ids.shape[-1])
         behind = [row[row >= 0].unique().tolist()[1:] for row in rows]
-        inner = [numbers[0] for numbers in sorted(behind, key=len, reverse=True) if numbers]  # the last may be padding
+        most = max(behind, key=len)  # the last of a row may be padding
+        if not most:
+            return
+        number = most[0]
         try:
-            steps = InStep(self._evidence, self.batch, segments, inner[0])
+            steps = InStep(self._evidence, self.batch, segments, number)
         except CannotDecide:
             return
         apart, seen = steps.beside("loss", lambda entry: not _before_the_loss(entry))
-        moved = [entry for entry in seen.entries if _before_the_loss(entry) and (not entry.joins or entry.moved)]
-        if apart is None or apart.within_float32 or not moved:
+        entries = [entry for entry in seen.entries if _before_the_loss(entry)]
+        if apart is None or apart.within_float32 or any(entry.op == "batch_norm" for entry in entries):
             return
-        left, _ = steps.beside("places", lambda e: not _before_the_loss(e) or not e.joins or e.moved)
-        if left is not None and left.equal:
-            facts = {"apart": apart.agreement.difference, "number": inner[0], "tokens": segments.sizes[inner[0]]}
-            facts["level"] = "advice" if self._evidence.declared("rows_interact") is None else "fault"
+        facts = {"apart": apart.agreement.difference, "number": number, "tokens": segments.sizes[number]}
+        facts |= {"level": "fault" if self.declared else "advice", "kind": "document"}
+        smallest = f"documents {number - 1} and {number}"
+        moved = [entry for entry in entries if not entry.joins or entry.moved]
+        if moved and steps.agree("places", lambda e: not _before_the_loss(e) or not e.joins or e.moved):
             made = found("positions_run_on", moved[0].place, (moved[0].named,), **facts)
-            yield replace(made, smallest=f"documents {inner[0] - 1} and {inner[0]}")
+            yield replace(made, smallest=smallest)
+        elif entries and self.declared and steps.agree("every", lambda entry: True):
+            told = next((entry for entry in entries if _kind(entry)), entries[0])
+            made = found("segments_interact", told.place, (told.named,), "training", named=told.named, **facts)
+            yield replace(made, smallest=smallest)
 
     def _by_what(self, pair: tuple[int, int], *, in_loss: bool) -> tuple[str, Entry | None]:
         """The kind of call without which nothing of the other segments comes into the first one before the loss, and
@@ -269,12 +283,11 @@ class SegmentPasses:
         """The finding of two segments that meet in a call. ``learned``: whether what meets has weights behind it, and
         is not the data itself."""
         segments = present(self.segments, "the segments")
-        declared = self._evidence.declared("rows_interact")
         cause = _CAUSE.get((segments.kind == "graph", why), "segments_interact")
         intended = cause == "segments_interact" or (cause == "pooled_over_graphs" and not learned)
         facts = {"kind": segments.kind, "entry": segments.entry, "count": segments.count, "sizes": sizes_of(segments)}
         facts |= {"output": pair[0], "input": pair[1], "named": named}
-        facts["level"] = "advice" if declared is None and (intended or segments.by_value) else "fault"
+        facts["level"] = "advice" if not self.declared and (intended or segments.by_value) else "fault"
         variant = why if cause == "segments_interact" else ""
         made = found(cause, at, (named or segments.teller,), variant, **facts)
         return replace(made, smallest=self._smallest(pair))
@@ -285,7 +298,7 @@ class SegmentPasses:
         one, other = sorted(pair)
         two, small = reading.take(whole, segments, (one, other)), None
         if two is not None:
-            self.batch, self.segments = two, reading.read(two)
+            self.batch, self.segments = two, reading.read(two, by_value=True)
             small = None if self.segments is None else self._pass()
             self.batch, self.segments = whole, segments
         if small is None or small.pair is None:
@@ -383,7 +396,7 @@ class SegmentPasses:
             borders = (before != after) & (before >= 0) & (after >= 0)
             for first in before[borders & counted].tolist()[:1]:
                 facts = {"across": int((borders & counted).sum()), "borders": int(borders.sum()), "first": first}
-                facts |= {"level": "advice" if self._evidence.declared("rows_interact") is None else "fault"}
+                facts |= {"level": "fault" if self.declared else "advice"}
                 made = found("labels_across_documents", here()[0], (name,), next=first + 1, kinds=("call",), **facts)
                 self.labels.append(replace(made, smallest=f"documents {first} and {first + 1}"))
             return

@@ -137,7 +137,7 @@ class Numbered(nn.Module):
     """Causal attention within each document. ``place`` gives what is added by position, and ``turn`` turns queries and
     keys by it."""
 
-    def __init__(self, place=None, *, apart=True, turn=False, context=32, vocab=24, width=16):
+    def __init__(self, place=None, *, apart="always", turn=False, context=32, vocab=24, width=16):
         super().__init__()
         self.tokens, self.table = nn.Embedding(vocab, width), None if place is None else nn.Embedding(context, width)
         self.qkv, self.out, self.head = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, vocab)
@@ -151,7 +151,7 @@ class Numbered(nn.Module):
         if self.turn:
             query, key = turned(query), turned(key)
         seen = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
-        if self.apart:
+        if self.apart == "always" or (self.apart == "in evaluation" and not self.training):
             seen = seen & (doc[:, :, None] == doc[:, None])
         scores = (query @ key.mT / 4).masked_fill(~seen, -torch.inf)
         return self.head(hidden + self.out(scores.softmax(-1) @ value))
@@ -201,11 +201,21 @@ pair(
     "documents_of_an_unusual_name_see_each_other",
     "segment_independence",
     "segments_interact",
-    faulty=by_numbers(apart=False, first=27),
+    faulty=by_numbers(apart="", first=27),
     fixed=by_numbers(first=27),
     level="advice",
     where="softmax(-1)",
     mentions=("documents",),
+)
+
+pair(
+    "documents_declared_apart_see_each_other_in_training",
+    "segment_independence",
+    "segments_interact",
+    faulty=by_numbers(apart="in evaluation", rows_interact=False),
+    fixed=by_numbers(rows_interact=False),
+    where="softmax(-1)",
+    mentions=("in training",),
 )
 
 pair(

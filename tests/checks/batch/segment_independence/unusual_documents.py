@@ -159,7 +159,7 @@ def packed_documents_without_positions():
 
 @odd(notes="windows of equal length in each row, numbered: their places are features of the grid")
 def numbered_windows_of_equal_length():
-    return by_numbers(apart=False, place=run_on, numbers=lambda: numbers_of_windows(5, 4))()
+    return by_numbers(apart="", place=run_on, numbers=lambda: numbers_of_windows(5, 4))()
 
 
 def numbers_of_windows(count, length):
