@@ -124,8 +124,8 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
         yield from by_edges or ([*passes.labels, *passes.trains_otherwise()] if met is None else [met])
     elif passes.unclear:
         raise CannotDecide(
-            f"{passes.unclear} may number the documents of each row: declare rows_interact=True if all tokens of a row "
-            "may depend on each other; if not, give document_ids that count up along each row",
+            f"the numbers in {passes.unclear} may be those of documents in each row: declare rows_interact=True if all "
+            "tokens of a row may depend on each other; if not, give document_ids that count up along each row",
             needs="rows_interact=",
         )
     elif read_episodes(passes.batch) is None and read_transitions(passes.batch) is None:

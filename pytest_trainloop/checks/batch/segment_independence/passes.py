@@ -360,7 +360,8 @@ class SegmentPasses:
                     judged.pair = judged.pair or next(((segment, other) for other in others), None)
             if judged.pair is not None:
                 judged.cut = next((op for op in seen.ops if _cuts_across(op, segments)), None)
-                self.reached.note(segments.count, lambda n: _along_segments(outputs, entries, n, segments.count))
+                if not self.reached.parts:  # of the whole batch, not of two segments of it
+                    self.reached.note(segments.count, lambda n: _along_segments(outputs, entries, n, segments.count))
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
             reraise_raised(error)
             judged.refused = str(error).partition("\n")[0]
