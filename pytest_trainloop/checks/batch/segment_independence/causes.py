@@ -9,10 +9,11 @@ from pytest_trainloop.registry import Cause, finding_maker
 
 _of_data = partial(Cause, explains=(*LEARNING, "causality", "batch_independence"))
 _seen = partial(_of_data, change=("seen",))
+_TOLD = "{by_value:?; the values of {by_value} tell where documents or sets begin|}"
 _in_the_model = partial(
     _seen,
     measured="in evaluation mode the outputs for {kind} {output} have a gradient with respect to the {entry}s of "
-    "{kind} {input}",
+    "{kind} {input}" + _TOLD,
     settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
 )
 _ALONE = "over {kind} {output} alone nothing of other {kind}s comes into its outputs"
@@ -130,18 +131,18 @@ CAUSES = {
         proof="the target of a document's last token is the first token of the next, which it cannot see",
         summary="the last tokens of {across:document} are to predict the first token of the next one",
         measured="the target of the last token of document {first} is the first token of document {next}, at {across} "
-        "of {borders:border}",
+        "of {borders:border}" + _TOLD,
         shown_by="no output for one document depends on another, so that it cannot tell what comes next",
         repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
         settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
     ),
     "positions_run_on": _seen(
-        proof="the gradient of a document behind others is another one than that of the document alone, and is equal "
-        "once tables of positions are read from the beginning of the document",
+        proof="the gradient of a document between others differs from that of the document alone; with positions "
+        "counted from the start of the document both are equal",
         summary="positions run on from document to document: document {number} does not begin at position 0",
-        measured="the gradient of document {number} ({tokens:token}) differs by {apart:share} from that of the same "
-        "document alone, float64",
-        shown_by="with the same entries of the table as for the document alone both gradients are equal",
+        measured="the gradient of document {number} ({tokens:token}) differs by {apart:share} from that of this "
+        "document alone, float64" + _TOLD,
+        shown_by="with the entries of the table that the document alone reads both gradients are equal",
         repair="start positions again at each document: position_ids = torch.cat([torch.arange(n) for n in lengths])",
         settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
         source="https://github.com/hiyouga/LLaMA-Factory/pull/7318",

@@ -240,6 +240,7 @@ class SegmentPasses:
             return
         facts = {"apart": apart.agreement.difference, "number": number, "tokens": segments.sizes[number]}
         facts |= {"level": "fault" if self.declared else "advice", "kind": "document"}
+        facts["by_value"] = segments.by_value and segments.teller
         smallest = f"documents {number - 1} and {number}"
         moved = [entry for entry in entries if not entry.joins or entry.moved]
         if moved and steps.agree("places", lambda e: not _before_the_loss(e) or not e.joins or e.moved):
@@ -286,7 +287,12 @@ class SegmentPasses:
         cause = _CAUSE.get((segments.kind == "graph", why), "segments_interact")
         intended = cause == "segments_interact" or (cause == "pooled_over_graphs" and not learned)
         facts = {"kind": segments.kind, "entry": segments.entry, "count": segments.count, "sizes": sizes_of(segments)}
-        facts |= {"output": pair[0], "input": pair[1], "named": named}
+        facts |= {
+            "output": pair[0],
+            "input": pair[1],
+            "named": named,
+            "by_value": segments.by_value and segments.teller,
+        }
         facts["level"] = "advice" if not self.declared and (intended or segments.by_value) else "fault"
         variant = why if cause == "segments_interact" else ""
         made = found(cause, at, (named or segments.teller,), variant, **facts)
@@ -398,6 +404,7 @@ class SegmentPasses:
             for first in before[borders & counted].tolist()[:1]:
                 facts = {"across": int((borders & counted).sum()), "borders": int(borders.sum()), "first": first}
                 facts |= {"level": "fault" if self.declared else "advice"}
+                facts["by_value"] = segments.by_value and segments.teller
                 made = found("labels_across_documents", here()[0], (name,), next=first + 1, kinds=("call",), **facts)
                 self.labels.append(replace(made, smallest=f"documents {first} and {first + 1}"))
             return
