@@ -9,17 +9,25 @@ What says so, by the fields of PyTorch Geometric, DGL, jraph, Pointcept, Hugging
 * position ids that count up by 1 and start again at 0, at other places in each row.
 
 Numbers of sentences (0 and 1 in each row) are not such: the two sentences of a pair are to see each other.
+
+Under any other name, and only if they are asked for, values may say so: whole numbers for each token that are constant
+within a document and count up by 1 at its end; a mask of pairs of positions that keeps blocks of each row apart; a
+sorted vector of numbers from 0, and another tensor with one entry for each of these numbers.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.cut import Cut
+from pytest_trainloop.batches.values import count_up, left_out, plain, two_valued
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,6 +51,11 @@ _DOCUMENTS = frozenset(
     inputs_segmentation targets_segmentation decoder_segment_ids encoder_segment_ids document_index""".split()
 )
 _MAY_BE_SENTENCES = frozenset("segment_ids segment_id".split())
+_OTHER_NUMBERS = re.compile(
+    "label|target|tag|^y|type|pos|time|date|hour|step|word|sent|turn|line|speaker|frame|phon|level|depth|box|len|count"
+)
+"""What whole numbers that do not fall may count besides documents."""
+
 _POSITIONS = frozenset("position_ids position_id positions inputs_position pos_ids input_pos decoder_positions".split())
 
 
@@ -57,6 +70,8 @@ class Segments:
     count: int
     teller: str
     edges: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    by_value: bool = False
+    """Whether values alone say so, and no name."""
 
     @property
     def entry(self) -> str:
@@ -96,8 +111,9 @@ class Segments:
         return None
 
 
-def read(nest: Any) -> Segments | None:
+def read(nest: Any, *, by_value: bool = False) -> Segments | None:
     """The segments of a batch, or of what a model is called with; None where nothing says that there are two or more.
+    ``by_value``: where no name says so, values may.
 
     None as well where nodes are of several kinds, each with a vector of its own.
     """
@@ -105,6 +121,8 @@ def read(nest: Any) -> Segments | None:
     vectors = [s.ids for s in found if s.ids.dim() == 1]
     if any(v.shape != vectors[0].shape or not torch.equal(v, vectors[0].to(v.device)) for v in vectors):
         return None
+    if not found and by_value:
+        return _by_value(nest)
     return next(iter(sorted(found, key=lambda s: s.ids.dim())), None)
 
 
@@ -165,8 +183,13 @@ def take(nest: Any, segments: Segments, chosen: Sequence[int]) -> Any | None:
             return place[tensor[:, (place[tensor.long()] >= 0).all(0)].long()].to(tensor)
         if length == len(ids) and tensor.shape == ids.shape and torch.equal(tensor.to(ids), ids):
             return torch.repeat_interleave(torch.arange(len(chosen), device=ids.device), sizes).to(tensor)
+        through = tensor if tensor.dim() == 2 else tensor[None]
+        if segments.kind == "document" and through.shape == (1, len(ids)) and count_up(through):
+            return tensor[..., : len(kept)]  # positions through the row
         if length == len(ids):
             return tensor[kept]
+        if length == 1 and tensor.dim() > 2 and tensor.shape[-2:] == (len(ids), len(ids)):
+            return tensor[..., kept, :][..., kept]
         if length == 1 and tensor.dim() > 1 and tensor.shape[1] == len(ids):
             return tensor[:, kept]
         for e in segments.edges.values():
@@ -175,6 +198,27 @@ def take(nest: Any, segments: Segments, chosen: Sequence[int]) -> Any | None:
         return tensor[torch.tensor(list(chosen), device=tensor.device)] if length == segments.count else tensor
 
     return nested.copy(nested.mapped(nest, taken, lambda value: isinstance(value, torch.Tensor)))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCut(Cut):
+    """Some segments of a batch, along the axes of its entries, of its edges and of its segments."""
+
+    others: tuple[Cut, ...] = ()
+
+    @classmethod
+    def of(cls, segments: Segments, chosen: Sequence[int]) -> SegmentCut:
+        ids = segments.ids.reshape(-1)
+        kept = torch.cat([(ids == number).nonzero().flatten() for number in chosen]).tolist()
+        inside = torch.isin(ids, torch.tensor(list(chosen), device=ids.device))
+        edges = (inside[e.long()].all(0) for e in segments.edges.values())
+        others = [Cut(len(e), e.nonzero().flatten().tolist()) for e in edges]
+        return cls(len(ids), kept, (*others, Cut(segments.count, list(chosen))))
+
+    def places(self, size: int, part: int, *, inner: bool = False) -> torch.Tensor | None:
+        exact = (cut for cut in (self, *self.others) if (size, part) == (cut.total, len(cut.kept)))
+        cut = next(exact, None)
+        return Cut.places(self, size, part, inner=inner) if cut is None else torch.tensor(list(cut.kept))
 
 
 def may_hold(nest: Any) -> bool:
@@ -200,6 +244,88 @@ def _adjacency(tensor: torch.Tensor) -> bool:
     if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2] or not tensor.numel():
         return False
     return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def unclear(nest: Any) -> str:
+    """A tensor of whole numbers for each token that are the same for several tokens in a row, as numbers of documents
+    are, but do not count up; empty without one."""
+    given = [(path, t.detach()) for path, t in nested.paths(nest) if plain(t)]
+    for path, t in given:
+        if not _per_token(path, t, given) or two_valued(t):
+            continue
+        held = (t != t[:, -1:]).flip(1).cumsum(1).flip(1) > 0  # without what is filled up at the end
+        goes_on = (t[:, 1:] == t[:, :-1]) & held[:, :-1]
+        most = max(row.unique().numel() for row in t)
+        if most > 2 and 2 * int(goes_on.sum()) >= int(held.sum()) and not _alike(~goes_on):
+            return nested.shown(path)
+    return ""
+
+
+def _per_token(path: nested.Path, tensor: torch.Tensor, given: Sequence[tuple[nested.Path, torch.Tensor]]) -> bool:
+    others = any(other is not tensor and other.shape[:2] == tensor.shape for _, other in given)
+    return _whole(tensor) and tensor.dim() == 2 and others and not _OTHER_NUMBERS.search(_name(path))
+
+
+def _by_value(nest: Any) -> Segments | None:
+    given = [(path, t.detach()) for path, t in nested.paths(nest) if plain(t)]
+    lengths = Counter(len(t) for _, t in given if t.dim())
+    for path, t in given:
+        if _OTHER_NUMBERS.search(_name(path)):
+            continue
+        ids = None
+        if _per_token(path, t, given):
+            ids = _counted(t)
+        elif t.dim() > 2 and t.shape[-1] == t.shape[-2] and two_valued(t):
+            ids = _blocks(t)
+        if ids is not None:
+            return Segments("document", ids, int(ids.max()) + 1, nested.shown(path), by_value=True)
+        count = int(t.max()) + 1 if _whole(t) and t.dim() == 1 else 0
+        if 1 < count < len(t) and lengths[count] and lengths[len(t)] > 1 and not t[0] and _steps(t):
+            return Segments("graph", t.long(), count, nested.shown(path), by_value=True)
+    return None
+
+
+def _steps(values: torch.Tensor) -> bool:
+    """Whether numbers go on or count up by 1, and are the same for two entries or more in the mean."""
+    by = values.diff()
+    return bool(((by == 0) | (by == 1)).all()) and 0 < 2 * int(by.sum()) <= values.numel()
+
+
+def _counted(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Each run of one number in a row is a document, if numbers count up by 1; 0 at the end is padding. Rows whose
+    documents all end at the same places are grids: windows, sentences of a template."""
+    values = tensor.long()
+    at_the_end = ((values != 0).flip(1).cumsum(1).flip(1) == 0) & (values > 0).any(1, keepdim=True)
+    outside = (values < 0) | at_the_end
+    changes = torch.ones_like(values, dtype=torch.bool)
+    changes[:, 1:] = values[:, 1:] != values[:, :-1]
+    rows = [row[~out] for row, out in zip(values, outside, strict=True) if not bool(out.all())]
+    several = [row for row in rows if len(row) > 1 and bool(row[0] != row[-1])]
+    if two_valued(values[~outside]) or not several or not all(map(_steps, several)):
+        return None
+    return None if _alike(changes & ~outside) else _numbered(changes, outside)
+
+
+def _blocks(mask: torch.Tensor) -> torch.Tensor | None:
+    """Positions that see the same first one are a document, if all of it sees all of it, or all that comes before."""
+    shape = mask.shape
+    seen = ~left_out(mask.reshape(shape[0], -1, *shape[-2:])[:, 0])
+    if not bool(seen.diagonal(dim1=1, dim2=2).any()):
+        seen = ~seen
+    first, outside = seen.long().argmax(-1), ~seen.any(-1)
+    same = (first[:, :, None] == first[:, None]) & ~outside[:, :, None] & ~outside[:, None]
+    if not (torch.equal(seen, same) or torch.equal(seen, same.tril())):
+        return None
+    starts = (first == torch.arange(shape[-1], device=mask.device)) & ~outside
+    several = int(starts.sum(1).max()) > 1 and 2 * int(starts.sum()) <= int((~outside).sum())
+    return None if not several or _alike(starts) else _numbered(starts, outside)
+
+
+def _alike(starts: torch.Tensor) -> bool:
+    """Whether documents begin at the same places in all rows, or in one row at equal distances."""
+    if len(starts) > 1:
+        return bool((starts == starts[:1]).all())
+    return len({*torch.tensor([*starts[0].nonzero().flatten().tolist(), starts.shape[1]]).diff().tolist()}) < 2
 
 
 def _one(

@@ -56,7 +56,7 @@ def positions_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 def segments_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """The segments that outputs depend on, where ``segment_independence`` found that some meet in the model."""
-    from pytest_trainloop.checks.batch.segment_independence.interaction import SegmentPasses
+    from pytest_trainloop.checks.batch.segment_independence.passes import SegmentPasses
 
     found = facts.ask(SegmentPasses) if facts.findings("segment_independence") else None
     if found is not None:

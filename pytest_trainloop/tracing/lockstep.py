@@ -54,7 +54,7 @@ Key = tuple[str, str, int]
 MOST_BYTES = 2**30
 """What a tape keeps at most. Calls after that are not compared: what comes in there is not found."""
 
-_INDEXED = frozenset({"gather", "take_along_dim", "__getitem__", "index_select"})
+INDEXED = frozenset({"gather", "take_along_dim", "__getitem__", "index_select"})
 _UNSEEN = AUTOGRAD_CALLS | {"requires_grad_", "detach_", "item", "tolist", "numpy", "deepcopy", "__deepcopy__"}
 """To copy a batch is no step of its computation; the arguments hold objects that are half built."""
 _DOT_PRODUCT = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -91,6 +91,8 @@ class Entry:
     """How many axes less its first output has."""
     joins: bool
     """Whether one of its tensors was cut: else a table or a constant is another one for the whole."""
+    pairs: bool
+    """Whether the first tensor that was cut has two such axes: pairs of entries."""
     moved: bool
     """Whether a constant that it takes has other values in the part."""
     zeros: bool
@@ -101,12 +103,19 @@ class Entry:
     """The most entries of a table that it takes."""
     met: tuple[Meeting, ...]
     """The calls before in which outputs met values of the batch, the last one first."""
+    module: str
+    """The path of the module that makes it."""
     in_the_model: bool = False
     """Whether weights take up what it gives."""
     spreads: bool = False
     """Whether what it gives goes back to every entry."""
     behind: bool = False
     """Whether what it gives for the rest, or behind it, has a gradient."""
+
+    @property
+    def named(self) -> str:
+        """The function and the module, for a message."""
+        return f"{self.op} in {self.module}" if self.module else self.op
 
 
 class Call(NamedTuple):
@@ -431,11 +440,13 @@ class Lockstep(Calls):
             axes=first.dim(),
             lost=first.dim() - call.made[0].dim(),
             joins=bool(cut),
+            pairs=bool(cut) and sum(n != m for n, m in zip(first.shape, cut[0][1].shape, strict=False)) > 1,
             moved=any(a is None or not close(a, b) for a, b in parts),
             zeros=bool(cut) and self._cut.has_rest(first.detach(), cut[0][1].shape) is False,
             trained=any(t.requires_grad for t in given),
             table=max(tables, default=0),
             met=met,
+            module=self.watch.module_path(),
         )
 
     def _of(self, tensor: torch.Tensor) -> _Known | None:
@@ -491,9 +502,9 @@ class Lockstep(Calls):
 def _meets(name: str, tensors: list[torch.Tensor], of_batch: list[_Known]) -> bool:
     if not of_batch or not any(t.requires_grad for t in tensors) or any(isinstance(t, nn.Parameter) for t in tensors):
         return False
-    if name in _INDEXED and not tensors[0].requires_grad:
+    if name in INDEXED and not tensors[0].requires_grad:
         return False  # the batch's values looked up, not the outputs
-    return name in LOSSES or (name in SUBTRACTIONS | _INDEXED and not all(each.binary for each in of_batch))
+    return name in LOSSES or (name in SUBTRACTIONS | INDEXED and not all(each.binary for each in of_batch))
 
 
 def is_tensor(value: Any) -> bool:

@@ -72,3 +72,64 @@ def test_some_documents_of_a_row():
     few = segments.take(batch, segments.read(batch), [1, 2])
     assert torch.equal(few["input_ids"], batch["input_ids"][:, 2:])
     assert few["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+
+
+TWO_ROWS = torch.tensor([[7, 7, 7, 8, 8, 9, 9], [4, 4, 5, 5, 5, 5, 6]])
+"""The numbers of documents, beside as many tokens."""
+
+
+def beside_tokens(numbers, name="doc"):
+    return {"tokens": torch.randn(*numbers.shape, 3), name: numbers}
+
+
+def blocks(numbers):
+    return numbers[:, :, None] == numbers[:, None]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(beside_tokens(TWO_ROWS), id="numbers"),
+        pytest.param({"mask": blocks(TWO_ROWS)}, id="blocks"),
+        pytest.param({"mask": ~blocks(TWO_ROWS).tril()[:, None]}, id="causal blocks, true where left out"),
+        pytest.param({"mask": torch.zeros(2, 7, 7).masked_fill(~blocks(TWO_ROWS), -1e9)}, id="added to scores"),
+    ],
+)
+def test_documents_by_their_values(batch):
+    assert segments.read(batch) is None
+    found = segments.read(batch, by_value=True)
+    assert found is not None
+    assert found.by_value
+    assert found.ids.tolist() == [[0, 0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 4, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param({"doc": TWO_ROWS}, id="no tokens"),
+        pytest.param(beside_tokens(TWO_ROWS, "token_type"), id="of another name"),
+        pytest.param(beside_tokens(TWO_ROWS[:1].expand(3, -1)), id="windows"),
+        pytest.param(beside_tokens(torch.arange(4).repeat_interleave(3)[None]), id="windows of one row"),
+        pytest.param(beside_tokens(TWO_ROWS.flip(1)), id="numbers that fall"),
+        pytest.param(beside_tokens((TWO_ROWS > 7).long()), id="two sentences"),
+        pytest.param(beside_tokens(torch.arange(7).expand(2, -1)), id="positions"),
+        pytest.param({"mask": torch.ones(2, 7, 7).tril()}, id="causal"),
+        pytest.param({"mask": (torch.arange(7) < torch.tensor([[5], [7]]))[:, None].expand(-1, 7, -1)}, id="padding"),
+        pytest.param({"adj": torch.rand(2, 7, 7, generator=torch.Generator().manual_seed(1)) < 0.3}, id="adjacency"),
+    ],
+)
+def test_values_that_tell_no_documents(batch):
+    assert segments.read(batch, by_value=True) is None
+
+
+def test_numbers_that_fall_may_be_those_of_documents():
+    assert segments.unclear(beside_tokens(TWO_ROWS.flip(1))) == "doc"
+    assert not segments.unclear(beside_tokens(torch.arange(14).reshape(2, 7) * 5 % 11))
+
+
+def test_a_document_of_a_row_with_a_mask_and_positions_through_the_row():
+    row = TWO_ROWS[:1]
+    batch = {**beside_tokens(row), "mask": blocks(row), "places": torch.arange(7)[None]}
+    few = segments.take(batch, segments.read(batch, by_value=True), [1])
+    assert few["mask"].shape == (1, 2, 2)
+    assert few["places"].tolist() == [[0, 1]]

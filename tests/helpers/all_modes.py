@@ -12,7 +12,7 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.terms import Reducti
 from pytest_trainloop.checks.batch.edge_batches.embedding_range import LookUps
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.checks.batch.every_row_teaches import flags
-from pytest_trainloop.checks.batch.segment_independence.step_values import StepValues
+from pytest_trainloop.checks.batch.segment_independence.rollouts import StepValues
 from pytest_trainloop.checks.learning.activations_alive import units
 from pytest_trainloop.checks.learning.weight_decay_groups import l2_in_loss
 from pytest_trainloop.checks.loss.learnable_targets import comparisons

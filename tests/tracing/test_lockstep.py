@@ -25,7 +25,7 @@ def rows(seed=0, length=TOTAL):
 
 def under(mode, compute, x, item=None):
     thread = SimpleNamespace(suspended=0, stepping=0)
-    watch = SimpleNamespace(thread=thread, backward=None, suspended=contextlib.nullcontext)
+    watch = SimpleNamespace(thread=thread, backward=None, suspended=contextlib.nullcontext, module_path=str)
     x = x.clone().requires_grad_()
     with torch.enable_grad(), contextlib.ExitStack() as around:
         for context in mode.contexts(watch):

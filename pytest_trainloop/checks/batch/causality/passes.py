@@ -1,52 +1,88 @@
-"""Whether a model that predicts the next input sees it, in training or in evaluation, and through what."""
+"""Whether outputs of a model that predicts the next input can see it, by exact gradients, and through what.
+
+See docs/how-it-decides.md#rows-and-positions-by-exact-gradients.
+
+The loss shows that the model predicts the next input: its targets are the inputs one position ahead (or a few), bit for
+bit. Then output t may not depend on input t + 1: the gradient must be exactly 0. Which operation lets a position see
+later ones is found by the gradient of each operation alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop.checks.batch.causality.operations_ahead import KINDS, Kind, OperationAhead, replacements
-from pytest_trainloop.checks.batch.causality.outputs_ahead import OutputsAhead
+import torch
+import torch.nn.functional as F
+
+from pytest_trainloop.checks.batch.causality.causes import CAUSES, found
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.gradients.reached import Reached
-from pytest_trainloop.tracing.forward_pass import ForwardPass
+from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_names import (
+    ATTENTION,
+    CLASS_LOSSES,
+    CONVOLUTIONS,
+    DISTANCE_LOSSES,
+    NORMALISATIONS,
+    PRODUCTS,
+    RECURRENT,
+    RESHAPES,
+    SOFTMAXES,
+)
+from pytest_trainloop.tracing.arguments import bound_arguments
+from pytest_trainloop.tracing.forward_pass import ForwardPass, axis_of, grads, recomputed, weighted_sum
+from pytest_trainloop.tracing.operation_fixes import (
+    STATISTICS,
+    as_a_constant,
+    moved_first,
+    scrambles,
+    takes_away,
+)
+from pytest_trainloop.tracing.provenance_queries import layout
+from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.forward_pass import Replacement
+    from pytest_trainloop.tracing.forward_pass import DataInput, Op, Replacement
+    from pytest_trainloop.tracing.provenance import Node
+
+Kind = Literal["views", "attention", "softmax", "recurrent", "convolution", "statistics", "other"]
 
 Mode = Literal["training", "evaluation"]
 
+FEWEST = 12
+"""Positions at which targets and later inputs must be equal."""
 
-@dataclass(frozen=True, slots=True)
-class Leak:
-    """Outputs that depend on the inputs that they predict."""
+FARTHEST = 4
+"""Positions ahead that are tried, at most."""
 
-    ahead: int
-    """By how many positions the targets are ahead of the inputs."""
-    length: int
-    offsets: tuple[int, ...]
-    """The inputs that outputs depend on, from their own position."""
-    modes: tuple[Mode, ...]
-    loss: str
-    loss_place: str
-    kind: Kind | None
-    """The kind of operation that looks ahead; None where it was not found."""
-    operations: tuple[OperationAhead, ...]
-    attentions: int
-    """How many products join positions."""
-    confirmed: bool
-    """Whether nothing leaks without these operations."""
-    other_loss_is_clean: bool
-    """Whether outputs of another such loss do not see the answer."""
+MOST = 40
+"""Operations that are followed back, at most."""
 
+_CAUSE: dict[Kind, str] = {
+    "views": "view_mixes_positions",
+    "softmax": "softmax_over_queries",
+    "attention": "causal_mask_missing",
+    "recurrent": "bidirectional_layer",
+    "convolution": "convolution_sees_ahead",
+    "statistics": "statistics_over_time",
+    "other": "sees_the_future",
+}
+"""By kind of operation, in the order in which they are tried."""
 
-class _Blame(NamedTuple):
-    kind: Kind | None
-    operations: tuple[OperationAhead, ...]
-    confirmed: bool
+_KIND_OF: dict[str, Kind] = {
+    **dict.fromkeys(ATTENTION | (PRODUCTS - {"linear"}) | {"__matmul__", "baddbmm"}, "attention"),
+    **dict.fromkeys(RECURRENT, "recurrent"),
+    **dict.fromkeys(CONVOLUTIONS - {"conv3d", "conv_transpose3d"}, "convolution"),
+    **dict.fromkeys(NORMALISATIONS | {"normalize"}, "statistics"),
+    **dict.fromkeys(RESHAPES, "views"),
+}
 
 
 class CausalPasses:
@@ -58,69 +94,356 @@ class CausalPasses:
         self.reached = Reached()
         """Which inputs each output depends on, where outputs see what they predict."""
 
-    def leak(self) -> Leak | None:
+    def leaks(self) -> Iterator[Finding]:
         """What lets outputs see the inputs that they predict, if something does. Raises ``CannotDecide`` where no loss
         compares outputs with later inputs."""
         training = self._once("training")
+        refused = CannotDecide(f"no gradient can be taken of the model's outputs alone: {training.refused}")
         if not training.ahead:
-            _refuse(training)
-        evaluation = self._once("evaluation")
-        by_mode: dict[Mode, OutputsAhead] = {"training": training, "evaluation": evaluation}
-        modes = tuple(mode for mode, found in by_mode.items() if found.leaks)
-        if not modes:
             if training.refused:
-                raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {training.refused}")
-            return None
-        found = self._once(modes[0], closer=True)
-        self.reached = found.reached
-        kind, operations, confirmed = self._why(modes[0], found)
-        return Leak(
-            ahead=found.ahead,
-            length=found.length,
-            offsets=tuple(sorted(found.offsets)),
-            modes=modes,
-            loss=found.loss,
-            loss_place=found.where,
-            kind=kind,
-            operations=operations,
-            attentions=found.attentions,
-            confirmed=confirmed,
-            other_loss_is_clean=found.other_loss_is_clean,
-        )
+                raise refused
+            raise DoesNotApply("no loss function of torch is called with the next tokens as targets")
+        by_mode: dict[Mode, OutputsAhead] = {"training": training, "evaluation": self._once("evaluation")}
+        modes = [mode for mode, seen in by_mode.items() if seen.leaks]
+        if not modes and training.refused:
+            raise refused
+        if modes:
+            seen = self._once(modes[0], closer=True)
+            self.reached = seen.reached
+            yield self._finding(modes, seen)
 
-    def _why(self, mode: Mode, found: OutputsAhead) -> _Blame:
-        """The kind of operation without which nothing leaks; else the first that sees later inputs."""
-        for kind in KINDS:
+    def _finding(self, modes: list[Mode], seen: OutputsAhead) -> Finding:
+        kind, blamed, alone = self._why(modes[0], seen)
+        first, see = (blamed[0].op if blamed else None), len({a.op.module for a in blamed})
+        cause = _CAUSE[kind or "other"]
+        if modes == ["evaluation"]:
+            cause = "mask_missing_in_eval"
+        elif kind == "attention":
+            offsets = [offset for each in blamed for offset in each.offsets]
+            if not offsets and {a.op.name for a in blamed} == {"softmax"}:
+                cause = "masked_after_softmax"
+            elif offsets and min(offsets) >= 0:
+                cause = "mask_inverted"
+            elif offsets and max(offsets) == 1:
+                cause = "mask_off_by_one"
+        evaluates = "evaluate" in self._evidence.offers or any(
+            not f.training for f in self._evidence.run().root_forwards()
+        )
+        advice = seen.other_loss_is_clean or (cause == "mask_missing_in_eval" and not evaluates)
+        facts: dict[str, Any] = {"loss": seen.loss, "ahead": seen.ahead if seen.ahead > 1 else 0, "alone": alone}
+        facts |= {"first": f"{min(seen.offsets):+d}", "last": f"{max(seen.offsets):+d}", "modes": " and ".join(modes)}
+        facts |= {"attentions": seen.attentions, "some": see if seen.attentions > see else 0}
+        facts |= {"op": first.name if first else "", "level": "advice" if advice else "fault"}
+        facts["change"] = "\n".join(dict.fromkeys(str(a.op.place) for a in blamed if first and a.op.name == first.name))
+        if kind is None:
+            facts["shown_by"] = CAUSES["sees_the_future"].shown_by
+        culprits = tuple(dict.fromkeys(a.op.named for a in blamed))
+        made = found(cause, first.place if first else seen.where, culprits, **facts)
+        tried = "in a run without the later positions there no output depends on a later input"
+        shown = alone and kind in ("attention", "softmax", "views")
+        return replace(made, smallest=f"{seen.length} positions", tried=tried if shown else "")
+
+    def _why(self, mode: Mode, seen: OutputsAhead) -> tuple[Kind | None, tuple[OperationAhead, ...], bool]:
+        """The kind of operation without which nothing leaks, these operations, and true; else the first that sees later
+        inputs, and false."""
+        for kind in _CAUSE:
             kinds = ("attention", "softmax") if kind == "attention" else (kind,)
-            operations = tuple(a for a in found.operations if a.kind in kinds)
-            if operations:
-                without = self._once(mode, replacements=replacements(operations, found.length))
-                if without.ahead and not without.leaks and not without.refused:
-                    return _Blame(kind, operations, confirmed=True)
-        first = found.first
-        return _Blame(first.kind if first else None, (first,) if first else (), confirmed=False)
+            blamed = tuple(a for a in seen.operations if a.kind in kinds)
+            changed = {a.op.number: moved_first(seen.length) if a.kind == "views" else as_a_constant for a in blamed}
+            without = self._once(mode, replacements=changed) if blamed else None
+            if without is not None and without.ahead and not without.leaks and not without.refused:
+                return kind, blamed, True
+        first = seen.first
+        return (first.kind if first else None), ((first,) if first else ()), False
 
     def _once(
         self, mode: Mode, *, closer: bool = False, replacements: Mapping[int, Replacement] | None = None
     ) -> OutputsAhead:
-        found = OutputsAhead(closer=closer)
+        judged = OutputsAhead(closer=closer)
         for open_inputs in (True, False) if self._open_inputs else (False,):
             seen = ForwardPass(
-                at_loss=found.look,
+                at_loss=judged.look,
                 eval_mode=mode == "evaluation",
                 open_inputs=open_inputs,
                 replacements=replacements or {},
             )
             plan = seen.plan(self._plan)
             record = self._evidence.rerun(plan)
-            if found.ahead or record.raised is None or replacements:
-                return found
+            if judged.ahead or record.raised is None or replacements:
+                return judged
             self._open_inputs = False  # a model may refuse inputs that require a gradient
         self._evidence.require_returned(plan, record)
-        return found
+        return judged
 
 
-def _refuse(found: OutputsAhead) -> None:
-    if found.refused:
-        raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {found.refused}")
-    raise DoesNotApply("no loss function of torch is called with the next tokens as targets")
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """The targets of a loss call, with the position of each entry."""
+
+    values: torch.Tensor
+    row: torch.Tensor
+    position: torch.Tensor
+    shape: tuple[int, int]
+    """The numbers of rows and of positions."""
+    kept: torch.Tensor
+    """Which entries count in the loss."""
+
+
+@dataclass(slots=True)
+class OutputsAhead:
+    """What one pass shows of the first loss call whose targets are later inputs and whose outputs see them."""
+
+    closer: bool = False
+    """Whether the operations that look ahead are looked for, too."""
+    ahead: int = 0
+    """By how many positions the targets are ahead of the inputs."""
+    length: int = 0
+    loss: str = ""
+    where: str = ""
+    offsets: set[int] = field(default_factory=set)
+    """The inputs that outputs depend on, from their own position."""
+    other_loss_is_clean: bool = False
+    """Whether outputs of another such call do not see the answer."""
+    operations: list[OperationAhead] = field(default_factory=list)
+    first: OperationAhead | None = None
+    attentions: int = 0
+    reached: Reached = field(default_factory=Reached)
+    """What every output depends on, where outputs are looked at more closely."""
+    refused: str = ""
+    """Torch's message where no gradient could be taken."""
+
+    @property
+    def leaks(self) -> bool:
+        """Whether outputs depend on the very inputs that they predict."""
+        return self.ahead in self.offsets if self.ahead else False
+
+    def look(self, seen: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Judge one call of a loss function, unless an earlier one leaks."""
+        if name not in CLASS_LOSSES | DISTANCE_LOSSES:
+            return
+        given = bound_arguments(getattr(F, name), args, kwargs)
+        scores, target = given.get("input"), given.get("target")
+        if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or not scores.requires_grad:
+            return
+        place = here()[0]
+        try:
+            targets = _targets(name, given, target.detach(), seen.lineage.of(scores))
+            if targets is not None:
+                self._compare(seen, name, str(place), scores, targets)
+        except RuntimeError as error:
+            reraise_raised(error)
+            self.refused = str(error).partition("\n")[0]
+
+    def _compare(self, seen: ForwardPass, name: str, place: str, scores: torch.Tensor, targets: _Targets) -> None:
+        length = targets.shape[1]
+        for entered in seen.data_inputs:
+            ahead = _ahead(entered, targets)
+            if not ahead:
+                continue
+            by_class = scores.movedim(1, -1) if name in CLASS_LOSSES else scores
+            inexact = any(op.name.startswith("fft_") for op in seen.ops)
+            offsets = _offsets(entered, by_class, targets, ahead, inexact=inexact)
+            self.other_loss_is_clean = self.other_loss_is_clean or ahead not in offsets
+            if self.leaks:
+                return
+            self.ahead, self.length, self.offsets = ahead, length, offsets
+            self.loss, self.where = name, place
+            if self.leaks and self.closer:
+                self.first = first_seeing(seen.ops, entered.leaf, length)
+                self.attentions = attentions(seen.ops, length)
+                self.operations = list(look_ahead(seen.ops, length))
+                self.reached.note(length, partial(_along_positions, entered, by_class, targets))
+            return
+
+
+def _targets(name: str, given: Mapping[str, Any], target: torch.Tensor, source: Node | None) -> _Targets | None:
+    """None where the scores come from no one layer over rows and positions, or targets have another shape."""
+    at = layout(source)
+    if at is None or len(at.leading) != 2:
+        return None
+    flat, kept = at.position, torch.ones_like(target, dtype=torch.bool)
+    if name in CLASS_LOSSES:
+        if target.is_floating_point() or given["input"].dim() != target.dim() + 1:
+            return None
+        flat, kept = flat.select(1, 0), target != given.get("ignore_index", -100)
+    if flat.shape != target.shape:
+        return None
+    row, position = at.coordinates(flat.to(target.device))
+    return _Targets(target, row, position, (at.leading[0], at.leading[1]), kept)
+
+
+def _ahead(entered: DataInput, targets: _Targets) -> int:
+    """By how many positions the targets are ahead of the inputs; 0 where they are no inputs, or match in several
+    ways."""
+    for values in _channels(entered, targets):
+        if torch.unique(values).numel() < 4:
+            continue
+        fits = [by for by in range(-1, FARTHEST + 1) if _agree(values, targets, by)]
+        if len(fits) == 1 and fits[0] > 0 and not _rotated(values, targets, fits[0]):
+            return fits[0]
+    return 0
+
+
+def _channels(entered: DataInput, targets: _Targets) -> Iterator[torch.Tensor]:
+    """The inputs at each row and position, one channel at a time."""
+    floating = targets.values.is_floating_point()
+    if entered.ids is not None:
+        if tuple(entered.ids.shape) == targets.shape and not floating:
+            yield entered.ids.to(targets.values.device)
+    elif tuple(entered.leaf.shape[:2]) == targets.shape and floating:
+        leaf = entered.leaf.detach().to(targets.values.device)
+        yield from [leaf] if leaf.dim() == 2 else leaf.flatten(2).unbind(2)
+
+
+def _agree(values: torch.Tensor, targets: _Targets, by: int) -> bool:
+    later = targets.position + by
+    there = targets.kept & (later >= 0) & (later < values.shape[1])
+    if int(there.sum()) < FEWEST:
+        return False
+    return bool((values[targets.row[there], later[there]] == targets.values[there]).all())
+
+
+def _rotated(values: torch.Tensor, targets: _Targets, by: int) -> bool:
+    """Whether the last targets are the first inputs: the task is to rotate a sequence, not to predict what comes
+    next."""
+    later = targets.position + by
+    past = targets.kept & (later >= values.shape[1])
+    if not bool(past.any()) or torch.unique(targets.row[past]).numel() < 2:
+        return False
+    return bool((values[targets.row[past], later[past] % values.shape[1]] == targets.values[past]).all())
+
+
+def _along_positions(entered: DataInput, scores: torch.Tensor, targets: _Targets, at: int) -> Iterator[torch.Tensor]:
+    """The gradient of the outputs at one position, the positions of the inputs first; none where no target counts."""
+    there = (targets.position == at) & targets.kept
+    (gradient,) = grads(weighted_sum(scores[there]), [entered.leaf]) if bool(there.any()) else (None,)
+    if gradient is not None:
+        yield gradient.movedim(1, 0)
+
+
+def _offsets(entered: DataInput, scores: torch.Tensor, targets: _Targets, ahead: int, *, inexact: bool) -> set[int]:
+    """The inputs that single outputs depend on, from the output's own position.
+
+    A Fourier transform joins all positions and separates them again up to rounding: 1e3 machine epsilons of the largest
+    gradient (as for sums in another order) count as nothing then.
+    """
+    length, position = entered.leaf.shape[1], targets.position
+    asked = sorted({int(p) for p in torch.unique(position[targets.kept]).tolist() if p + ahead < length})
+    offsets: set[int] = set()
+    for at in sorted({asked[len(asked) * n // 4] for n in (1, 2, 3)} if asked else ()):
+        for gradient in _along_positions(entered, scores, targets, at):
+            least = ROUNDING * torch.finfo(gradient.dtype).eps * float(gradient.abs().max()) if inexact else 0.0
+            nonzero = (gradient.abs() > least).reshape(len(gradient), -1).any(1)
+            offsets |= {p - at for p in nonzero.nonzero().flatten().tolist()}
+    return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class OperationAhead:
+    """One operation that looks ahead."""
+
+    op: Op
+    kind: Kind
+    offsets: frozenset[int] = frozenset()
+    """The positions that it looks at, from its own; unknown where two axes are as long."""
+
+
+def look_ahead(ops: Sequence[Op], length: int) -> Iterator[OperationAhead]:
+    """The operations that look ahead, in order. Inputs and outputs count that have one axis of this length; a softmax
+    over two such axes looks ahead where later keys, or queries, are in its sums."""
+    for op in ops:
+        if op.name in SOFTMAXES:
+            if (kind := _softmax(op, length)) is not None:
+                yield OperationAhead(op, kind)
+            continue
+        if op.name in STATISTICS and takes_away(op, length):
+            yield OperationAhead(op, "statistics")
+            continue
+        if op.name in RESHAPES and not scrambles(op, length):
+            continue
+        offsets = _offsets_of(op, length)
+        if op.name in RESHAPES or any(o > 0 for o in offsets):
+            yield OperationAhead(op, _KIND_OF.get(op.name, "other"), frozenset(offsets))
+
+
+def first_seeing(ops: Sequence[Op], leaf: torch.Tensor, length: int) -> OperationAhead | None:
+    """The first operation whose result at a position depends on later inputs. Where that only joins or slices results
+    of others, the operation behind it that gathered over positions."""
+    made_by = {id(t): op for op in ops for t in op.outputs}
+    for op in ops:
+        if op.name in SOFTMAXES or not any(_sees_later(t, leaf, length) for t in op.outputs):
+            continue
+        kind = _KIND_OF.get(op.name)
+        if kind is not None and (kind != "recurrent" or any(o > 0 for o in _offsets_of(op, length))):
+            return OperationAhead(op, kind)
+        return _behind(op, made_by, length) or OperationAhead(op, "other")
+    return None
+
+
+def _behind(op: Op, made_by: Mapping[int, Op], length: int) -> OperationAhead | None:
+    todo = [op]
+    for _ in range(MOST):
+        if not todo:
+            break
+        at = todo.pop(0)
+        for given in at.inputs:
+            maker = made_by.get(id(given))
+            if maker is None or axis_of(given, length) is not None or not given.requires_grad:
+                continue
+            if maker.name in STATISTICS and takes_away(maker, length):
+                return OperationAhead(maker, "statistics")
+            if maker.name in _KIND_OF and maker.name not in RESHAPES and _KIND_OF[maker.name] == "convolution":
+                return OperationAhead(maker, "convolution")
+            todo.append(maker)
+    return None
+
+
+def _sees_later(out: torch.Tensor, leaf: torch.Tensor, length: int) -> bool:
+    axis = axis_of(out, length) if out.requires_grad and out.is_floating_point() else None
+    if axis is None:
+        return False
+    at = length // 2
+    (gradient,) = grads(weighted_sum(out.select(axis, at)), [leaf])
+    return gradient is not None and bool((gradient[:, at + 1 :] != 0).any())
+
+
+def _offsets_of(op: Op, length: int) -> set[int]:
+    if not any(t.requires_grad and axis_of(t, length) is not None for t in op.outputs):
+        return set()
+    inputs, outputs = recomputed(op)
+    inputs = [t for t in inputs if axis_of(t, length) is not None]
+    offsets: set[int] = set()
+    for out in outputs:
+        to = axis_of(out, length) if out.requires_grad else None
+        for at in sorted({length // 4, length // 2}) if to is not None else ():
+            for t, gradient in zip(inputs, grads(weighted_sum(out.select(to or 0, at)), inputs), strict=True):
+                if gradient is not None:
+                    nonzero = (gradient.movedim(axis_of(t, length) or 0, 0).reshape(length, -1) != 0).any(1)
+                    offsets |= {p - at for p in nonzero.nonzero().flatten().tolist()}
+    return offsets
+
+
+def _softmax(op: Op, length: int) -> Kind | None:
+    """Whether a softmax over pairs of positions has later ones in its sums."""
+    sizes = [d for d, size in enumerate(op.outputs[0].shape) if size == length]
+    if (
+        len(sizes) != 2
+        or sizes != [op.outputs[0].dim() - 2, op.outputs[0].dim() - 1]
+        or not op.outputs[0].requires_grad
+    ):
+        return None
+    at = length // 2
+    inputs, outputs = recomputed(op)
+    if not inputs:
+        return None
+    (gradient,) = grads(weighted_sum(outputs[0][..., at, : at + 1]), inputs[:1])
+    if gradient is None:
+        return None
+    if bool((gradient[..., at + 1 :, :] != 0).any()):
+        return "softmax"
+    return "attention" if bool((gradient[..., at, at + 1 :] != 0).any()) else None
+
+
+def attentions(ops: Sequence[Op], length: int) -> int:
+    """How many products join different positions."""
+    return sum(1 for op in ops if _KIND_OF.get(op.name) == "attention" and _offsets_of(op, length) - {0})

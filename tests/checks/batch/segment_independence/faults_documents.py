@@ -128,3 +128,153 @@ pair(
     culprits=("cu_seqlens", "position_ids"),
     quick=True,
 )
+
+
+# Documents that only their numbers tell, under a name of the project's own.
+
+
+class Numbered(nn.Module):
+    """Causal attention within each document. ``place`` gives what is added by position, and ``turn`` turns queries and
+    keys by it."""
+
+    def __init__(self, place=None, *, apart="always", turn=False, context=32, vocab=24, width=16):
+        super().__init__()
+        self.tokens, self.table = nn.Embedding(vocab, width), None if place is None else nn.Embedding(context, width)
+        self.qkv, self.out, self.head = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, vocab)
+        self.place, self.apart, self.turn = place, apart, turn
+
+    def forward(self, tokens, doc):
+        hidden = self.tokens(tokens)
+        if self.table is not None:
+            hidden = hidden + self.table(self.place(doc))
+        query, key, value = self.qkv(hidden).chunk(3, -1)
+        if self.turn:
+            query, key = turned(query), turned(key)
+        seen = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        if self.apart == "always" or (self.apart == "in evaluation" and not self.training):
+            seen = seen & (doc[:, :, None] == doc[:, None])
+        scores = (query @ key.mT / 4).masked_fill(~seen, -torch.inf)
+        return self.head(hidden + self.out(scores.softmax(-1) @ value))
+
+
+def turned(x):
+    """Rotary positions that count through the row: only distances matter."""
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10 ** torch.arange(0, 2, 0.25, dtype=x.dtype)
+    one, other = x.chunk(2, -1)
+    return torch.cat([one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()], -1)
+
+
+def run_on(doc):
+    return torch.arange(doc.shape[1]).expand_as(doc)
+
+
+def start_again(doc):
+    first = torch.cat([torch.ones_like(doc[:, :1], dtype=torch.bool), doc[:, 1:] != doc[:, :-1]], 1)
+    places = run_on(doc)
+    return places - (places * first).cummax(1).values
+
+
+def numbers_of_documents(lengths=((4, 7, 3, 6), (6, 5, 9))):
+    return torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths])
+
+
+def by_numbers(borders=True, first=0, numbers=numbers_of_documents, **fields):
+    """``borders``: whether the first token of a document is no target; ``first``: the number of the first document."""
+    declared = {name: fields.pop(name) for name in ("rows_interact",) if name in fields}
+
+    def make():
+        doc = numbers()
+        batch = {"tokens": torch.randint(24, doc.shape, generator=torch.Generator().manual_seed(3)), "doc": doc + first}
+
+        def loss_of(model, b):
+            after = b["tokens"][:, 1:]
+            if borders:
+                after = after.masked_fill(b["doc"][:, 1:] != b["doc"][:, :-1], -100)
+            return F.cross_entropy(model(b["tokens"], b["doc"])[:, :-1].flatten(0, 1), after.flatten())
+
+        return loop(Numbered(**fields), batch, loss_of, **declared)
+
+    return make
+
+
+pair(
+    "documents_of_an_unusual_name_see_each_other",
+    "segment_independence",
+    "segments_interact",
+    faulty=by_numbers(apart="", first=27),
+    fixed=by_numbers(first=27),
+    level="advice",
+    where="softmax(-1)",
+    mentions=("documents",),
+)
+
+pair(
+    "documents_declared_apart_see_each_other_in_training",
+    "segment_independence",
+    "segments_interact",
+    faulty=by_numbers(apart="in evaluation", rows_interact=False),
+    fixed=by_numbers(rows_interact=False),
+    where="softmax(-1)",
+    mentions=("in training",),
+)
+
+pair(
+    "last_token_of_documents_of_an_unusual_name_predicts_the_next",
+    "segment_independence",
+    "labels_across_documents",
+    faulty=by_numbers(borders=False),
+    fixed=by_numbers(),
+    level="advice",
+    where="F.cross_entropy",
+)
+
+pair(
+    "positions_count_through_packed_documents",
+    "segment_independence",
+    "positions_run_on",
+    faulty=by_numbers(place=run_on),
+    fixed=by_numbers(place=start_again),
+    level="advice",
+    where="self.table(self.place(doc))",
+    culprits=("embedding in table",),
+    quick=True,
+)
+
+
+class MaskedOnly(Numbered):
+    """The mask of each row says which documents there are, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("waves", torch.sin(torch.arange(32)[:, None] / 1.5 ** torch.arange(16)))
+
+    def forward(self, tokens, mask, places):
+        hidden = self.tokens(tokens) + self.waves[places]
+        query, key, value = self.qkv(hidden).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.head(hidden + self.out(mixed))
+
+
+def by_mask(place):
+    def make():
+        doc = numbers_of_documents()
+        tokens = torch.randint(24, doc.shape, generator=torch.Generator().manual_seed(3))
+        batch = {"tokens": tokens, "mask": (doc[:, :, None] == doc[:, None]).tril(), "places": place(doc)}
+        batch["after"] = tokens.roll(-1, 1).masked_fill(doc != doc.roll(-1, 1), -100)
+
+        def loss_of(model, b):
+            scores = model(b["tokens"], b["mask"], b["places"])
+            return F.cross_entropy(scores.flatten(0, 1), b["after"].flatten())
+
+        return loop(MaskedOnly(), batch, loss_of, rows_interact=False)
+
+    return make
+
+
+pair(
+    "fixed_positions_count_through_documents_kept_apart_by_a_mask",
+    "segment_independence",
+    "positions_run_on",
+    faulty=by_mask(run_on),
+    fixed=by_mask(start_again),
+)

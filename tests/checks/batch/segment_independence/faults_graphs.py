@@ -230,3 +230,34 @@ pair(
     fixed=scores_in_the_loop(lambda scores, data: softmax_within(scores, data.batch, len(data.y)).log()),
     where="scores.log_softmax(0)",
 )
+
+
+class Sets(nn.Module):
+    """Points of several sets, which only a sorted vector of numbers and as many labels tell."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.body, self.head, self.pool = nn.Linear(6, 8), nn.Linear(8, 3), pool
+
+    def forward(self, points, owner):
+        hidden = torch.tanh(self.body(points))
+        return self.head(self.pool(None, hidden, owner, int(owner.max()) + 1))
+
+
+def sets(pool):
+    def make():
+        whole = graphs()
+        batch = {"points": whole.x, "owner": whole.batch, "kind": whole.y}
+        return loop(Sets(pool), batch, lambda m, b: F.cross_entropy(m(b["points"], b["owner"]), b["kind"]))
+
+    return make
+
+
+pair(
+    "points_of_all_sets_are_pooled",
+    "segment_independence",
+    "pooled_over_graphs",
+    faulty=sets(pooled_over_all),
+    fixed=sets(mean_pool),
+    level="advice",
+)

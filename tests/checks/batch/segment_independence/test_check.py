@@ -98,3 +98,12 @@ def test_documents_of_several_rows():
 
     (finding,) = judged(make).findings
     assert finding.cause == "segments_interact"
+
+
+def test_numbers_that_may_be_those_of_documents_are_asked_for():
+    def backwards():
+        return faults_documents.numbers_of_documents().flip(1)
+
+    result = judged(faults_documents.by_numbers(numbers=backwards))
+    assert (result.outcome, result.needs) == ("skipped", "rows_interact=")
+    assert "the numbers in doc may be those of documents" in result.reason

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.checks.batch.segment_independence.faults_documents import by_numbers, run_on
 from tests.loops.odd import odd
 from tests.loops.plain import loop
 from tests.loops.segmented import (
@@ -144,3 +145,61 @@ def recurrent_net_that_starts_again():
             return self.head(torch.stack(out, 1))
 
     return loop(Restarted(), packed_documents(), next_token)
+
+
+@odd(notes="rotary positions run on through packed documents: only distances matter")
+def packed_documents_with_rotary_positions():
+    return by_numbers(turn=True)()
+
+
+@odd(notes="packed documents without positions")
+def packed_documents_without_positions():
+    return by_numbers()()
+
+
+@odd(notes="windows of equal length in each row, numbered: their places are features of the grid")
+def numbered_windows_of_equal_length():
+    return by_numbers(apart="", place=run_on, numbers=lambda: numbers_of_windows(5, 4))()
+
+
+def numbers_of_windows(count, length):
+    return torch.arange(count).repeat_interleave(length).expand(3, -1)
+
+
+@odd(notes="the speaker's turn of each token, counted through a dialogue and embedded")
+def turns_of_a_dialogue_that_are_embedded():
+    class Dialogue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.turns = nn.Embedding(24, 16), nn.Embedding(8, 16)
+            self.mix, self.head = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 24)
+
+        def forward(self, tokens, doc):
+            return self.head(self.mix(self.tokens(tokens) + self.turns(doc))[0])
+
+    lo = by_numbers(borders=False)()
+    return loop(Dialogue(), lo.batch, lambda m, b: next_of(m(b["tokens"], b["doc"]), b["tokens"]))
+
+
+@odd(notes="the number of the phoneme of each frame, which the model is to tell")
+def frames_aligned_with_phonemes():
+    class Aligner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.GRU(5, 8, batch_first=True), nn.Linear(8, 6)
+
+        def forward(self, frames):
+            return self.head(self.body(frames)[0])
+
+    counts = ((4, 7, 3, 6), (6, 5, 9), (2, 3, 8, 2, 5))
+    part = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in counts])
+    frames = torch.randn(3, 20, 5, generator=generator(4)) + part[..., None]
+    return loop(
+        Aligner(),
+        {"frames": frames, "part": part},
+        lambda m, b: F.cross_entropy(m(b["frames"]).flatten(0, 1), b["part"].flatten()),
+    )
+
+
+def next_of(scores, tokens):
+    return F.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,41 +1,70 @@
-"""Numbers by which a model looks up nodes or adds them up, and that graphs or packs share by mistake.
-
-They are judged as whole numbers, without a gradient: each graph's own nodes take places of their own where graphs stand
-behind each other, so that the ranges of two graphs never overlap.
-"""
+"""Numbers of nodes and documents that do not belong together, by the data alone: borders, edges, and what a model looks
+up or adds up. Graphs that follow each other in one axis never share a number, so that whole numbers prove it."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.segments import are_pairs
+from pytest_trainloop.checks.batch.segment_independence.causes import found
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.batches.segments import Segments
+    from pytest_trainloop.finding import Finding
 
 _ADDED = frozenset("index_add index_add_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split())
 
 
-@dataclass(frozen=True, slots=True)
-class SharedNumbers:
-    """Numbers that mean entries of several graphs or rows. ``shown_by``: why these cannot be their own."""
+def sizes_of(segments: Segments) -> str:
+    sizes = [str(n) for n in segments.sizes[:4]]
+    return ", ".join(sizes) + (", ..." if segments.count > 4 else "")
 
-    summary: str
-    measured: str
-    shown_by: str
-    culprit: str
-    where: str
-    smallest: str
+
+def borders_disagree(one: Segments, other: Segments, first: int, second: int) -> Finding:
+    tellers = one.teller, other.teller
+    facts: dict[str, Any] = {"one": one.teller, "other": other.teller, "kind": one.kind, "entry": one.entry}
+    facts |= {"first": first, "second": second, "kinds": ("input", "input")}
+    made = found("borders_disagree", "", tellers, **facts)
+    return replace(made, smallest=f"{one.entry}s 0 to {max(first, second)}")
+
+
+def edges_join_graphs(segments: Segments) -> Iterator[Finding]:
+    """Of the only edges of a batch; several kinds of them are not judged."""
+    if len(segments.edges) != 1 or segments.ids.dim() != 1:
+        return
+    (name, pairs), *_ = segments.edges.items()
+    ids, (source, target) = segments.ids, pairs.long()
+    across = ids[source] != ids[target]
+    sizes = torch.tensor(segments.sizes, device=ids.device)
+    touched = torch.zeros(segments.count, dtype=torch.bool, device=ids.device)
+    touched[ids[source]] = touched[ids[target]] = True
+    without = ((sizes > 1) & ~touched).nonzero().flatten().tolist()
+    among_the_first = int(torch.maximum(source, target).max()) < int(sizes.max())
+    twice = len(torch.unique(pairs, dim=1).T) < len(source)
+    facts: dict[str, Any] = {"name": name, "teller": segments.teller, "edges": len(source), "kinds": ("input",)}
+    facts |= {"sizes": sizes_of(segments), "nodes": sum(segments.sizes), "largest": max(segments.sizes)}
+    if among_the_first and without and bool(twice or across.any()):
+        *others, last = map(str, without)
+        facts["without"] = f"graphs {', '.join(others)} and {last} have" if others else f"graph {last} has"
+        made = found("edges_not_offset", "", (name,), **facts)
+        yield replace(made, smallest=f"graphs {min(without[0], 1)} and {max(without[0], 1)}")
+    elif bool(across.any()):
+        at = int(across.nonzero()[0])
+        ends = int(source[at]), int(target[at])
+        one, other = (int(ids[end]) for end in ends)
+        facts |= {"across": int(across.sum()), "source": ends[0], "target": ends[1], "one": one, "other": other}
+        made = found("edges_across_graphs", "", (name,), **facts)
+        yield replace(made, smallest=f"graphs {min(one, other)} and {max(one, other)}")
 
 
 class Lookups:
@@ -43,7 +72,7 @@ class Lookups:
 
     def __init__(self, batch: Any, edges: Sequence[torch.Tensor]) -> None:
         """``edges``: those that a model holds itself, (2, edges) each."""
-        self.found: SharedNumbers | None = None
+        self.finding: Finding | None = None
         given = [(p, t.detach()) for p, t in nested.paths(batch) if t.layout is torch.strided and not t.is_nested]
         self._given = [(nested.shown(path), t) for path, t in given]
         self._graphs = _listed_graphs(given)
@@ -53,7 +82,7 @@ class Lookups:
 
     def look(self, segments: Segments | None, name: str, args: tuple[Any, ...], out: Any) -> None:
         """Judge one call."""
-        if self.found is not None:
+        if self.finding is not None:
             return
         if name in ("nonzero", "argwhere", "where") and len(args) == 1 and isinstance(args[0], torch.Tensor):
             self._pairs.append((_columns(out), tuple(args[0].shape)))
@@ -61,46 +90,35 @@ class Lookups:
         if looked_up is None:
             return
         entries, numbers, added = looked_up
-        if not added:
-            self.found = self._of_a_list(entries, numbers) or self._of_a_matrix(entries, numbers)
-            self.found = self.found or self._one_for_each_graph(entries, numbers, segments)
+        rules = [self._of_one_graph(entries, numbers, added)]
+        if added:
+            rules.insert(0, self._of_documents(entries, numbers, segments))
         else:
-            self.found = self._of_documents(entries, numbers, segments)
-        if self.found is None:
-            self.found = self._of_one_graph(entries, numbers, added)
+            nodes = self._one_for_each_graph(entries, numbers, segments)
+            rules = [self._of_a_list(entries, numbers), self._of_a_matrix(entries, numbers), nodes, *rules]
+        self.finding = next(itertools.chain.from_iterable(rules), None)
 
-    def _of_a_list(self, entries: torch.Tensor, numbers: torch.Tensor) -> SharedNumbers | None:
-        """Edges of graphs that come in a list: each graph's own numbers, moved by what."""
+    def _of_a_list(self, entries: torch.Tensor, numbers: torch.Tensor) -> Iterator[Finding]:
+        """Edges of graphs that are given as a list: by how much each graph's own numbers are moved."""
         sizes = [nodes for nodes, _ in self._graphs]
         lengths = [edges.shape[1] for _, edges in self._graphs]
         if len(sizes) < 2 or len(entries) != sum(sizes) or len(numbers) != sum(lengths):
-            return None
+            return
+        parts = torch.split(numbers, lengths)
         for end in (0, 1):
-            places: dict[int, tuple[int, int]] = {}
-            for graph, (part, (nodes, edges)) in enumerate(
-                zip(torch.split(numbers, lengths), self._graphs, strict=True)
-            ):
-                moved = (part - edges[end]).unique()  # type: ignore[no-untyped-call]
-                if len(moved) > 1:
-                    break
-                if len(moved):  # a graph of one node has no edges
-                    places[graph] = int(moved), nodes
-            else:
-                pair = _overlapping(places)
-                if pair is not None:
-                    one, other = pair
-                    return SharedNumbers(
-                        f"nodes of graphs {one} and {other} of the list are looked up by the same numbers",
-                        f"the edges of graph {other} are moved by {places[other][0]}, and those of graph {one}, of "
-                        f"{places[one][1]} nodes, by {places[one][0]}",
-                        f"the graphs have {len(entries)} nodes in all, which stand behind each other",
-                        "edge_index",
-                        str(here()[0]),
-                        f"graphs {one} and {other}",
-                    )
-        return None
+            moved = [(part - edges[end]).unique() for part, (_, edges) in zip(parts, self._graphs, strict=True)]  # type: ignore[no-untyped-call]
+            if any(len(by) > 1 for by in moved):
+                continue
+            # a graph of one node has no edges
+            starts = sorted((int(by), sizes[graph], graph) for graph, by in enumerate(moved) if len(by))
+            for (start, nodes, one), (next_, _, other) in itertools.pairwise(starts):
+                if start + nodes > next_:
+                    (one, start), (other, next_) = sorted([(one, start), (other, next_)])
+                    facts = {"one": one, "other": other, "moved": next_, "start": start}
+                    facts |= {"nodes": sizes[one], "entries": len(entries)}
+                    yield _shared("edge_index", "list", f"graphs {one} and {other}", **facts)
 
-    def _of_a_matrix(self, entries: torch.Tensor, numbers: torch.Tensor) -> SharedNumbers | None:
+    def _of_a_matrix(self, entries: torch.Tensor, numbers: torch.Tensor) -> Iterator[Finding]:
         """Places in flattened nodes, made of the indices of an adjacency: row * (something) + node."""
         for pairs, (rows, *sides) in self._pairs:
             nodes = sides[0] if len(sides) == 2 and sides[0] == sides[1] else 0
@@ -111,71 +129,47 @@ class Lookups:
                 last = int(row.max())
                 step = int((numbers - node)[row == last][0]) // max(last, 1)
                 if 0 < step < nodes and int(node.max()) >= step and torch.equal(numbers - node, step * row):
-                    return SharedNumbers(
-                        f"nodes of graphs 0 and 1 are looked up by the same numbers: {step} for each graph of {nodes}",
-                        f"the number of a node is {step} times its graph and its place in it, among {rows} graphs of "
-                        f"{nodes} nodes each",
-                        f"number {step} is node {step} of graph 0 and node 0 of graph 1",
-                        "__getitem__",
-                        str(here()[0]),
-                        "graphs 0 and 1",
-                    )
-        return None
+                    yield _shared("__getitem__", "matrix", "graphs 0 and 1", step=step, rows=rows, nodes=nodes)
 
     def _one_for_each_graph(
         self, entries: torch.Tensor, numbers: torch.Tensor, segments: Segments | None
-    ) -> SharedNumbers | None:
+    ) -> Iterator[Finding]:
         """A node for each graph, counted within its graph."""
         if segments is None or segments.kind != "graph" or segments.ids.dim() != 1 or segments.count < 3:
-            return None
+            return
         ids, sizes = segments.ids, torch.tensor(segments.sizes, device=numbers.device)
         if len(entries) != len(ids) or numbers.shape != (segments.count,) or bool((ids.diff() < 0).any()):
-            return None
+            return
         if not entries.requires_grad or isinstance(entries, torch.nn.Parameter) or not bool((numbers < sizes).all()):
-            return None
+            return
         name = next((shown for shown, t in self._given if t.shape == numbers.shape and _equal(t, numbers)), "")
         wrong = (ids[numbers] != torch.arange(segments.count, device=ids.device)).nonzero().flatten().tolist()
-        if not name or not wrong or not bool((numbers > 0).any()):
-            return None
-        graph = wrong[-1]
-        node = int(numbers[graph])
-        return SharedNumbers(
-            f"{name} counts nodes within each graph, and looks them up among those of all {segments.count}",
-            f"for graph {graph} it is {node}: a node of graph {int(ids[node])}",
-            f"each of its {segments.count} numbers is smaller than its graph has nodes, and {len(wrong)} lie in others",
-            name,
-            str(here()[0]),
-            f"graphs {min(int(ids[node]), graph)} and {max(int(ids[node]), graph)}",
-        )
+        if name and wrong and bool((numbers > 0).any()):
+            graph, node = wrong[-1], int(numbers[wrong[-1]])
+            other = int(ids[node])
+            facts = {"name": name, "graphs": segments.count, "graph": graph, "node": node, "other": other}
+            smallest = f"graphs {min(other, graph)} and {max(other, graph)}"
+            yield _shared(name, "one for each graph", smallest, wrong=len(wrong), **facts)
 
     def _of_documents(
         self, entries: torch.Tensor, numbers: torch.Tensor, segments: Segments | None
-    ) -> SharedNumbers | None:
+    ) -> Iterator[Finding]:
         """Sums by the number of the document, which begins again in each row, into places for those of all rows."""
         if segments is None or segments.kind != "document" or segments.ids.dim() != 2 or len(segments.ids) < 2:
-            return None
+            return
         rows, borders = len(segments.ids), segments.ids.diff() != 0
+        places = len(entries) // rows
         for name, leaf in self._given:
             if leaf.shape != segments.ids.shape or not _equal(leaf.flatten(), numbers):
                 continue
-            places = len(entries) // rows
-            alike = torch.equal((leaf.diff() != 0).to(borders), borders)
-            if alike and len(entries) == rows * places and 0 < int(leaf.max()) < places and bool((leaf >= 0).all()):
-                shared = set(leaf[0].tolist()) & set(leaf[1].tolist())
-                if shared:
-                    return SharedNumbers(
-                        f"documents of the same number in all {rows} rows are added up",
-                        f"sums go to {rows} x {places} places by {name}, which is {int(leaf.max())} at most",
-                        f"number {min(shared)} is a document of row 0 and another of row 1, and the places from "
-                        f"{int(leaf.max()) + 1} stay empty",
-                        name,
-                        str(here()[0]),
-                        "rows 0 and 1",
-                    )
-        return None
+            same = torch.equal((leaf.diff() != 0).to(borders), borders)
+            if same and len(entries) == rows * places and 0 < int(leaf.max()) < places and bool((leaf >= 0).all()):
+                for number in sorted(set(leaf[0].tolist()) & set(leaf[1].tolist())):
+                    facts = {"name": name, "rows": rows, "places": places, "most": int(leaf.max()), "number": number}
+                    yield _shared(name, "documents", "rows 0 and 1", next=int(leaf.max()) + 1, **facts)
 
-    def _of_one_graph(self, entries: torch.Tensor, numbers: torch.Tensor, added: bool) -> SharedNumbers | None:
-        """The edges of one graph on the nodes of several that stand behind each other."""
+    def _of_one_graph(self, entries: torch.Tensor, numbers: torch.Tensor, added: bool) -> Iterator[Finding]:
+        """The edges of one graph on the nodes of several."""
         for which, edges in enumerate(self._edges):
             ends = [end for end in (0, 1) if _equal(edges[end], numbers)]
             if not ends or not _of_the_first(edges, len(entries), [t.shape for _, t in self._given]):
@@ -183,8 +177,13 @@ class Lookups:
             if not added:
                 self._read |= {(which, end) for end in ends}
             elif any((which, 1 - end) in self._read for end in ends):
-                return _one_graph_of_many(int(edges.max()) + 1, len(entries))
-        return None
+                nodes = int(edges.max()) + 1
+                facts = {"graphs": len(entries) // nodes, "last": nodes - 1, "nodes": nodes}
+                yield _shared("edge_index", "one graph", "graphs 0 and 1", **facts)
+
+
+def _shared(culprit: str, variant: str, smallest: str, **facts: Any) -> Finding:
+    return replace(found("numbers_shared", here()[0], (culprit,), variant, **facts), smallest=smallest)
 
 
 def _of_the_first(edges: torch.Tensor, entries: int, shapes: Sequence[torch.Size]) -> bool:
@@ -194,18 +193,6 @@ def _of_the_first(edges: torch.Tensor, entries: int, shapes: Sequence[torch.Size
     if graphs < 2 or graphs * nodes != entries or nodes < 2 or graphs == nodes:
         return False
     return (graphs, nodes) in [tuple(shape[:2]) for shape in shapes] and len(edges.unique()) == nodes  # type: ignore[no-untyped-call]
-
-
-def _one_graph_of_many(nodes: int, entries: int) -> SharedNumbers:
-    graphs = entries // nodes
-    return SharedNumbers(
-        f"the edges of one graph are used for the nodes of {graphs}: only those of the first get messages",
-        f"the edges join nodes 0 to {nodes - 1}, and {graphs} x {nodes} nodes stand behind each other",
-        f"no edge touches a node from {nodes} on",
-        "edge_index",
-        str(here()[0]),
-        "graphs 0 and 1",
-    )
 
 
 def _numbers(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
@@ -228,8 +215,8 @@ def _numbers(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _columns(out: Any) -> torch.Tensor:
-    found = list(tensors_in(out))
-    return found[0] if len(found) == 1 and found[0].dim() == 2 else torch.stack(found, 1)
+    made = list(tensors_in(out))
+    return made[0] if len(made) == 1 and made[0].dim() == 2 else torch.stack(made, 1)
 
 
 def _listed_graphs(given: Sequence[tuple[nested.Path, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
@@ -245,15 +232,6 @@ def _listed_graphs(given: Sequence[tuple[nested.Path, torch.Tensor]]) -> list[tu
             return []
         graphs.append((nodes[0], edges[0]))
     return graphs
-
-
-def _overlapping(places: Mapping[int, tuple[int, int]]) -> tuple[int, int] | None:
-    """Two graphs whose nodes share numbers, by where each begins and how many nodes it has."""
-    order = sorted(places, key=lambda number: places[number])
-    for one, other in itertools.pairwise(order):
-        if sum(places[one]) > places[other][0]:
-            return min(one, other), max(one, other)
-    return None
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

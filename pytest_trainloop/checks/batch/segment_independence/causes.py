@@ -1,0 +1,171 @@
+"""The causes of ``segment_independence``, and what is said of each. Plain data, no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pytest_trainloop.checks.batch.explained import LEARNING
+from pytest_trainloop.registry import Cause, finding_maker
+
+_of_data = partial(Cause, explains=(*LEARNING, "causality", "batch_independence"))
+_seen = partial(_of_data, change=("seen",))
+_TOLD = "{by_value:?; the values of {by_value} tell where documents or sets begin|}"
+_in_the_model = partial(
+    _seen,
+    measured="in evaluation mode the outputs for {kind} {output} have a gradient with respect to the {entry}s of "
+    "{kind} {input}" + _TOLD,
+    settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+)
+_ALONE = "over {kind} {output} alone nothing of other {kind}s comes into its outputs"
+
+CAUSES = {
+    "borders_disagree": _of_data(
+        proof="each of two tensors of the batch has a border that the other does not have",
+        summary="{one} and {other} disagree about where {kind}s begin",
+        measured="by {one} a {kind} begins at {entry} {first}, and {other} has no border there; by {other} one begins "
+        "at {entry} {second}, and {one} has no border there",
+        shown_by="one of the two was built from other lengths: neither is a finer division of the other",
+        repair="make both from the same lengths: borders = torch.tensor([0, *lengths]).cumsum(0)",
+    ),
+    "edges_not_offset": _of_data(
+        proof="no edge has a node number beyond the size of the largest graph, and some graphs have no edges",
+        summary="{name} only holds node numbers below {largest}, the size of the largest graph: {without} no edges",
+        measured="{teller} gives graphs of {sizes} nodes, {nodes} in all, and {name} has {edges:edge}",
+        shown_by="each graph's node numbers start at 0 again: some edges occur twice or join two graphs",
+        repair="add the number of nodes before it to each graph's edges: edge_index + ptr[i]",
+    ),
+    "edges_across_graphs": _of_data(
+        proof="an edge joins nodes of which the batch says that they are of different graphs",
+        summary="{across} of {edges:edge} join nodes of different graphs",
+        measured="an edge joins nodes {source} and {target}: counted through the whole batch, node {source} is in "
+        "graph {one} and node {target} in graph {other}",
+        shown_by="{name} and {teller} disagree; by {teller} graphs have {sizes} nodes",
+        repair="offset graph i's edges by the sum of the node counts before it (edge_index + ptr[i]), or build batch "
+        "with repeat_interleave(torch.arange(len(sizes)), sizes)",
+    ),
+    "numbers_shared": _seen(
+        proof="one number is used for entries of two graphs or rows, and each has entries of its own",
+        repair="add to the numbers of each graph or row the number of entries before it",
+        variants={
+            "list": {
+                "summary": "nodes of graphs {one} and {other} of the list are looked up by the same numbers",
+                "measured": "the edges of graph {other} are moved by {moved}, and those of graph {one}, of "
+                "{nodes:node}, by {start}",
+                "shown_by": "the graphs have {entries:node} in all, one graph behind the other",
+            },
+            "matrix": {
+                "summary": "nodes of graphs 0 and 1 are looked up by the same numbers: {step} for each graph of "
+                "{nodes}",
+                "measured": "the number of a node is {step} times its graph and its place in it, among {rows:graph} of "
+                "{nodes:node} each",
+                "shown_by": "number {step} is node {step} of graph 0 and node 0 of graph 1",
+            },
+            "one for each graph": {
+                "summary": "{name} counts nodes within each graph, and looks them up among those of all {graphs}",
+                "measured": "for graph {graph} it is {node}: a node of graph {other}",
+                "shown_by": "each of its {graphs:number} is smaller than its graph has nodes, and {wrong} lie in other "
+                "graphs",
+            },
+            "documents": {
+                "summary": "documents of the same number in all {rows:row} are added up",
+                "measured": "sums go to {rows} x {places} places by {name}, which is {most} at most",
+                "shown_by": "number {number} is a document of row 0 and another of row 1, and the places from {next} "
+                "stay empty",
+            },
+            "one graph": {
+                "summary": "the edges of one graph are used for the nodes of {graphs}: only those of the first get "
+                "messages",
+                "measured": "the edges join nodes 0 to {last}, and the batch has {graphs} x {nodes} nodes",
+                "shown_by": "no edge touches a node from {nodes} on",
+            },
+        },
+    ),
+    "softmax_over_graphs": _in_the_model(
+        proof="with the softmax over the nodes of one graph alone nothing of other graphs comes into its outputs",
+        summary="a softmax runs over the nodes of all {count:graph} of the batch",
+        shown_by=f"with the softmax {_ALONE}",
+        repair="take the softmax within each graph: torch_geometric.utils.softmax(scores, batch); without it, "
+        "w = (scores - scores.max()).exp(); w / w.new_zeros(count, *w.shape[1:]).index_add(0, batch, w)[batch]",
+        settle="",
+    ),
+    "pooled_over_graphs": _in_the_model(
+        proof="with the operation over the nodes of one graph alone nothing of other graphs comes into its outputs",
+        summary="{named} is taken over the nodes of all {count:graph} of the batch",
+        shown_by=f"with {{named}} {_ALONE}",
+        repair="take it within each graph: by index_add or scatter with the number of the graph of each node",
+    ),
+    "cut_across_graphs": _in_the_model(
+        proof="a part that is taken for one graph holds nodes of two",
+        summary="{named} cuts the nodes into {count:part}, and not at the borders of graphs",
+        shown_by="{kind}s of {sizes} {entry}s; a part holds those of two",
+        repair="split at the borders: nodes.split(sizes), or scatter by the number of the graph of each node",
+        settle="",
+    ),
+    "convolution_across_documents": _in_the_model(
+        proof="with the convolution of one document alone nothing of others comes into its outputs: attention keeps "
+        "them apart",
+        summary="{named} runs over the borders of documents that attention keeps apart",
+        shown_by=f"with the convolution {_ALONE}: attention in the same model keeps documents apart",
+        repair="convolve each document by itself: with seq_idx, or with zeros between documents",
+    ),
+    "segments_interact": _in_the_model(
+        proof="the outputs for one segment have a gradient with respect to the data of another: a fault where "
+        "rows_interact=False is declared",
+        summary="{kind}s of one batch meet in the model{named:?, through {named}|}",
+        shown_by="the gradient of single {kind}s",
+        repair="mask what lies in other segments, or declare rows_interact=True",
+        variants={
+            "softmax": {"shown_by": f"with the softmax {_ALONE}"},
+            "statistics": {"shown_by": f"with {{named}} {_ALONE}"},
+            "reshaped": {"shown_by": "{kind}s of {sizes} {entry}s; a part holds those of two"},
+            "attention": {"shown_by": f"with attention {_ALONE}"},
+            "training": {
+                "summary": "in training {kind}s of one batch meet in the model, through {named}",
+                "measured": "the gradient of {kind} {number} ({tokens:token}) differs by {apart:share} from that of "
+                "this {kind} alone, float64; in evaluation mode no output of it depends on others",
+                "shown_by": "with the results of the calls of the {kind} alone both gradients are equal",
+            },
+        },
+    ),
+    "labels_across_documents": _seen(
+        proof="the target of a document's last token is the first token of the next, which it cannot see",
+        summary="the last tokens of {across:document} are to predict the first token of the next one",
+        measured="the target of the last token of document {first} is the first token of document {next}, at {across} "
+        "of {borders:border}" + _TOLD,
+        shown_by="no output for one document depends on another, so that it cannot tell what comes next",
+        repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
+        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+    ),
+    "positions_run_on": _seen(
+        proof="the gradient of a document between others differs from that of the document alone; with positions "
+        "counted from the start of the document both are equal",
+        summary="positions run on from document to document: document {number} does not begin at position 0",
+        measured="the gradient of document {number} ({tokens:token}) differs by {apart:share} from that of this "
+        "document alone, float64" + _TOLD,
+        shown_by="with the entries of the table that the document alone reads both gradients are equal",
+        repair="start positions again at each document: position_ids = torch.cat([torch.arange(n) for n in lengths])",
+        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+        source="https://github.com/hiyouga/LLaMA-Factory/pull/7318",
+    ),
+    "target_past_the_end": _seen(
+        proof="the target of an episode's last step changes with the observation after it",
+        summary="the target of a terminal step depends on {after}{inverted:?, and that of no other step does|}",
+        measured="row {row} has {flags} set, and its target changes with {after}",
+        shown_by="{inverted:?targets of rows without {flags} do not change with {after}: the flag is inverted|"
+        "inverting {flags} changes no row of this target: it is computed without the flag}",
+        repair="target = reward + gamma * (1 - done) * value(next_obs)",
+        settle="give flags of time limits a name of their own (truncated), or leave flags out that are not used",
+    ),
+    "returns_across_episodes": _of_data(
+        proof="with the rewards of later episodes in another order, the loss weighs earlier steps differently",
+        summary="the weight of a step in the loss depends on {rewards} of the next episode",
+        measured="step {step}{of}: {before:.4g}, and {after:.4g} with the rewards after step {end} in another order; "
+        "{flags} ends the episode there",
+        shown_by="sums over the whole rollout are equal in both runs, and the steps before the end are not all scaled "
+        "and shifted by one factor and one offset",
+        repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
+        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+    ),
+}
+
+found = finding_maker(CAUSES)
