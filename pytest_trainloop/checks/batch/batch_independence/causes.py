@@ -163,7 +163,18 @@ CAUSES = {
         measured="{before:.6g} as they are, {after:.6g} in the order {order}",
         shown_by="{declared:?ordered=False is declared|two steps from the same weights over the same rows}",
         repair="sort by what the order is to mean inside the loss, or declare ordered=True",
-        settle="ordered=True says that the order of rows is meant, ordered=False makes it a fault",
+        settle="ordered=True says that the order of rows is intended, ordered=False makes it a fault",
+        variants={
+            "groups": {
+                "summary": "the loss changes by {change_of_loss:.2g} of itself when whole groups of rows change "
+                "places: {target} says which rows belong together, and the loss pairs other rows",
+                "shown_by": "the rows of each group stay together and in order; rows_interact=True says that rows "
+                "interact, and not with which",
+                "repair": "group rows by their number: for g in ids.unique(): rows = ids == g; not by slices of one "
+                "size",
+            },
+        },
+        source="https://github.com/areal-project/AReaL/issues/1419",
     ),
 }
 

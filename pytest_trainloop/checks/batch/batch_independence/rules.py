@@ -3,6 +3,7 @@ lost their rows, or a loss that changes with the order of rows."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.other_values import OtherOrder, OtherValues, has_rows
+from pytest_trainloop.batches.values import whole
 from pytest_trainloop.checks.batch.batch_independence.causes import found
 from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, MOST_ROWS, RowShares
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import of_rows, smallest
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.finding import code_of
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.tracing.row_fixes import COPIES, LAYOUTS, summed_only
 from pytest_trainloop.tracing.row_tape import changed, changed_rows, leads_to
 
@@ -174,7 +177,7 @@ def _of_other_rows(shares: RowShares, path: Path) -> Meeting | None:
     shifts: dict[tuple[int, int], set[int]] = {}
     chosen = range(rows) if entries == 1 else (0, rows // 2, rows - 1)
     for label in chosen if owners and entries and rows <= MOST_ROWS else ():
-        for entry in dict.fromkeys((0, entries // 2)):
+        for entry in dict.fromkeys((0, min(1, entries - 1), entries // 2)):
             moved = shares.touched(OtherValues((label,), frozenset({path}), entry))
             if moved is None:
                 return None
@@ -392,31 +395,49 @@ def _of_rows(shares: RowShares, tapes: tuple[Tape, Tape], table: Crossing) -> bo
 
 
 def order_of_rows(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
-    """A loss that changes where all rows change places together: two neighbours, or else a shuffle.
+    """A loss that changes where all rows change places together: two neighbours, or else a shuffle; whole groups where
+    rows are declared to interact.
 
     Draws are the same for each row. Not comparable are batches with a tensor that has no entry for each row (graphs,
     packed sequences), and steps that compute in a low precision."""
     declared, shares = evidence.declared("ordered"), evidence.shared(RowShares.of)
     call = met.call if met is not None and met.call is not None else None
     running = call is not None and call.carries_gradient and call.name in _RUNNING
-    if declared or (declared is None and not running) or not shares.taken:
+    tensors = list(nested.tensors(shares.few.batch)) if shares.taken and not declared else []
+    if not tensors or any(t.dim() and not has_rows(t, shares.rows, shares.few.axis) for t in tensors):
         return
-    tensors = list(nested.tensors(shares.few.batch))
     rows = range(shares.rows)
-    shuffled = (*(row for row in rows if row % 2), *(row for row in rows if not row % 2))
-    one_each = all(t.dim() == 0 or has_rows(t, shares.rows, shares.few.axis) for t in tensors)
-    for order in ((1, 0, *rows[2:]), shuffled) if one_each else ():
+    orders = [("", (1, 0, *rows[2:])), ("", (*rows[1::2], *rows[::2]))] if running or declared is False else []
+    for target, order in [*orders, *(_whole_groups(shares) if evidence.declared("rows_interact") else ())]:
         tapes = shares.both(OtherOrder(order), shared_draws=True)
         if tapes is None or not tapes[0].double:
             return
         for before, after in _apart(shares, tapes):
             change = abs(after - before) / max(abs(before), abs(after))
             facts = {"before": before, "after": after, "order": str(list(order)), "change_of_loss": change}
-            level = "advice" if declared is None else "fault"
-            names = () if call is None else (call.named,)
-            finding = found("order_matters", call, names, level=level, declared=declared is False, **facts)
-            yield shrunk(evidence, finding, _reversed)
+            facts |= {"target": target, "declared": declared is False}
+            level, names = (
+                "advice" if declared is None and not target else "fault",
+                () if call is None else (call.named,),
+            )
+            finding = found("order_matters", call, names, "groups" if target else "", level=level, **facts)
+            few = replace(finding, smallest=f"{shares.rows} rows")
+            yield few if target else shrunk(evidence, finding, _reversed)
             return
+
+
+def _whole_groups(shares: RowShares) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What in the batch says which rows belong together, and the rows with whole groups in another order. The batch has
+    groups of several sizes: of one size they may be cut by their number (odd: samples_of_each_class)."""
+    every = dict(nested.paths(first_batch(shares.evidence.fresh_loop())))
+    for path, ids in nested.paths(shares.few.batch):
+        given = every.get(path)
+        if given is None or ids.shape != (shares.rows,) or given.dim() != 1 or not whole(ids):
+            continue
+        sizes = [len(list(group)) for _, group in itertools.groupby(given.tolist())]
+        groups = [list(group) for _, group in itertools.groupby(range(shares.rows), key=ids.tolist().__getitem__)]
+        if len(set(sizes)) > 1 and len(sizes) == len(set(given.tolist())) and len(groups) > 1:
+            yield nested.shown(path), tuple(itertools.chain(*groups[1:], groups[0]))
 
 
 def _apart(shares: RowShares, tapes: tuple[Tape, Tape]) -> Iterator[tuple[float, float]]:
