@@ -187,7 +187,9 @@ def _of_other_rows(shares: RowShares, path: Path) -> Meeting | None:
             if max(Counter(keys).values(), default=0) > most:
                 return None  # one target changes several rows
             hits.update(met)
-            for key, (_, own) in zip(keys, copies, strict=True):
+            for key, (number, own) in zip(keys, copies, strict=True):
+                if most > 1 and sum(n == number for n, _ in met) > len(places[label].get(number, ())):
+                    continue  # what is mixed in may be as it was: a border of the image
                 pairs.append((label, label if label in own else min(own)))
                 shifts.setdefault(key, set()).update({0} if label in own else {(label - row) % rows for row in own})
     if entries == 1 and max(hits.values(), default=0) > most:
