@@ -257,11 +257,10 @@ def _first_compared(shares: RowShares, path: Path) -> TapedCall | None:
     if base is None or other is None:
         return None
     reached = leads_to(base, base.roots)
-    calls = enumerate(zip(base.calls, other.calls, strict=True))
-    compared = (
-        one for at, (one, two) in calls if one.carries_gradient and changed(one, two) and at in (reached or {at})
-    )
-    return next(compared, None)
+    for at, (one, two) in enumerate(zip(base.calls, other.calls, strict=True)):
+        if one.carries_gradient and changed(one, two) and (not reached or at in reached):
+            return one
+    return None
 
 
 def first_meeting(base: Tape, other: Tape, rows: int) -> TapedCall | None:
@@ -418,11 +417,9 @@ def order_of_rows(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
             change = abs(after - before) / max(abs(before), abs(after))
             facts = {"before": before, "after": after, "order": str(list(order)), "change_of_loss": change}
             facts |= {"target": target, "declared": declared is False}
-            level, names = (
-                "advice" if declared is None and not target else "fault",
-                () if call is None else (call.named,),
-            )
-            finding = found("order_matters", call, names, "groups" if target else "", level=level, **facts)
+            facts["level"] = "advice" if declared is None and not target else "fault"
+            names = () if call is None else (call.named,)
+            finding = found("order_matters", call, names, "groups" if target else "", **facts)
             few = replace(finding, smallest=f"{shares.rows} rows")
             yield few if target else shrunk(evidence, finding, _reversed)
             return
