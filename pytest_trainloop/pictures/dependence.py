@@ -21,9 +21,9 @@ from 0."""
 
 def rows_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """The rows that outputs depend on, where ``batch_independence`` found that rows interact in the model."""
-    from pytest_trainloop.checks.batch.batch_independence.passes import RowPasses
+    from pytest_trainloop.checks.batch.batch_independence.outputs import OutputRows
 
-    found = facts.ask(RowPasses) if facts.findings("batch_independence") else None
+    found = facts.ask(OutputRows) if facts.findings("batch_independence") else None
     if found is not None:
         yield from _table(
             facts,

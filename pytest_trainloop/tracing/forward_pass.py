@@ -108,9 +108,6 @@ class ForwardPass(WatchingMode):
     """Whether the model's arguments are made leaves, too: a model may refuse that (``x.numpy()``)."""
     everywhere: bool = False
     """Whether operations outside of models are kept as well."""
-    draws: frozenset[str] = frozenset()
-    """Functions that draw random numbers inside a model as they would without this pass. Outside of models all do: what
-    is drawn there may be the data."""
     data_inputs: list[DataInput] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     lineage: Lineage = field(default_factory=Lineage)
@@ -146,8 +143,9 @@ class ForwardPass(WatchingMode):
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self.watching(watch), self, NoRandomness(self._draws), switched(without))
 
-    def _draws(self, name: str) -> bool:
-        return not self._depth or name in self.draws
+    def _draws(self, _name: str) -> bool:
+        """Outside of models all functions draw: this may be the data."""
+        return not self._depth
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:

@@ -67,7 +67,7 @@ def operation_fixes(ops: Sequence[Op], mixing: Sequence[Op], rows: int) -> Itera
         ("softmax", mixing, lambda op: op.name in _SOFTMAX and _wide(op, rows), _along_another_axis(rows)),
         ("normalised", mixing, lambda op: op.name in _NORMS and _wide(op, rows), _each_row_alone(rows)),
         ("views", ops, lambda op: op.name in RESHAPES and scrambles(op, rows), moved_first(rows)),
-        ("statistics", ops, lambda op: op.name in STATISTICS and takes_away(op, rows), as_a_constant),
+        ("statistics", ops, lambda op: op.name in STATISTICS and takes_away(op, rows, folded=True), as_a_constant),
     )
     for kind, among, applies, replacement in kinds:
         found = tuple(op for op in among if applies(op))
@@ -84,10 +84,13 @@ def normalising(ops: Sequence[Op], rows: int, reaches: Callable[[torch.Tensor], 
     """
     made_by = {id(t): op for op in ops for t in op.outputs}
     for op in ops:
-        if op.name not in _SCALES or len(op.outputs) != 1 or axis_of(op.outputs[0], rows) is None:
+        if op.name not in _SCALES or len(op.outputs) != 1:
             continue
-        own = [t for t in op.inputs if t.requires_grad and axis_of(t, rows) is not None]
-        others = [t for t in op.inputs if axis_of(t, rows) is None]
+        holds = _folds if axis_of(op.outputs[0], rows) is None else axis_of
+        if holds(op.outputs[0], rows) is None:
+            continue
+        own = [t for t in op.inputs if t.requires_grad and holds(t, rows) is not None]
+        others = [t for t in op.inputs if holds(t, rows) is None]
         if own and any(_is_statistic(t, made_by, rows) for t in others) and reaches(op.outputs[0]):
             return op
     return None
@@ -98,7 +101,7 @@ def _is_statistic(tensor: torch.Tensor, made_by: Mapping[int, Op], rows: int, le
     maker = made_by.get(id(tensor))
     if maker is None or left == 0:
         return False
-    if maker.name in STATISTICS and takes_away(maker, rows):
+    if maker.name in STATISTICS and takes_away(maker, rows, folded=True):
         return maker.name in _SPREADS
     parents = [t for t in maker.inputs if id(t) in made_by]
     plain = not any(isinstance(t, torch.nn.Parameter) for t in maker.inputs)
@@ -179,10 +182,18 @@ def as_a_constant(op: Op) -> Any:
     return tree_map(lambda value: value.detach() if isinstance(value, torch.Tensor) else value, op.out)
 
 
-def takes_away(op: Op, rows: int) -> bool:
-    """Whether the operation's input has the rows and its outputs do not."""
+def takes_away(op: Op, rows: int, *, folded: bool = False) -> bool:
+    """Whether the operation's input has the rows and its outputs do not; ``folded``: also as part of a longer axis."""
     given = op.inputs[:1]
+    if given and folded and axis_of(given[0], rows) is None and _folds(given[0], rows) is not None:
+        return all(axis_of(t, rows) is None and _folds(t, rows) is None for t in op.outputs)
     return bool(given) and axis_of(given[0], rows) is not None and all(axis_of(t, rows) is None for t in op.outputs)
+
+
+def _folds(tensor: torch.Tensor, rows: int) -> int | None:
+    """The first axis, where it may hold the rows and another axis: the nodes of all graphs."""
+    folds = tensor.dim() > 0 and len(tensor) > rows and len(tensor) % rows == 0
+    return 0 if folds and not isinstance(tensor, torch.nn.Parameter) else None
 
 
 def scrambles(op: Op, rows: int) -> bool:

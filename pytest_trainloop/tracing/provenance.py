@@ -43,7 +43,7 @@ _UNSEEN = AUTOGRAD_CALLS | {"item", "tolist", "numpy"}
 class Node:
     """One tensor: the ``op`` that made it ("" for one that came from outside), the nodes it was made of, its shape, and
     the plain numbers among the arguments. ``value`` is that of a single number. ``replay`` makes the same move with
-    another tensor of the parent's shape, where the operation only moves entries; ``picks``: it does so by an index."""
+    another tensor of the parent's shape, where the operation only moves entries."""
 
     op: str
     parents: tuple[Node, ...] = ()
@@ -51,7 +51,6 @@ class Node:
     numbers: tuple[float, ...] = ()
     place: Place | None = None
     replay: Replay | None = field(default=None, repr=False)
-    picks: bool = False
     cast: bool = False
     history: bool = False
     parameter: bool = False
@@ -139,8 +138,6 @@ class Lineage:
             node.replay = _as_it_is
         elif name in VIEWS or name in INDEXING:
             node.replay = _replay(func, args, kwargs, number)
-            node.picks = name in INDEXING and not _plain_index(name, args)
-            node.place = here()[0] if node.picks else None
         elif name == "detach":
             node.place = here()[0]
         elif not node.floating and result.dim() == 1 and not node.moves:
@@ -187,18 +184,6 @@ def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _plain(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _plain_index(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an index takes whole axes, single entries and unbroken slices only."""
-    if name != "__getitem__" or len(args) < 2:
-        return False
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return all(
-        i is None or i is Ellipsis or (isinstance(i, int) and not isinstance(i, bool))
-        or (isinstance(i, slice) and i.step in (None, 1))
-        for i in index
-    )  # fmt: skip
 
 
 @functools.cache

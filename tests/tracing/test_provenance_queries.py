@@ -61,12 +61,6 @@ def test_positions_are_followed_through_moves(move):
     assert position.tolist() == [list(range(8))] * 3
 
 
-def test_an_index_that_picks_is_noted():
-    kept = torch.tensor([0, 2])
-    assert node_of(lambda x: x[:, kept], HIDDEN)[0].picks
-    assert not node_of(lambda x: x[:, 1:5], HIDDEN)[0].picks
-
-
 def test_where_two_layers_are_added_no_layout_is_given():
     other = nn.Linear(5, 4)
     assert layout(node_of(lambda x: LINEAR(x) + other(x), HIDDEN)[0]) is None

@@ -96,6 +96,46 @@ for title, norm, own in (
     )
 
 
+# Nodes of all graphs in one axis, and a norm that takes them for one graph.
+
+
+class GraphNet(nn.Module):
+    def __init__(self, each_graph):
+        super().__init__()
+        self.body, self.head, self.each_graph = nn.Linear(6, 14), nn.Linear(14, 3), each_graph
+
+    def norm(self, nodes, graphs):
+        if self.each_graph:
+            graph = torch.arange(graphs).repeat_interleave(len(nodes) // graphs)
+            mean = nodes.new_zeros(graphs).index_add(0, graph, nodes.mean(1)) / (len(nodes) // graphs)
+            return nodes - mean[graph][:, None]
+        nodes = nodes - nodes.mean()
+        return nodes / (nodes.square().mean() + 1e-5).sqrt()
+
+    def forward(self, x):
+        graphs, nodes, _ = x.shape
+        hidden = torch.relu(self.norm(self.body(x).flatten(0, 1), graphs))
+        return self.head(hidden.view(graphs, nodes, -1).mean(1))
+
+
+def graphs(each_graph):
+    def make():
+        x = torch.randn(8, 9, 6, generator=torch.Generator().manual_seed(5))
+        return loop(GraphNet(each_graph), (x, torch.arange(8) % 3), cross_entropy)
+
+    return make
+
+
+pair(
+    "graphs_normalised_as_one",
+    "batch_independence",
+    "normalised_over_rows",
+    where="nodes = nodes - nodes.mean()",
+    faulty=graphs(each_graph=False),
+    fixed=graphs(each_graph=True),
+)
+
+
 # batch_first forgotten: the layer walks over the rows.
 
 
@@ -225,7 +265,7 @@ pair(
     "batch_independence",
     "labels_of_other_rows",
     where="return F.cross_entropy(scores.flatten(0, 1), labels.flatten())",
-    mentions=("scores.transpose(0, 1)", "meet the labels of one"),
+    mentions=("scores.transpose(0, 1)", "outputs of several rows"),
     faulty=per_step(restores=False),
     fixed=per_step(restores=True),
 )

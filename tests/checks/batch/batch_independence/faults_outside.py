@@ -285,6 +285,62 @@ pair(
 )
 
 
+def mixed_up(one_order):
+    def make():
+        def loss_of(model, batch):
+            x, y = batch
+            order = torch.randperm(len(x))
+            partner = y[order if one_order else torch.randperm(len(y))]
+            scores = model(0.7 * x + 0.3 * x[order])
+            return 0.7 * F.cross_entropy(scores, y) + 0.3 * F.cross_entropy(scores, partner)
+
+        return loop(mlp(6, 24, 3), data.labelled(), loss_of)
+
+    return make
+
+
+pair(
+    "partners_of_another_permutation",
+    "batch_independence",
+    "labels_of_other_rows",
+    where="0.7 * F.cross_entropy(scores, y) + 0.3 * F.cross_entropy(scores, partner)",
+    mentions=("is mixed into other rows",),
+    faulty=mixed_up(one_order=False),
+    fixed=mixed_up(one_order=True),
+)
+
+
+# Rows that interact on purpose, and are grouped by a size that the batch does not have.
+
+
+def answers_by_prompt(by_prompt):
+    def make():
+        def loss_of(model, batch):
+            advantage = batch["reward"].clone()
+            groups = [batch["prompt"] == p for p in batch["prompt"].unique()]
+            for group in groups if by_prompt else [slice(n, n + 4) for n in range(0, len(advantage), 4)]:
+                advantage[group] = advantage[group] - advantage[group].mean()
+            chosen = model(batch["state"]).log_softmax(-1).gather(1, batch["action"][:, None])[:, 0]
+            return -(chosen * advantage).mean()
+
+        prompt = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
+        batch = {"prompt": prompt, "state": drawn(14, 6), "action": classes(3, 14), "reward": drawn(14, seed=2)}
+        return loop(mlp(6, 24, 3), batch, loss_of, rows_interact=True)
+
+    return make
+
+
+pair(
+    "answers_grouped_by_a_fixed_size",
+    "batch_independence",
+    "order_matters",
+    where="advantage[group] = advantage[group] - advantage[group].mean()",
+    mentions=("prompt says which rows belong together",),
+    faulty=answers_by_prompt(False),
+    fixed=answers_by_prompt(True),
+)
+
+
 # Rows that meet, or stand in an order, although it is declared that they do not.
 
 

@@ -327,3 +327,77 @@ def quantiles_of_each_row():
         return torch.maximum(levels * off, (levels - 1) * off).mean()
 
     return loop(mlp(6, 24, 3), data.table(), loss_of)
+
+
+@odd(notes="targets are mixed as vectors of probabilities, by the permutation of the inputs")
+def mixed_rows_with_soft_targets():
+    def loss_of(model, batch):
+        x, wanted = batch[0], F.one_hot(batch[1], 3).to(batch[0].dtype)
+        order = torch.randperm(len(x))
+        return F.cross_entropy(model(0.6 * x + 0.4 * x[order]), 0.6 * wanted + 0.4 * wanted[order])
+
+    return loop(mlp(6, 24, 3), data.labelled(), loss_of)
+
+
+@odd(notes="as many samples of each class come one after the other, and are cut by their number")
+def samples_of_each_class():
+    def loss_of(model, batch):
+        z = model(batch["x"])
+        parts = [z[n : n + 3] for n in range(0, len(z), 3)]
+        near = torch.stack([(part - part.mean(0)).square().mean() for part in parts]).mean()
+        return near - torch.log(1 + z.var(0)).sum()
+
+    batch = {"x": drawn(12, 6), "label": torch.arange(4).repeat_interleave(3)}
+    return loop(mlp(6, 24, 4), batch, loss_of, rows_interact=True)
+
+
+@odd(notes="positives share a label; labels happen to be sorted (supervised contrastive)")
+def positives_of_sorted_labels():
+    def loss_of(model, batch):
+        z, y = F.normalize(model(batch["x"]), dim=-1), batch["label"]
+        scores = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+        same = (y[:, None] == y[None]).to(z.dtype) - torch.eye(len(z), dtype=z.dtype)
+        return -(scores.log_softmax(1) * same).sum() / same.sum()
+
+    batch = {"x": drawn(11, 6), "label": torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2])}
+    return loop(mlp(6, 24, 4), batch, loss_of, rows_interact=True)
+
+
+@odd(notes="each row of a series is told from the row before, never across the border of two series")
+def steps_of_several_series():
+    def loss_of(model, batch):
+        told, series = model(batch["x"])[:, 0], batch["series"]
+        inside = (series[1:] == series[:-1]).to(told.dtype)
+        return ((told[1:] - batch["y"][1:] - 0.5 * told[:-1]).square() * inside).sum() / inside.sum()
+
+    series = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3])
+    batch = {"x": drawn(11, 6), "series": series, "y": drawn(11, seed=2)}
+    return loop(mlp(6, 24, 1), batch, loss_of, rows_interact=True)
+
+
+@odd(notes="a softmax over the documents of each query, which are one after the other")
+def documents_ranked_by_query():
+    def loss_of(model, batch):
+        scores, total = model(batch["x"])[:, 0], 0.0
+        for query in batch["query"].unique():
+            own = batch["query"] == query
+            total = total - (scores[own].log_softmax(0) * batch["grade"][own].softmax(0)).sum()
+        return total / len(scores)
+
+    query = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3])
+    batch = {"x": drawn(12, 6), "query": query, "grade": drawn(12, seed=2)}
+    return loop(mlp(6, 24, 1), batch, loss_of, rows_interact=True)
+
+
+@odd(notes="the part that is mixed in is empty in most rows (the border of an image); targets are mixed in any case")
+def empty_borders_are_mixed_in():
+    def loss_of(model, batch):
+        x, y = batch
+        order = torch.randperm(len(x))
+        scores = model(torch.cat([x[:, :4], x[order][:, 4:]], 1))
+        return 0.7 * F.cross_entropy(scores, y) + 0.3 * F.cross_entropy(scores, y[order])
+
+    x, y = data.labelled()
+    x = x.clone()
+    x[torch.arange(len(x)) % 3 > 0, 4:] = 0.0
+    return loop(mlp(6, 24, 3), (x, y), loss_of)

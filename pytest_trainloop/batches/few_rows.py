@@ -15,7 +15,7 @@ from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pytest_trainloop.loop import TrainLoop
 
@@ -59,22 +59,18 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
 def few_rows_of_call(
     arguments: Any, batch_dim: Any, sizes: Sequence[int], counts: Sequence[int] = COUNTS
 ) -> FewRows | None:
-    """The same of what a model is called with; None where it has no two rows."""
+    """The same of what a model is called with, where what has a history keeps it; None where it has no two rows."""
     try:
         count, rows, axis, known = _chosen(arguments, batch_dim, sizes, counts)
     except CannotDecide:
         return None
-    return FewRows(_first_rows(arguments, count, rows, axis), rows, axis, known)
-
-
-def _first_rows(arguments: Any, count: int, rows: int, axis: int) -> Any:
-    """The first of ``count`` rows; what has a history keeps it."""
 
     def few(_path: nested.Path, tensor: torch.Tensor) -> torch.Tensor:
         has_rows = not tensor.is_nested and tensor.dim() > axis and tensor.shape[axis] == count
         return tensor.narrow(axis, 0, rows) if has_rows and rows < count else tensor
 
-    return nested.mapped(arguments, few, lambda value: isinstance(value, torch.Tensor))
+    few_arguments = nested.mapped(arguments, few, lambda value: isinstance(value, torch.Tensor))
+    return FewRows(few_arguments, rows, axis, known)
 
 
 def _chosen(batch: Any, batch_dim: Any, sizes: Sequence[int], counts: Sequence[int]) -> tuple[int, int, int, bool]:
@@ -89,12 +85,7 @@ def _chosen(batch: Any, batch_dim: Any, sizes: Sequence[int], counts: Sequence[i
             "whether they interact; give a larger one, or batch_dim=",
             needs="a larger batch",
         )
-    taken = set(sizes) | set(_lengths(batch, axis))
+    plain = [tensor for tensor in nested.tensors(batch) if not tensor.is_nested]
+    taken = {*sizes, *(size for tensor in plain for d, size in enumerate(tensor.shape) if d != axis)}
     rows = next((n for n in counts if n <= count and n not in taken), count)
     return count, rows, axis, isinstance(batch_dim, int) or rows_known(batch, axis)
-
-
-def _lengths(batch: Any, axis: int) -> Iterator[int]:
-    for tensor in nested.tensors(batch):
-        if not tensor.is_nested:
-            yield from (size for d, size in enumerate(tensor.shape) if d != axis)

@@ -1,0 +1,181 @@
+"""The causes of ``batch_independence``, and what is said of each. Plain data, no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pytest_trainloop.checks.batch.explained import LEARNING
+from pytest_trainloop.registry import Cause, finding_maker
+
+_REFERENCE = "https://docs.pytorch.org/docs/stable/generated/torch."
+
+_IN_THE_MODEL = {
+    "measured": "in evaluation mode output row {output} has a gradient with respect to input row {input}",
+    "shown_by": "{fix} every such gradient is exactly 0",
+}
+_IN_THE_LOSS = {
+    "measured": "the gradient of row {share} changes with the values of {others}",
+    "shown_by": "{fix} that gradient stays the same",
+}
+_ANY_ORDER = "with the rows of {target} in another order the gradient is the same"
+_SIDE_ORDER = "with the rows of one side in another order the gradient is the same"
+_MEANT = "rows_interact=True says that rows are to interact, rows_interact=False makes it a fault"
+
+_cause = partial(Cause, explains=(*LEARNING, "causality", "padding_invariance"))
+_seen = partial(_cause, change=("seen",))
+_either = partial(_seen, **_IN_THE_MODEL, variants={"in the loss": _IN_THE_LOSS})
+_loss = partial(_seen, **_IN_THE_LOSS)
+
+CAUSES = {
+    "softmax_over_rows": _either(
+        proof="with the softmax along another axis no output depends on another row",
+        summary="a softmax runs over the rows of the batch, not over one row's classes or keys",
+        repair="take the softmax over the axis of classes or keys: softmax(x, dim=-1)",
+        source=_REFERENCE + "nn.functional.softmax.html",
+    ),
+    "normalised_over_rows": _either(
+        proof="with each row normalised alone, or its statistics as constants, no output depends on another row",
+        summary="rows are normalised by each other, not each alone",
+        repair="normalise each row alone (dim=-1), or use a norm that keeps running statistics for evaluation",
+        settle=_MEANT,
+        source="https://github.com/speechbrain/speechbrain/issues/1247",
+    ),
+    "view_mixes_rows": _either(
+        proof="with a transpose in place of the view no output depends on another row",
+        summary="{through} to another order of axes mixes the rows of the batch",
+        repair="use transpose or permute to swap axes: view and reshape only split the same numbers otherwise",
+        variants={
+            "in the loss": {
+                "summary": "{names} cuts the batch into rows that are not those it was joined from",
+                **_IN_THE_LOSS,
+            }
+        },
+        source=_REFERENCE + "Tensor.view.html",
+    ),
+    "rows_as_positions": _either(
+        proof="with the other value of batch_first no output depends on another row",
+        summary="{through} takes the rows of the batch for positions in a sequence",
+        repair="batch_first=True, or give the layer (positions, rows, features)",
+        change=("layer", "seen"),
+        variants={},
+        source=_REFERENCE + "nn.LSTM.html",
+    ),
+    "rows_interact": _seen(
+        proof="one row's output has a gradient with respect to another row: a fault where rows_interact=False is "
+        "declared",
+        summary="rows interact in the model, through {through}",
+        measured=_IN_THE_MODEL["measured"],
+        shown_by="{declared:?rows_interact=False is declared|the gradient of single rows}",
+        repair="let each output depend on its own row, or declare rows_interact=True",
+        settle=_MEANT,
+        variants={
+            "in the loss": {
+                "summary": "rows interact in the loss, through {through}",
+                "measured": _IN_THE_LOSS["measured"],
+                "shown_by": "rows_interact=False is declared",
+            }
+        },
+    ),
+    "labels_of_other_rows": _cause(
+        proof="outputs that depend on one row are compared with targets of others, in no fixed order",
+        summary="outputs are compared with {target} of other rows, by {by}",
+        measured="{target} of row {label} changes the gradient of row {row}, and that of no other row; {wrong} of the "
+        "{checked} targets checked change that of another row than their own",
+        shown_by="one target at a time was given another value, and the gradient of each row compared",
+        repair="bring outputs and targets into one order: sort both, or put sorted rows back: out[order.argsort()]",
+        variants={
+            "several": {
+                "shown_by": "one target at a time was given another value: targets of one row meet outputs of several "
+                "rows",
+                "repair": "transpose both outputs and targets before this line, or neither: scores.transpose(0, 1)",
+            },
+            "mixed": {
+                "measured": "row {label} is mixed into other rows, and {target} of it changes the gradient of row "
+                "{row}, into which it is not mixed; {wrong} of the {checked} targets checked do so",
+                "repair": "mix inputs and targets by one permutation: order = torch.randperm(len(x)), then x[order] "
+                "and y[order]",
+            },
+        },
+        source="https://github.com/xudonmao/VMT/issues/1",
+    ),
+    "labels_of_all_rows": _seen(
+        proof="the loss is the same whichever row has which target, and each target adds to the gradient of every row",
+        summary="each row is compared with {target} of all rows, by {by}",
+        measured="{shapes}: one entry for each pair of the {rows} rows",
+        shown_by=_ANY_ORDER,
+        repair="compare each row with its own target: both sides of one shape, logp[torch.arange(len(y)), y] in "
+        "place of logp[:, y]",
+    ),
+    "all_pairs_of_rows": _seen(
+        proof="with one side's rows in another order no row's share of the gradient changes, though the table of all "
+        "pairs is in the loss",
+        summary="{by} of (N, 1) and (N,) joins each row with all rows, and the loss sums up all pairs",
+        measured="of {rows} rows it makes ({rows}, {rows}), one entry for each pair of rows",
+        shown_by=_SIDE_ORDER,
+        repair="give both sides one shape: squeeze(-1) what is (N, 1), or keepdim=True in what is (N,)",
+    ),
+    "weights_averaged": _seen(
+        proof="the rows' weights may change places and no gradient changes, while their sum scales all of it",
+        summary="{target} holds one weight for each row, and every row is weighted by their mean",
+        measured="{rows} rows with weights of their own; the gradient of each is scaled by the sum of all",
+        shown_by=_ANY_ORDER,
+        repair='multiply each row\'s own loss: (F.cross_entropy(out, y, reduction="none") * weight).mean()',
+    ),
+    "similarity_over_rows": _loss(
+        proof="with the similarity along another axis no row's share of the gradient depends on another row",
+        summary="{names} compares columns of the batch, not the vectors of each row",
+        repair="compare the vectors of each row: cosine_similarity(a, b, dim=-1)",
+        source=_REFERENCE + "nn.functional.cosine_similarity.html",
+    ),
+    "cumulated_over_rows": _loss(
+        proof="with the running sum along another axis no row's share of the gradient depends on another row",
+        summary="{names} adds up over the rows of the batch, not over the steps of each row",
+        repair="add up along the steps of each row: cumsum(dim=1) where rows are the first axis",
+        source=_REFERENCE + "cumsum.html",
+    ),
+    "copies_in_two_orders": _loss(
+        proof="with the copies of rows laid out the other way no row's share of the gradient depends on another row",
+        summary="copies of rows are laid out in two orders, by {names}",
+        repair="lay out all copies one way: repeat_interleave(n, dim=0) for each tensor, or repeat for each; halves of "
+        "what cat joined are chunk(2)",
+        settle="rows_interact=True says that rows of one tensor are to meet other rows of another",
+        variants={
+            "repeated": {
+                "summary": "{names} puts copies of the whole batch one after the other, and another tensor has the "
+                "copies of each row together",
+            },
+            "interleaved": {
+                "summary": "{names} puts the copies of each row together, and another tensor has copies of the whole "
+                "batch one after the other",
+            },
+            "strided": {
+                "summary": "a slice with a step takes apart what was joined as whole batches one after the other",
+            },
+            "halved": {
+                "summary": "one part after the other is cut from what has the copies of each row together",
+            },
+        },
+        source=_REFERENCE + "repeat_interleave.html",
+    ),
+    "order_matters": _cause(
+        proof="the loss changes where all rows change places together: a fault where ordered=False is declared",
+        summary="the loss changes by {change_of_loss:.2g} of itself when the rows of the batch change places together",
+        measured="{before:.6g} as they are, {after:.6g} in the order {order}",
+        shown_by="{declared:?ordered=False is declared|two steps from the same weights over the same rows}",
+        repair="sort by what the order is to mean inside the loss, or declare ordered=True",
+        settle="ordered=True says that the order of rows is intended, ordered=False makes it a fault",
+        variants={
+            "groups": {
+                "summary": "the loss changes by {change_of_loss:.2g} of itself when whole groups of rows change "
+                "places: {target} says which rows belong together, and the loss pairs other rows",
+                "shown_by": "the rows of each group stay together and in order; rows_interact=True says that rows "
+                "interact, and not with which",
+                "repair": "group rows by their number: for g in ids.unique(): rows = ids == g; not by slices of one "
+                "size",
+            },
+        },
+        source="https://github.com/areal-project/AReaL/issues/1419",
+    ),
+}
+
+found = finding_maker(CAUSES)
