@@ -75,6 +75,7 @@ CAUSES = {
                 "shown_by": "rows_interact=False is declared",
             }
         },
+        source="https://github.com/rish-16/aft-pytorch/issues/1",
     ),
     "labels_of_other_rows": _cause(
         proof="outputs that depend on one row are compared with targets of others, in no fixed order",
@@ -105,6 +106,7 @@ CAUSES = {
         shown_by=_ANY_ORDER,
         repair="compare each row with its own target: both sides of one shape, logp[torch.arange(len(y)), y] in "
         "place of logp[:, y]",
+        source="https://github.com/shivamsaboo17/Overcoming-Catastrophic-forgetting-in-Neural-Networks/pull/5",
     ),
     "all_pairs_of_rows": _seen(
         proof="with one side's rows in another order no row's share of the gradient changes, though the table of all "
@@ -113,6 +115,7 @@ CAUSES = {
         measured="of {rows} rows it makes ({rows}, {rows}), one entry for each pair of rows",
         shown_by=_SIDE_ORDER,
         repair="give both sides one shape: squeeze(-1) what is (N, 1), or keepdim=True in what is (N,)",
+        source="https://github.com/LAMDA-Tabular/TALENT/pull/92",
     ),
     "weights_averaged": _seen(
         proof="the rows' weights may change places and no gradient changes, while their sum scales all of it",
@@ -120,6 +123,7 @@ CAUSES = {
         measured="{rows} rows with weights of their own; the gradient of each is scaled by the sum of all",
         shown_by=_ANY_ORDER,
         repair='multiply each row\'s own loss: (F.cross_entropy(out, y, reduction="none") * weight).mean()',
+        source="https://github.com/rlcode/per/issues/3",
     ),
     "similarity_over_rows": _loss(
         proof="with the similarity along another axis no row's share of the gradient depends on another row",

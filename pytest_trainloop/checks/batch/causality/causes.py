@@ -23,58 +23,69 @@ CAUSES = {
         summary="{some:?{some} of {attentions} attentions see later positions|attention without a causal mask: each "
         "position sees all later ones}",
         repair="mask later keys with -inf before the softmax, or pass is_causal=True",
+        source="https://github.com/facebookresearch/xformers/issues/103",
     ),
     "mask_off_by_one": _ahead(
         proof="the output at position t depends on key t + 1 of an attention, and on no later key",
         summary="the causal mask is off by one: each position sees the next",
         repair="let position t see keys up to t: tril(diagonal=0), or triu(diagonal=1) filled with -inf",
+        source="https://github.com/octo-models/octo/issues/75",
     ),
     "mask_inverted": _ahead(
         proof="an attention's product has weights for later keys, and none for earlier ones",
         summary="the causal mask is inverted: each position sees later ones and no earlier",
         repair="invert the mask: True keeps in scaled_dot_product_attention and blocks in nn.MultiheadAttention",
+        source="https://github.com/rasbt/LLMs-from-scratch/pull/1062",
     ),
     "masked_after_softmax": _ahead(
         proof="later keys are in a softmax's sums and not in the product with the values",
         summary="the mask is applied after the softmax: later keys are in its sums",
         repair="fill the scores with -inf before the softmax: later keys must not be in its sums",
+        source="https://github.com/lucidrains/memory-compressed-attention/issues/2",
     ),
     "softmax_over_queries": _ahead(
         proof="the softmax over pairs of positions has later queries in its sums",
         summary="the softmax of an attention runs over the queries, later ones included",
         repair="take the softmax over the keys: softmax(scores, dim=-1)",
+        source="https://github.com/labmlai/annotated_deep_learning_paper_implementations/issues/146",
     ),
     "view_mixes_positions": _ahead(
         proof="a view puts entries of different positions next to each other; with a transpose nothing leaks",
         summary="{op} to another order of axes mixes the positions",
         repair="use transpose or permute to swap axes: view and reshape only split the same numbers otherwise",
+        source="https://github.com/jsbaan/transformer-from-scratch/pull/6",
     ),
     "bidirectional_layer": _ahead(
         proof="a recurrent layer's result at a position depends on its inputs at later ones",
         summary="a recurrent layer runs over the sequence from its end as well",
         repair="bidirectional=False in a model that predicts what comes next",
+        source="https://github.com/timbmg/Sentence-VAE/issues/22",
     ),
     "convolution_sees_ahead": _ahead(
         proof="a convolution's result is the first that depends on later inputs",
         summary="a convolution reaches beyond its own position",
         repair="pad on the left only, by dilation * (kernel_size - 1), and cut nothing off the left",
+        source="https://github.com/lucidrains/magvit2-pytorch/pull/27",
     ),
     "statistics_over_time": _ahead(
         proof="a mean, a norm or another statistic is taken over all positions",
         summary="{op} is taken over all positions",
         repair="normalise or pool each position alone, or over earlier positions only",
+        source="https://github.com/espnet/espnet/issues/5900",
     ),
     "mask_missing_in_eval": _ahead(
         proof="no later input has a gradient in training mode, and some has in evaluation mode",
         summary="in evaluation mode the model sees the input that it predicts",
         repair="apply the mask in both modes: is_causal=True, not is_causal=self.training",
         settle="evaluate= makes it a fault where the loop evaluates",
+        source="https://github.com/shiyu-coder/Kronos/issues/199",
     ),
     "sees_the_future": _ahead(
         proof="outputs depend on the inputs that they predict, through no operation that is known",
         summary="the model sees the input that it predicts",
         shown_by="the gradient of single outputs, exactly 0 where nothing is seen",
         repair="follow the inputs of the operation at this line: some operation before it joins all positions",
+        source="https://github.com/huggingface/transformers/issues/48745",
     ),
 }
 

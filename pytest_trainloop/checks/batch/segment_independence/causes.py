@@ -26,6 +26,7 @@ CAUSES = {
         "at {entry} {second}, and {one} has no border there",
         shown_by="one of the two was built from other lengths: neither is a finer division of the other",
         repair="make both from the same lengths: borders = torch.tensor([0, *lengths]).cumsum(0)",
+        source="https://github.com/hiyouga/LlamaFactory/pull/7754",
     ),
     "edges_not_offset": _of_data(
         proof="no edge has a node number beyond the size of the largest graph, and some graphs have no edges",
@@ -33,6 +34,7 @@ CAUSES = {
         measured="{teller} gives graphs of {sizes} nodes, {nodes} in all, and {name} has {edges:edge}",
         shown_by="each graph's node numbers start at 0 again: some edges occur twice or join two graphs",
         repair="add the number of nodes before it to each graph's edges: edge_index + ptr[i]",
+        source="https://github.com/google-deepmind/graph_nets/issues/135",
     ),
     "edges_across_graphs": _of_data(
         proof="an edge joins nodes of which the batch says that they are of different graphs",
@@ -42,6 +44,7 @@ CAUSES = {
         shown_by="{name} and {teller} disagree; by {teller} graphs have {sizes} nodes",
         repair="offset graph i's edges by the sum of the node counts before it (edge_index + ptr[i]), or build batch "
         "with repeat_interleave(torch.arange(len(sizes)), sizes)",
+        source="https://github.com/deepchem/deepchem/pull/3291",
     ),
     "numbers_shared": _seen(
         proof="one number is used for entries of two graphs or rows, and each has entries of its own",
@@ -79,6 +82,7 @@ CAUSES = {
                 "shown_by": "no edge touches a node from {nodes} on",
             },
         },
+        source="https://github.com/pyg-team/pytorch_geometric/issues/1107",
     ),
     "softmax_over_graphs": _in_the_model(
         proof="with the softmax over the nodes of one graph alone nothing of other graphs comes into its outputs",
@@ -87,12 +91,14 @@ CAUSES = {
         repair="take the softmax within each graph: torch_geometric.utils.softmax(scores, batch); without it, "
         "w = (scores - scores.max()).exp(); w / w.new_zeros(count, *w.shape[1:]).index_add(0, batch, w)[batch]",
         settle="",
+        source="https://github.com/leffff/graphormer-pyg/issues/14",
     ),
     "pooled_over_graphs": _in_the_model(
         proof="with the operation over the nodes of one graph alone nothing of other graphs comes into its outputs",
         summary="{named} is taken over the nodes of all {count:graph} of the batch",
         shown_by=f"with {{named}} {_ALONE}",
         repair="take it within each graph: by index_add or scatter with the number of the graph of each node",
+        source="https://github.com/pyg-team/pytorch_geometric/pull/9454",
     ),
     "cut_across_graphs": _in_the_model(
         proof="a part that is taken for one graph holds nodes of two",
@@ -100,6 +106,7 @@ CAUSES = {
         shown_by="{kind}s of {sizes} {entry}s; a part holds those of two",
         repair="split at the borders: nodes.split(sizes), or scatter by the number of the graph of each node",
         settle="",
+        source="https://github.com/dariush-salami/attention-based-edge-convolution/issues/1",
     ),
     "convolution_across_documents": _in_the_model(
         proof="with the convolution of one document alone nothing of others comes into its outputs: attention keeps "
@@ -107,6 +114,7 @@ CAUSES = {
         summary="{named} runs over the borders of documents that attention keeps apart",
         shown_by=f"with the convolution {_ALONE}: attention in the same model keeps documents apart",
         repair="convolve each document by itself: with seq_idx, or with zeros between documents",
+        source="https://github.com/huggingface/transformers/pull/46588",
     ),
     "segments_interact": _in_the_model(
         proof="the outputs for one segment have a gradient with respect to the data of another: a fault where "
@@ -126,6 +134,7 @@ CAUSES = {
                 "shown_by": "with the results of the calls of the {kind} alone both gradients are equal",
             },
         },
+        source="https://github.com/vllm-project/speculators/issues/621",
     ),
     "labels_across_documents": _seen(
         proof="the target of a document's last token is the first token of the next, which it cannot see",
@@ -135,6 +144,7 @@ CAUSES = {
         shown_by="no output for one document depends on another, so that it cannot tell what comes next",
         repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
         settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+        source="https://github.com/meta-pytorch/torchtune/pull/2613",
     ),
     "positions_run_on": _seen(
         proof="the gradient of a document between others differs from that of the document alone; with positions "
@@ -155,6 +165,7 @@ CAUSES = {
         "inverting {flags} changes no row of this target: it is computed without the flag}",
         repair="target = reward + gamma * (1 - done) * value(next_obs)",
         settle="give flags of time limits a name of their own (truncated), or leave flags out that are not used",
+        source="https://github.com/aviralkumar2907/BEAR/issues/4",
     ),
     "returns_across_episodes": _of_data(
         proof="with the rewards of later episodes in another order, the loss weighs earlier steps differently",
@@ -165,6 +176,7 @@ CAUSES = {
         "and shifted by one factor and one offset",
         repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
         settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+        source="https://github.com/nikhilbarhate99/PPO-PyTorch/issues/8",
     ),
 }
 
