@@ -9,6 +9,7 @@ later ones is found by the gradient of each operation alone.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -187,6 +188,13 @@ class _Targets:
     """The numbers of rows and of positions."""
     kept: torch.Tensor
     """Which entries count in the loss."""
+    time: int = 1
+    """The axis of positions in the inputs."""
+
+    @property
+    def turned(self) -> _Targets:
+        """The same where positions are the first axis and rows the second."""
+        return replace(self, row=self.position, position=self.row, shape=self.shape[::-1], time=0)
 
 
 @dataclass(slots=True)
@@ -235,14 +243,13 @@ class OutputsAhead:
             self.refused = str(error).partition("\n")[0]
 
     def _compare(self, seen: ForwardPass, name: str, place: str, scores: torch.Tensor, targets: _Targets) -> None:
-        length = targets.shape[1]
-        for entered in seen.data_inputs:
-            ahead = _ahead(entered, targets)
+        for entered, read in itertools.product(seen.data_inputs, (targets, targets.turned)):
+            ahead, length = _ahead(entered, read), read.shape[1]
             if not ahead:
                 continue
             by_class = scores.movedim(1, -1) if name in CLASS_LOSSES else scores
             inexact = any(op.name.startswith("fft_") for op in seen.ops)
-            offsets = _offsets(entered, by_class, targets, ahead, inexact=inexact)
+            offsets = _offsets(entered, by_class, read, ahead, inexact=inexact)
             self.other_loss_is_clean = self.other_loss_is_clean or ahead not in offsets
             if self.leaks:
                 return
@@ -252,7 +259,7 @@ class OutputsAhead:
                 self.first = first_seeing(seen.ops, entered.leaf, length)
                 self.attentions = attentions(seen.ops, length)
                 self.operations = list(look_ahead(seen.ops, length))
-                self.reached.note(length, partial(_along_positions, entered, by_class, targets))
+                self.reached.note(length, partial(_along_positions, entered, by_class, read))
             return
 
 
@@ -286,12 +293,12 @@ def _ahead(entered: DataInput, targets: _Targets) -> int:
 
 def _channels(entered: DataInput, targets: _Targets) -> Iterator[torch.Tensor]:
     """The inputs at each row and position, one channel at a time."""
-    floating = targets.values.is_floating_point()
+    floating, shape = targets.values.is_floating_point(), targets.shape[:: 2 * targets.time - 1]
     if entered.ids is not None:
-        if tuple(entered.ids.shape) == targets.shape and not floating:
-            yield entered.ids.to(targets.values.device)
-    elif tuple(entered.leaf.shape[:2]) == targets.shape and floating:
-        leaf = entered.leaf.detach().to(targets.values.device)
+        if tuple(entered.ids.shape) == shape and not floating:
+            yield entered.ids.to(targets.values.device).movedim(targets.time, 1)
+    elif tuple(entered.leaf.shape[:2]) == shape and floating:
+        leaf = entered.leaf.detach().to(targets.values.device).movedim(targets.time, 1)
         yield from [leaf] if leaf.dim() == 2 else leaf.flatten(2).unbind(2)
 
 
@@ -318,7 +325,7 @@ def _along_positions(entered: DataInput, scores: torch.Tensor, targets: _Targets
     there = (targets.position == at) & targets.kept
     (gradient,) = grads(weighted_sum(scores[there]), [entered.leaf]) if bool(there.any()) else (None,)
     if gradient is not None:
-        yield gradient.movedim(1, 0)
+        yield gradient.movedim(targets.time, 0)
 
 
 def _offsets(entered: DataInput, scores: torch.Tensor, targets: _Targets, ahead: int, *, inexact: bool) -> set[int]:
@@ -327,7 +334,7 @@ def _offsets(entered: DataInput, scores: torch.Tensor, targets: _Targets, ahead:
     A Fourier transform joins all positions and separates them again up to rounding: 1e3 machine epsilons of the largest
     gradient (as for sums in another order) count as nothing then.
     """
-    length, position = entered.leaf.shape[1], targets.position
+    length, position = targets.shape[1], targets.position
     asked = sorted({int(p) for p in torch.unique(position[targets.kept]).tolist() if p + ahead < length})
     offsets: set[int] = set()
     for at in sorted({asked[len(asked) * n // 4] for n in (1, 2, 3)} if asked else ()):

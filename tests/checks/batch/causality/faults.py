@@ -170,6 +170,46 @@ pair(
     faulty=lambda: language(TorchDecoder(masked=False)),
     fixed=lambda: language(TorchDecoder(masked=True)),
 )
+
+
+class TimeFirst(nn.Module):
+    """As in torch's tutorial: ids (positions, rows), and layers without batch_first."""
+
+    def __init__(self, masked):
+        super().__init__()
+        self.token = nn.Embedding(VOCAB, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0)
+        self.head, self.masked = nn.Linear(WIDTH, VOCAB), masked
+
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(len(ids)) if self.masked else None
+        return self.head(self.layer(self.token(ids), src_mask=mask))
+
+
+def time_first(masked):
+    model = TimeFirst(masked)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+    def fit(batches):
+        for ids, following in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids).view(-1, VOCAB), following).backward()
+            optimizer.step()
+
+    batch = text()
+    return TrainLoop(
+        model=model, optimizer=optimizer, batch=(batch["input_ids"].T, batch["labels"].T.reshape(-1)), fit=fit
+    )
+
+
+pair(
+    "positions_come_first_and_no_mask",
+    "causality",
+    "causal_mask_missing",
+    culprits=("multi_head_attention_forward in layer.self_attn",),
+    faulty=lambda: time_first(masked=False),
+    fixed=lambda: time_first(masked=True),
+)
 pair(
     "a_mask_of_what_to_hide_for_a_kernel_that_keeps",
     "causality",
