@@ -45,6 +45,7 @@ DECLARED = (
     "ordered",
     "expected_init_loss",
     "padding",
+    "roles",
     "renews",
     "steps",
     "epochs",

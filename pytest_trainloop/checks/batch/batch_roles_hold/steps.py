@@ -1,0 +1,320 @@
+"""The first step of a loop with one tensor of its batch changed at a time."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches.grids import Leaf
+from pytest_trainloop.batches.own_data import require_given_data
+from pytest_trainloop.batches.padding import padding_ids
+from pytest_trainloop.batches.padding_hints import is_label
+from pytest_trainloop.batches.values import constant, two_valued, whole
+from pytest_trainloop.checks.batch.batch_roles_hold.causes import found
+from pytest_trainloop.checks.batch.batch_roles_hold.edits import elsewhere, must_count
+from pytest_trainloop.checks.batch.batch_roles_hold.read import (
+    LeftOut,
+    RoleBatch,
+    aligned,
+    fill_of,
+    first_places,
+)
+from pytest_trainloop.compositions.experiment import Experiment
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.torch_names import EQUALITIES, ORDER_COMPARISONS
+from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.tracing.provenance import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping
+
+    from pytest_trainloop.compositions.experiment import Difference, Outcome
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.nested import Path
+    from pytest_trainloop.runs.evidence import Evidence
+
+    Edits = Mapping[Path, torch.Tensor]
+
+IGNORED = -100
+NONE: Edits = {}
+CONTENTS = 4
+"""Tensors behind one mask that are tried alone, at most."""
+_TRUTH = frozenset("bool nonzero count_nonzero any all sign argwhere".split())
+_GRAPHS = re.compile(r"adj|edge|graph|laplac", re.IGNORECASE)
+_MAY_BE = {
+    "weights": re.compile(r"weight|importance", re.IGNORECASE),
+    "lengths": re.compile(r"len(gth)?s?$", re.IGNORECASE),
+    "mask": re.compile(r"mask", re.IGNORECASE),
+}
+"""Names of what may have a role that is not declared."""
+
+
+class RoleSteps:
+    """The steps of one loop. Raises ``CannotDecide`` where it makes its own data or no step."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        loop = evidence.fresh_loop()
+        given = first_batches(loop, 2)
+        first = given[0] if loop.batch is None or not given else nested.copy(loop.batch)
+        self.given = RoleBatch(loop, nested.copy(first))
+        self.second = nested.copy(given[1]) if loop.batches is not None else None
+        self.loop, self.evidence = loop, evidence
+        self.judged = False
+        self.refused = ""
+
+    def findings(self) -> Iterator[Finding]:
+        regions, graphs = self.given.left_out(), list(self._other_graphs())
+        if not (self.given.roles or regions or graphs):
+            raise self._nothing()
+        require_given_data(self.evidence, "no tensor of it can be changed")
+        self.experiment = Experiment(self.evidence, "a batch with other values in one tensor")
+        self.tests = _Tests()
+        self.base = self.experiment.arm(("base",), lambda: self.given.batch, self.tests)
+        if self.base.refused or (why := self.experiment.not_finite(self.base)):
+            raise CannotDecide(self.base.refused or why)
+        found = [*self._empty(), *itertools.chain.from_iterable(map(self._left_out, regions))]
+        found += [] if found else [*self._without_effect(), *self._kept(graphs)]
+        if found:
+            self.experiment.require_repeatable(
+                ("base",), lambda: self.given.batch, self.experiment.arm(("again",), lambda: self.given.batch)
+            )
+        yield from found
+        if not found and not self.judged:
+            raise self._nothing()
+
+    def _changed(self, key: tuple[Any, ...], edits: dict[Path, torch.Tensor]) -> Difference | None:
+        """How far the gradient moves with these edits; None where the loop refuses them or gives none."""
+        outcome = self.experiment.arm(key, lambda: self.given.with_(edits))
+        self.refused = outcome.refused or self.refused
+        return None if outcome.refused else self.experiment.difference(self.base, outcome)
+
+    def _empty(self) -> Iterator[Finding]:
+        for path, role in self.given.roles.items():
+            tensor = self.given.tensors[path]
+            empty = tensor == 0 if role in ("weights", "mask") else tensor != 0
+            if role in ("weights", "mask", "padding_mask") and bool(empty.all()) and constant(tensor) is not None:
+                name = nested.shown(path)
+                facts = {"tensor": name, "role": role, "entries": str(tensor.numel())}
+                value, shape = f"{constant(tensor):g}", str(tuple(tensor.shape))
+                yield found("nothing_counts", "", (name,), kinds=("input",), value=value, shape=shape, **facts)
+
+    # What must not count
+
+    def _left_out(self, region: LeftOut) -> Iterator[Finding]:
+        tensors = [self.given.tensors[path] for path in region.contents]
+        cells = region.cells & ~first_places(region.cells, tensors)
+        edits = {path: edit for path in region.contents if (edit := self._edit(path, region, cells)) is not None}
+        if not edits:
+            return
+        self.judged = True
+        whole_edit = self._changed((region.teller, "all"), edits)
+        if whole_edit is None or whole_edit.within_float32:
+            return
+        for path in sorted(edits, key=lambda p: (not self._is_label(p), self.given.tensors[p].is_floating_point()))[
+            :CONTENTS
+        ]:
+            apart = whole_edit if len(edits) == 1 else self._changed((region.teller, path), {path: edits[path]})
+            if apart is None or apart.within_float32:
+                continue
+            tensor, name = self.given.tensors[path], nested.shown(path)
+            view = aligned(tensor, region.cells)
+            # zeros behind the end are what a convolution pads with
+            zeros = tensor.is_floating_point() and view is not None and not bool(view[region.cells].any())
+            variant = "labels" if self._is_label(path) else "inverted" if self._only_there(path, region) else ""
+            places = int((edits[path] != tensor).sum()) if tensor.dim() == cells.dim() else int(cells.sum())
+            yield found(
+                "left_out_places_count",
+                self.base.backward,
+                (name, region.teller),
+                variant,
+                level="advice" if zeros or not region.promise else "fault",
+                kinds=("input", "input"),
+                tensor=name,
+                teller=region.teller,
+                places=places,
+                known=region.known,
+                difference=apart.agreement.difference,
+            )
+            return
+
+    def _is_label(self, path: Path) -> bool:
+        padding = self.loop.padding
+        return is_label(Leaf(path, self.given.tensors[path], 0, 1), padding)
+
+    def _edit(self, path: Path, region: LeftOut, cells: torch.Tensor) -> torch.Tensor | None:
+        """Other values at these places; None where none can be given, or where the loop may tell the places by what
+        stands there."""
+        tensor = self.given.tensors[path]
+        other = tensor.clone()
+        view = aligned(other, cells)
+        if view is None or not (region.promise or whole(tensor)):
+            return None
+        sources, fills = ~region.cells, fill_of(tensor, cells)
+        if whole(tensor) and self._is_label(path):
+            ignored = {IGNORED} | {p.ignore_index for p in (self.loop.padding.all if self.loop.padding else ())}
+            counted = (tensor >= 0) & torch.stack([tensor != i for i in ignored if i is not None]).all(0)
+            if tensor.shape != cells.shape or not region.promise:
+                return None
+            cells, sources = cells & counted, sources & counted
+            if bool(cells.any()) and constant(tensor[cells]) is None and region.promise != "roles":
+                return None  # labels of several values: another row's (data_order)
+            fills = fills - {float(i) for i in ignored if i is not None}
+        told = self.tests.values | (set(padding_ids(self.loop.modules.values())) if whole(tensor) else set())
+        if self.tests.python or fills & told:
+            return None
+        elsewhere(view, cells, sources)
+        return None if torch.equal(other, tensor) else other
+
+    def _only_there(self, path: Path, region: LeftOut) -> bool:
+        """Whether the real places do not count."""
+        tensor = self.given.tensors[path]
+        other = tensor.clone()
+        view = aligned(other, region.cells)
+        if view is None or region.cells.dim() != 2:
+            return False
+        elsewhere(view, ~region.cells, ~region.cells)
+        apart = None if torch.equal(other, tensor) else self._changed((region.teller, path, "real"), {path: other})
+        return apart is not None and apart.equal
+
+    # What must count
+
+    def _without_effect(self) -> Iterator[Finding]:
+        for path, role in self.given.roles.items():
+            name, tried = nested.shown(path), ""
+            for number, (words, other) in enumerate(must_count(role, self.given.tensors[path])):
+                apart = self._changed(("must", path, number), {path: other})
+                if apart is None:
+                    continue
+                self.judged = True
+                if not apart.equal:
+                    break
+                tried = tried if words in tried else f"{tried} or {words}" if tried else words
+            else:
+                if tried:
+                    variant = {"padding_mask": "mask", "lengths": "mask"}.get(role, role)
+                    variant = variant if variant in ("weights", "mask", "segments") else ""
+                    facts = {"tensor": name, "role": role, "edit": tried}
+                    yield found("role_without_effect", "", (name,), variant, kinds=("input",), **facts)
+
+    # What must be read again
+
+    def _other_graphs(self) -> Iterator[Path]:
+        """Graphs, and what is declared as a mask or segments, that differ between the loop's own first batches."""
+        if self.second is None:
+            return
+        others = dict(nested.paths(self.second))
+        for path, tensor in self.given.tensors.items():
+            other, role = others.get(path), self.given.roles.get(path, "")
+            name = next((key for key in reversed(path) if isinstance(key, str)), "")
+            graph = _GRAPHS.search(name) is not None and (
+                (whole(tensor) and tensor.dim() == 2 and len(tensor) == 2)
+                or (tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and bool((tensor >= 0).all()))
+            )
+            differs = other is not None and other.shape == tensor.shape and not torch.equal(other, tensor)
+            if differs and (graph or role in ("mask", "padding_mask", "segments", "graph")):
+                yield path
+
+    def _kept(self, paths: list[Path]) -> Iterator[Finding]:
+        if not paths:
+            return
+        first, second = self.given, RoleBatch(self.loop, self.second)
+        for path in paths:
+            mine, theirs = {path: first.tensors[path]}, {path: second.tensors[path]}
+            own = self._second("own", first, second)
+            same = self._apart(own, self._second(("kept", path), first, second, then=mine))
+            self.judged = self.judged or same is not None
+            if same is None or not same.equal:
+                continue
+            alone = (self.experiment.arm(("alone", *e), lambda e=e: second.with_(e)) for e in (NONE, mine))
+            kept = self._apart(own, self._second(("begun", path), first, second, begin=theirs))
+            read = self._apart(*alone)
+            if read is not None and kept is not None and not (read.within_float32 or kept.within_float32):
+                name, change = nested.shown(path), kept.agreement.difference
+                yield found(
+                    "first_value_kept", self.base.backward, (name,), kinds=("input",), tensor=name, difference=change
+                )
+
+    def _second(
+        self, key: Hashable, first: RoleBatch, second: RoleBatch, begin: Edits = NONE, then: Edits = NONE
+    ) -> Outcome:
+        """The second of two steps, with the weights put back after the first one."""
+        mode = _PutBack(self.experiment.window)
+        return self.experiment.arm((key,), lambda: first.with_(begin), mode, then=lambda: second.with_(then))
+
+    def _apart(self, one: Outcome, other: Outcome) -> Difference | None:
+        return None if one.refused or other.refused else self.experiment.difference(one, other)
+
+    def _nothing(self) -> CannotDecide:
+        """Why nothing was judged, and what to declare."""
+        if self.refused:
+            return CannotDecide(self.refused)
+        for role, name in _MAY_BE.items():
+            for path, tensor in self.given.tensors.items():
+                key = next((k for k in reversed(path) if isinstance(k, str)), "")
+                if name.search(key) and path not in self.given.roles and (role != "mask" or two_valued(tensor)):
+                    return CannotDecide(
+                        f"{nested.shown(path)} may be {role}: declare it to have it tested, "
+                        f'roles=Roles({role}="{nested.shown(path)}")',
+                        needs="roles=",
+                    )
+        return DoesNotApply("no tensor of the batch is declared or named as a mask, lengths, weights or a graph")
+
+
+class _Tests(WatchingMode, NoRandomness):
+    """Notes the values that a loop compares tensors without a gradient with: it may tell padding by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: set[float] = set()
+        self.python = False
+        """Whether whole tensors leave torch."""
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = name_of(func)
+        if known in EQUALITIES | ORDER_COMPARISONS | _TRUTH | {"isin", "tolist", "numpy", "__array__"}:
+            with self.watch.suspended():
+                self._note(known, args, kwargs)
+        return NoRandomness.call(self, name, func, args, kwargs)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = list(tensors_in(args, kwargs))
+        many = [t for t in given if t.numel() > 1 and not t.requires_grad and t.dtype is not torch.bool]
+        many = [t for t in many if not two_valued(t)]
+        if not many:
+            return
+        numbers = [float(a) for a in (*args, *kwargs.values()) if isinstance(a, (int, float))]
+        numbers += [float(t) for t in given if t.numel() == 1]
+        if name == "isin":
+            numbers += [float(v) for t in given if t.numel() <= 64 for v in t.flatten()]
+        self.python |= name in ("tolist", "numpy", "__array__") and any(t.dim() > 1 for t in many)
+        self.values |= set(numbers) if name in EQUALITIES | ORDER_COMPARISONS | {"isin"} else {0.0}
+        if name in ORDER_COMPARISONS and numbers:
+            self.values |= {float(t.min()) for t in many} | {float(t.max()) for t in many}
+
+
+class _PutBack(WatchingMode, NoRandomness):
+    """Gives the second step the weights of the first."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self._window = window
+        self._first: list[torch.Tensor] = []
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return NoRandomness.call(self, name, func, args, kwargs)
+
+    def before_item(self, number: int, _item: Any) -> None:
+        with self.watch.suspended(), torch.no_grad():
+            tensors = list(self.watch.table.tensors)
+            if number == 0:
+                self._first = [t.detach().clone() for t in tensors]
+            elif number == self._window:
+                for tensor, first in zip(tensors, self._first, strict=True):
+                    tensor.copy_(first)
