@@ -89,7 +89,7 @@ class Roles:
 
     >>> TrainLoop(..., roles=Roles(mask="attention_mask", weights="sample_weight"))
 
-    Each declaration is a promise, and ``batch_roles_hold`` tests it: the gradient must depend on the tensor, and it must
+    Each declaration is a promise, and ``batch_roles_hold`` tests it: the gradient must depend on the tensor, and must
     not depend on what a mask or lengths leave out.
 
     Parameters

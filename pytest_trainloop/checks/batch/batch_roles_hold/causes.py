@@ -12,8 +12,8 @@ CAUSES = {
         measured="the gradient of the first step changes by {difference:share} with other values in {places:place} of "
         "{tensor}, float64",
         shown_by="{known}; all other tensors, the weights and the seed were the same",
-        repair="apply the mask before positions are joined or summed, along the axis of positions; cut it at the end at "
-        "which the targets are cut: mask[:, 1:] goes with ids[:, 1:]",
+        repair="apply the mask before positions are joined or summed, along the axis of positions; cut it at the end "
+        "where the targets are cut: mask[:, 1:] goes with ids[:, 1:]",
         variants={
             "labels": {
                 "summary": "{tensor} holds targets where {teller} leaves it out, and they are trained",
@@ -60,11 +60,11 @@ CAUSES = {
     "first_value_kept": Cause(
         proof="the second step depends on the tensor of the first batch, and not on that of its own",
         summary="the second step reads {tensor} of the first batch in place of its own",
-        measured="with {tensor} of the first batch in the second one, the gradient of the second step is the same; with "
-        "{tensor} of the second batch in the first one, it changes by {difference:share}, float64",
+        measured="with {tensor} of the first batch in the second one, the gradient of the second step is the same; "
+        "with {tensor} of the second batch in the first one, it changes by {difference:share}, float64",
         shown_by="a first step on the second batch depends on its own {tensor}; weights were put back after the first "
         "step",
-        repair="cache nothing that is computed from the batch: GCNConv(cached=False); or compute it again for each batch",
+        repair="cache nothing that is computed from a batch, as in GCNConv(cached=False); or compute it for each batch",
         explains=LEARNING,
         source="https://github.com/pyg-team/pytorch_geometric/issues/619",
     ),

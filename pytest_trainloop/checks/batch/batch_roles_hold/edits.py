@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from pytest_trainloop.batches.values import additive, left_out, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def elsewhere(view: torch.Tensor, cells: torch.Tensor, sources: torch.Tensor) -> None:
@@ -25,19 +26,16 @@ def elsewhere(view: torch.Tensor, cells: torch.Tensor, sources: torch.Tensor) ->
 
 def must_count(role: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Edits of which at least one changes the gradient of a loop that reads the tensor, each in words."""
-    made = (
-        {
-            "mask": _hidden,
-            "padding_mask": _hidden,
-            "lengths": _shorter,
-            "weights": _weighted,
-            "segments": _merged,
-            "graph": _rewired,
-        }.get(role, _reordered)(tensor)
-        if role != "padding_mask"
-        else _hidden(tensor, padding=True)
-    )
-    for words, other in made:
+    made: dict[str, Callable[[torch.Tensor], Iterator[tuple[str, torch.Tensor]]]] = {
+        "mask": _hidden,
+        "padding_mask": functools.partial(_hidden, padding=True),
+        "lengths": _shorter,
+        "weights": _weighted,
+        "segments": _merged,
+        "graph": _rewired,
+        "inputs": _reordered,
+    }
+    for words, other in made[role](tensor):
         if not torch.equal(other, tensor):
             yield words, other
 

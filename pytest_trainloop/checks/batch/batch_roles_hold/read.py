@@ -15,7 +15,7 @@ from pytest_trainloop.batches.values import additive, constant, in_part, left_ou
 from pytest_trainloop.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.nested import Path
@@ -27,9 +27,9 @@ PADS = re.compile(r"pad|ignore", re.IGNORECASE)
 NEEDED = {
     "mask": "a mask of two values (0 and 1, True and False, 0 and -inf)",
     "padding_mask": "a mask of two values (0 and 1, True and False)",
-    "lengths": "whole numbers, one for each row,",
-    "weights": "a number for each row, or for each position of each row,",
-    "segments": "whole numbers for each entry, or borders,",
+    "lengths": "whole numbers, one for each row",
+    "weights": "a number for each row, or for each position of each row",
+    "segments": "whole numbers for each entry, or borders",
     "graph": "edges as whole numbers of shape (2, edges), or an adjacency (nodes, nodes)",
 }
 
@@ -65,13 +65,15 @@ class RoleBatch:
         for path, role in self.roles.items():
             tensor = self.tensors[path]
             if not _fits(role, tensor, self.rows, axis):
-                values = f"{len(torch.unique(tensor))} values" if role.endswith("mask") else str(tensor.dtype)
+                held = (
+                    f"{len(torch.unique(tensor))} values" if role.endswith("mask") else f"{self.rows} rows in the batch"
+                )
                 raise UsageError(
-                    f"TrainLoop.roles: {role} names {nested.shown(path)}, a tensor of shape {tuple(tensor.shape)} with "
-                    f"{values.replace('torch.', 'entries of ')}; {NEEDED[role]} is needed in a batch of {self.rows} rows"
+                    f"TrainLoop.roles: {role} names {nested.shown(path)}, {nested.describe(tensor)} with {held}; "
+                    f"{NEEDED[role]} is needed"
                 )
 
-    def with_(self, edits: dict[Path, torch.Tensor]) -> Any:
+    def with_(self, edits: Mapping[Path, torch.Tensor]) -> Any:
         """A fresh copy of the batch with other tensors in some places."""
         return nested.mapped(
             nested.copy(self.batch),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import TYPE_CHECKING, Any
@@ -232,9 +233,10 @@ class RoleSteps:
             self.judged = self.judged or same is not None
             if same is None or not same.equal:
                 continue
-            alone = (self.experiment.arm(("alone", *e), lambda e=e: second.with_(e)) for e in (NONE, mine))
+            alone = self.experiment.arm(("alone",), lambda: second.batch)
+            other = self.experiment.arm(("alone", path), functools.partial(second.with_, mine))
             kept = self._apart(own, self._second(("begun", path), first, second, begin=theirs))
-            read = self._apart(*alone)
+            read = self._apart(alone, other)
             if read is not None and kept is not None and not (read.within_float32 or kept.within_float32):
                 name, change = nested.shown(path), kept.agreement.difference
                 yield found(
