@@ -27,7 +27,7 @@ CAUSES = {
         },
         explains=LEARNING,
         change=("seen",),
-        settle="roles=Roles(mask=...) or Roles(lengths=...) makes it a fault",
+        settle="leave the mask or the lengths out of roles= if these values may be read",
         source="https://github.com/verl-project/verl/issues/3562",
     ),
     "role_without_effect": Cause(

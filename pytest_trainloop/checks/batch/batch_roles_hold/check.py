@@ -21,8 +21,6 @@ How it decides
       values there, taken from the same row. If the gradient changes, these places count. The same holds where
       ``padding=Padding(pad_id=...)`` is declared, the id stands exactly at these places, and a mask or lengths say so.
     - Floating-point values that are all 0 there are advice: a convolution pads with 0 as well.
-    - Without a declaration a mask or lengths, known by their name, leave places out if one id stands there and nowhere
-      else. That these count is advice.
     - The first place behind the end of a row may be trained as the end of the text. It is left as it is, unless the
       last real ids are equal in all rows.
     - Ids are left as they are where the loop may tell padding by the id itself: it compares with it, or an embedding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +36,15 @@ NEEDED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeftOut:
-    """Places where the batch says that nothing counts. ``cells``: true there, by the leading axes of ``contents``.
-    ``promise``: which declaration says so, empty where none does."""
+    """Places where nothing counts. ``cells``: true there, by the leading axes of ``contents``. ``known``: what says so.
+    ``pad``: the declared id that stands there, where this is the promise. ``region``: all that the teller leaves out.
+    """
 
     teller: str
     cells: torch.Tensor
+    region: torch.Tensor
     known: str
-    promise: str
+    pad: int | None = None
     contents: tuple[Path, ...] = ()
 
 
@@ -89,18 +91,14 @@ class RoleBatch:
             if two_valued(tensor) or self.roles.get(path, "inputs") != "inputs":
                 continue
             fits = {n: v for n, one in enumerate(found) if (v := aligned(tensor, one.cells)) is not None}
-            if fits and any(found[n].promise == "roles" for n in fits):
-                fits = {n: v for n, v in fits.items() if found[n].promise == "roles"}
+            declared = {n: v for n, v in fits.items() if found[n].pad is None}
+            fits = declared or fits
             own = [n for n, view in fits.items() if constant(view[found[n].cells.to(view.device)]) is not None]
             # of two masks of one shape a tensor belongs to the one over whose places it holds one value
             chosen = own if len(own) == 1 else list(fits) if len(fits) == 1 else []
             for n in chosen:
                 contents[n].append(path)
-        return [
-            LeftOut(one.teller, one.cells, one.known, one.promise, tuple(contents[n]))
-            for n, one in enumerate(found)
-            if contents[n]
-        ]
+        return [replace(one, contents=tuple(contents[n])) for n, one in enumerate(found) if contents[n]]
 
     def _declared(self) -> Iterator[LeftOut]:
         for path, role in self.roles.items():
@@ -108,57 +106,48 @@ class RoleBatch:
             if role in ("mask", "padding_mask"):
                 cells = left_out(tensor) if role == "mask" else tensor != 0
                 cells = cells.view([size for axis, size in enumerate(cells.shape) if not axis or size > 1])
-                value = "0 or False" if role == "padding_mask" else "not 0" if additive(tensor) else "0"
-                known = f"{name} is {'not ' if role == 'padding_mask' else ''}{value} there"
-                yield from _one(name, cells, known, "roles")
+                known = f"{name} {'masks' if role == 'padding_mask' or additive(tensor) else 'is 0 at'} these places"
             elif role == "lengths":
-                longest = int(tensor.max())
-                if any(t.dim() > 1 and t.shape[:2] == (self.rows, longest) for t in self.tensors.values()):
-                    cells = torch.arange(longest, device=tensor.device)[None] >= tensor.view(-1, 1)
-                    yield from _one(name, cells, f"{name} ends before it", "roles")
-
-    def _padded(self) -> Iterator[LeftOut]:
-        """Where a mask or lengths that are not declared say the same as an id that stands there alone: the declared
-        ``pad_id``, or any one value."""
-        paddings = self.loop.padding.all if self.loop.padding else ()
-        pads = {p.pad_id for p in paddings if p.pad_id is not None}
-        known: list[torch.Tensor] = [one.cells for one in self._declared()]
-        for path, tensor in self.tensors.items():
-            name = next((key for key in reversed(path) if isinstance(key, str)), "")
-            if path in self.roles or EVENTS.search(name):
-                continue
-            if two_valued(tensor) and tensor.dim() == 2 and len(tensor) == self.rows:
-                empty = tensor != 0 if additive(tensor) or PADS.search(name) else tensor == 0
-                behind = empty.long().flip(1).cumprod(1).flip(1).bool()
-                cells = behind if bool(behind.any()) else empty.long().cumprod(1).bool()
-                says = "mask" in name
-            elif whole(tensor) and tensor.shape == (self.rows,) and self.rows > 1 and "len" in name.lower():
-                cells = torch.arange(int(tensor.max()), device=tensor.device)[None] >= tensor[:, None]
-                says = True
+                cells = torch.arange(int(tensor.max()), device=tensor.device)[None] >= tensor.view(-1, 1)
+                known = f"rows end before these places, by {name}"
             else:
                 continue
-            if not bool(cells.any()) or not in_part(cells) or any(torch.equal(cells, one) for one in known):
+            if bool(cells.any()) and not bool(cells.all()):
+                yield LeftOut(name, cells, cells, known)
+
+    def _padded(self) -> Iterator[LeftOut]:
+        """Where the declared ``pad_id`` stands, and a mask or lengths that are not declared leave these places out."""
+        known = list(self._declared())
+        # a mask tells padding better than other tensors of two values, as types of tokens
+        for path, tensor in sorted(self.tensors.items(), key=lambda item: "mask" not in str(item[0][-1:]).lower()):
+            name, shown = next((key for key in reversed(path) if isinstance(key, str)), ""), nested.shown(path)
+            if path in self.roles or EVENTS.search(name):
                 continue
-            filled = [
-                values
-                for p, ids in self.tensors.items()
-                if whole(ids) and ids.shape == cells.shape and not two_valued(ids) and not is_label(Leaf(p, ids), None)
-                for values in [_only_there(ids, cells)]
-                if values
-            ]
-            declared = any(pads & values for values in filled)
-            uneven = int(cells.sum(1).min()) < int(cells.sum(1).max())
-            if declared or (says and uneven and any(len(values) == 1 for values in filled)):
-                known.append(cells)
-                pad = (
-                    f"the declared pad_id {min(pads)} stands there and nowhere else"
-                    if declared
-                    else "one id stands there"
-                )
-                shown = nested.shown(path)
-                yield LeftOut(
-                    shown, cells, f"{shown} leaves these places out, and {pad}", "padding" if declared else ""
-                )
+            if two_valued(tensor) and tensor.dim() == 2:
+                empty = (tensor != 0 if additive(tensor) or PADS.search(name) else tensor == 0).long()
+                behind = empty.flip(1).cumprod(1).flip(1).bool()
+                region = behind if bool(behind.any()) else empty.cumprod(1).bool()
+            elif whole(tensor) and tensor.shape == (self.rows,) and self.rows > 1 and bool((tensor > 0).all()):
+                region = torch.arange(int(tensor.max()), device=tensor.device)[None] >= tensor[:, None]
+            else:
+                continue
+            for pad, cells in self._pads(region):
+                if not any(torch.equal(cells, one.cells) for one in known):
+                    said = f"the declared pad_id {pad} is at these places only, and {shown} leaves them out"
+                    known.append(LeftOut(shown, cells, region, said, pad))
+                    yield known[-1]
+
+    def _pads(self, region: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where a declared id stands, by each tensor of ids in which it stands in this region and nowhere else."""
+        for path, ids in self.tensors.items():
+            leaf = Leaf(path, ids)
+            if not whole(ids) or ids.shape != region.shape or leaf.two_valued or is_label(leaf, None):
+                continue
+            for padding in self.loop.padding.all if self.loop.padding else ():
+                cells = ids == padding.pad_id
+                about = padding.dim == 1 and (not padding.of or nested.is_named(path, padding.of))
+                if about and bool(cells.any()) and in_part(cells) and not bool((cells & ~region).any()):
+                    yield int(padding.pad_id or 0), cells
 
 
 def aligned(tensor: torch.Tensor, cells: torch.Tensor) -> torch.Tensor | None:
@@ -177,32 +166,22 @@ def fill_of(tensor: torch.Tensor, cells: torch.Tensor) -> set[float]:
     return set() if view is None else set(torch.unique(view[cells.to(view.device)])[:64].tolist())
 
 
-def first_places(cells: torch.Tensor, contents: list[torch.Tensor]) -> torch.Tensor:
-    """The first place that is left out in each row: it may end a text, and be trained as such, unless the last real
-    ids are one value in all rows, which then ends it already."""
-    nothing = torch.zeros_like(cells)
+def first_places(out: LeftOut, contents: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """The first place that is left out behind the end of each row, which may be the end of a text and trained as such.
+    And whether it is not: the last real ids are one value in all rows, which ends the texts already."""
+    cells = out.cells if out.cells.dim() == 2 and trailing(out.cells.cpu()) else out.region
+    first = torch.zeros_like(cells)
     if cells.dim() != 2 or not trailing(cells.cpu()):
-        return nothing
+        return first, False
     at = (~cells).sum(1)
     rows = ((at > 0) & (at < cells.shape[1])).nonzero().flatten()
+    first[rows, at[rows]] = True
     for tensor in contents:
         if whole(tensor) and tensor.shape == cells.shape and len(rows) > 2:
             last = tensor[rows, at[rows] - 1]
             if constant(last) is not None and not bool((tensor[rows, at[rows]] == last).any()):
-                return nothing
-    nothing[rows, at[rows]] = True
-    return nothing
-
-
-def _one(name: str, cells: torch.Tensor, known: str, promise: str) -> Iterator[LeftOut]:
-    if bool(cells.any()) and not bool(cells.all()):
-        yield LeftOut(name, cells, known, promise)
-
-
-def _only_there(ids: torch.Tensor, cells: torch.Tensor) -> set[float]:
-    """The ids that stand at these places and nowhere else."""
-    inside, outside = (set(torch.unique(ids[where])[:4096].tolist()) for where in (cells, ~cells))
-    return inside - outside
+                return first, True
+    return first, False
 
 
 def _fits(role: str, tensor: torch.Tensor, rows: int, axis: int) -> bool:

@@ -27,14 +27,14 @@ from pytest_trainloop.checks.batch.batch_roles_hold.read import (
 from pytest_trainloop.compositions.experiment import Experiment
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.torch_names import EQUALITIES, ORDER_COMPARISONS
+from pytest_trainloop.recording.torch_names import EQUALITIES, LOSSES, ORDER_COMPARISONS
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.compositions.experiment import Difference, Outcome
     from pytest_trainloop.finding import Finding
@@ -48,6 +48,8 @@ NONE: Edits = {}
 CONTENTS = 4
 """Tensors behind one mask that are tried alone, at most."""
 _TRUTH = frozenset("bool nonzero count_nonzero any all sign argwhere".split())
+_TESTS = EQUALITIES | ORDER_COMPARISONS | _TRUTH | {"isin", "tolist", "numpy", "__array__"}
+_TARGETS = LOSSES | {"gather", "take_along_dim", "one_hot"}
 _GRAPHS = re.compile(r"adj|edge|graph|laplac", re.IGNORECASE)
 _MAY_BE = {
     "weights": re.compile(r"weight|importance", re.IGNORECASE),
@@ -90,7 +92,7 @@ class RoleSteps:
         if not found and not self.judged:
             raise self._nothing()
 
-    def _changed(self, key: tuple[Any, ...], edits: dict[Path, torch.Tensor]) -> Difference | None:
+    def _changed(self, key: tuple[Any, ...], edits: Edits) -> Difference | None:
         """How far the gradient moves with these edits; None where the loop refuses them or gives none."""
         outcome = self.experiment.arm(key, lambda: self.given.with_(edits))
         self.refused = outcome.refused or self.refused
@@ -108,80 +110,95 @@ class RoleSteps:
 
     # What must not count
 
-    def _left_out(self, region: LeftOut) -> Iterator[Finding]:
-        tensors = [self.given.tensors[path] for path in region.contents]
-        cells = region.cells & ~first_places(region.cells, tensors)
-        edits = {path: edit for path in region.contents if (edit := self._edit(path, region, cells)) is not None}
-        if not edits:
-            return
-        self.judged = True
-        whole_edit = self._changed((region.teller, "all"), edits)
-        if whole_edit is None or whole_edit.within_float32:
-            return
-        for path in sorted(edits, key=lambda p: (not self._is_label(p), self.given.tensors[p].is_floating_point()))[
-            :CONTENTS
-        ]:
-            apart = whole_edit if len(edits) == 1 else self._changed((region.teller, path), {path: edits[path]})
-            if apart is None or apart.within_float32:
+    def _left_out(self, out: LeftOut) -> Iterator[Finding]:
+        first, ended = first_places(out, [self.given.tensors[path] for path in out.contents])
+        for at_first in (False, True) if ended else (False,):
+            where = first if at_first else ~first
+            edits = {path: edit for path in out.contents if (edit := self._edit(path, out, where)) is not None}
+            self.judged = self.judged or bool(edits)
+            if not edits or not self._counts((out, at_first), edits):
                 continue
-            tensor, name = self.given.tensors[path], nested.shown(path)
-            view = aligned(tensor, region.cells)
-            # zeros behind the end are what a convolution pads with
-            zeros = tensor.is_floating_point() and view is not None and not bool(view[region.cells].any())
-            variant = "labels" if self._is_label(path) else "inverted" if self._only_there(path, region) else ""
-            places = int((edits[path] != tensor).sum()) if tensor.dim() == cells.dim() else int(cells.sum())
-            yield found(
-                "left_out_places_count",
-                self.base.backward,
-                (name, region.teller),
-                variant,
-                level="advice" if zeros or not region.promise else "fault",
-                kinds=("input", "input"),
-                tensor=name,
-                teller=region.teller,
-                places=places,
-                known=region.known,
-                difference=apart.agreement.difference,
-            )
-            return
+            floating = {path: self.given.tensors[path].is_floating_point() for path in edits}
+            for path in sorted(edits, key=lambda p: (not self._is_label(p), floating[p]))[:CONTENTS]:
+                apart = self._counts((out, at_first, path), {path: edits[path]})
+                if not apart or (at_first and not self._by_targets((out, path), {path: edits[path]})):
+                    continue
+                tensor, name = self.given.tensors[path], nested.shown(path)
+                # a convolution pads with zeros as well (odd: convolution_over_padded_frames)
+                zeros = floating[path] and not bool(tensor[edits[path] != tensor].any())
+                variant = "labels" if self._is_label(path) else "inverted" if self._only_there(path, out) else ""
+                yield found(
+                    "left_out_places_count",
+                    self.base.backward,
+                    (name, out.teller),
+                    variant,
+                    level="advice" if zeros or not self._by_place(path, out) else "fault",
+                    kinds=("input", "input"),
+                    tensor=name,
+                    teller=out.teller,
+                    places=int((edits[path] != tensor).sum()),
+                    known=out.known,
+                    difference=apart,
+                )
+                return
+
+    def _counts(self, key: tuple[Any, ...], edits: Edits) -> float:
+        """The relative difference that these edits make, beyond the rounding of float32; else 0."""
+        apart = self._changed(key, edits)
+        return 0.0 if apart is None or apart.within_float32 else apart.agreement.difference
+
+    def _by_targets(self, key: tuple[Any, ...], edits: Edits) -> bool:
+        """Whether the edit counts as a target alone: a convolution reads the first place behind the end, too (odd:
+        convolution_over_padded_ids)."""
+        mode = _Tests(self.tests.targets)
+        outcome = self.experiment.arm(("targets", *key), lambda: self.given.with_(edits), mode)
+        apart = self._apart(self.base, outcome)
+        return apart is not None and apart.equal
 
     def _is_label(self, path: Path) -> bool:
         padding = self.loop.padding
         return is_label(Leaf(path, self.given.tensors[path], 0, 1), padding)
 
-    def _edit(self, path: Path, region: LeftOut, cells: torch.Tensor) -> torch.Tensor | None:
-        """Other values at these places; None where none can be given, or where the loop may tell the places by what
-        stands there."""
+    def _by_place(self, path: Path, out: LeftOut) -> bool:
+        """Whether a tensor surely has an entry for each place, and is not of this shape by chance."""
         tensor = self.given.tensors[path]
-        other = tensor.clone()
+        view = aligned(tensor, out.cells)
+        by_label = self._is_label(path) and (out.pad is not None or bool((tensor < 0).any()))
+        same = view is not None and constant(view[out.cells]) is not None and constant(view) is None
+        return same or by_label or tensor.dim() > 2
+
+    def _edit(self, path: Path, out: LeftOut, where: torch.Tensor) -> torch.Tensor | None:
+        """Other values at some of these places; None where there are none, or where the loop may tell the places by what
+        stands there."""
+        tensor, paddings = self.given.tensors[path], self.loop.padding.all if self.loop.padding else ()
+        other, cells, sources, told = tensor.clone(), out.cells & where, ~out.region, self.tests.values
         view = aligned(other, cells)
-        if view is None or not (region.promise or whole(tensor)):
+        if view is None or (out.pad is not None and not self._by_place(path, out)):
             return None
-        sources, fills = ~region.cells, fill_of(tensor, cells)
-        if whole(tensor) and self._is_label(path):
-            ignored = {IGNORED} | {p.ignore_index for p in (self.loop.padding.all if self.loop.padding else ())}
-            counted = (tensor >= 0) & torch.stack([tensor != i for i in ignored if i is not None]).all(0)
-            if tensor.shape != cells.shape or not region.promise:
+        if self._is_label(path):
+            ignored = {IGNORED, *(p.ignore_index for p in paddings if p.ignore_index is not None)}
+            if tensor.shape != cells.shape:
                 return None
+            counted = (tensor >= 0) & torch.stack([tensor != i for i in ignored]).all(0)
+            if out.pad is not None:  # other labels are those of other rows (data_order)
+                cells = out.region & where & (tensor == out.pad)
             cells, sources = cells & counted, sources & counted
-            if bool(cells.any()) and constant(tensor[cells]) is None and region.promise != "roles":
-                return None  # labels of several values: another row's (data_order)
-            fills = fills - {float(i) for i in ignored if i is not None}
-        told = self.tests.values | (set(padding_ids(self.loop.modules.values())) if whole(tensor) else set())
-        if self.tests.python or fills & told:
+        elif whole(tensor):
+            told = told | set(padding_ids(self.loop.modules.values()))
+        if self.tests.python or fill_of(tensor, cells) & told:
             return None
         elsewhere(view, cells, sources)
         return None if torch.equal(other, tensor) else other
 
-    def _only_there(self, path: Path, region: LeftOut) -> bool:
+    def _only_there(self, path: Path, out: LeftOut) -> bool:
         """Whether the real places do not count."""
         tensor = self.given.tensors[path]
         other = tensor.clone()
-        view = aligned(other, region.cells)
-        if view is None or region.cells.dim() != 2:
+        view = aligned(other, out.cells)
+        if view is None or out.cells.dim() != 2:
             return False
-        elsewhere(view, ~region.cells, ~region.cells)
-        apart = None if torch.equal(other, tensor) else self._changed((region.teller, path, "real"), {path: other})
+        elsewhere(view, ~out.cells, ~out.cells)
+        apart = None if torch.equal(other, tensor) else self._changed((out, path, "real"), {path: other})
         return apart is not None and apart.equal
 
     # What must count
@@ -270,20 +287,31 @@ class RoleSteps:
 
 
 class _Tests(WatchingMode, NoRandomness):
-    """Notes the values that a loop compares tensors without a gradient with: it may tell padding by them."""
+    """Notes the values that a loop compares tensors without a gradient with: it may tell padding by them. Notes the
+    whole numbers that outputs meet as targets, or puts those of another step in their place."""
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.values: set[float] = set()
         self.python = False
         """Whether whole tensors leave torch."""
+        self.targets: list[torch.Tensor] = []
+        self._instead = list(targets)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = name_of(func)
-        if known in EQUALITIES | ORDER_COMPARISONS | _TRUTH | {"isin", "tolist", "numpy", "__array__"}:
-            with self.watch.suspended():
+        with self.watch.suspended():
+            if known in _TESTS:
                 self._note(known, args, kwargs)
+            elif known in _TARGETS:
+                args, kwargs = (nested.mapped(given, self._target, _is_target) for given in (args, kwargs))
         return NoRandomness.call(self, name, func, args, kwargs)
+
+    def _target(self, _path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        self.targets.append(tensor.clone())
+        number = len(self.targets) - 1
+        same = number < len(self._instead) and self._instead[number].shape == tensor.shape
+        return self._instead[number] if same else tensor
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = list(tensors_in(args, kwargs))
@@ -299,6 +327,10 @@ class _Tests(WatchingMode, NoRandomness):
         self.values |= set(numbers) if name in EQUALITIES | ORDER_COMPARISONS | {"isin"} else {0.0}
         if name in ORDER_COMPARISONS and numbers:
             self.values |= {float(t.min()) for t in many} | {float(t.max()) for t in many}
+
+
+def _is_target(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and whole(value) and value.dim() > 0
 
 
 class _PutBack(WatchingMode, NoRandomness):
