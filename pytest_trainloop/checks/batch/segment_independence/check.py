@@ -16,7 +16,8 @@ How it decides
     without a tolerance. A cause is a fault where the same operation within each graph makes it exactly 0: a softmax, a
     mean or another statistic over the nodes of all graphs, a reshape into equal parts across their borders. Batch norms
     with running statistics keep segments apart, those without are left alone. What else lets segments meet is advice,
-    and a fault where rows_interact=False is declared: documents packed into one row may be meant to see each other.
+    and a fault where rows_interact=False or roles=Roles(segments=...) is declared: documents packed into one row may be
+    meant to see each other.
     Where they do not, and targets are the next token, the target of a document's last token must not be the first one
     of the next document: no output can tell it.
     Edges are judged by the data: both ends of each must lie in one graph. Where nodes are of several kinds nothing is
@@ -63,7 +64,7 @@ Fixed
 Known limits
     What leaks without a gradient is not seen, and of episodes only returns that the loop computes from a batch with
     rewards and flags under their usual names. ``rows_interact=True`` declares that segments meet on purpose,
-    ``rows_interact=False`` that they must not.
+    ``rows_interact=False`` that they must not, and so does ``roles=Roles(segments="doc")``, under any name.
 
 References
     https://pytorch-geometric.readthedocs.io/en/latest/advanced/batching.html (one graph of many, by offsets)
@@ -91,7 +92,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 EXPLAINS = (*LEARNING, "causality", "batch_independence")
-SETTLE = "rows_interact=True says that it is meant, rows_interact=False makes it a fault"
+SETTLE = "rows_interact=True says that it is meant, rows_interact=False or roles=Roles(segments=...) makes it a fault"
 
 CAUSES = {
     "borders_disagree": Cause(
@@ -180,9 +181,11 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.segment_independence.returns import crossing
     from pytest_trainloop.checks.batch.segment_independence.targets import past_the_end
 
-    declared = evidence.declared("rows_interact")
+    declared, roles = evidence.declared("rows_interact"), evidence.declared("roles")
     if declared:
         raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
+    if roles is not None and roles.segments:
+        declared = False
     episodes, crossed = evidence.shared(crossing)
     if crossed is not None:
         yield _crossing(crossed, declared)
@@ -200,7 +203,11 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     if passes.segments is None and (episodes or transitions):
         return
     if passes.segments is None:
-        raise DoesNotApply("the batch holds no graphs, packed documents or episodes that could be told apart")
+        if roles is not None and roles.segments:
+            raise CannotDecide(f"{roles.segments[0]} does not say where segments begin: it has one value in each row")
+        raise DoesNotApply(
+            'no document, graph or episode numbers were found in the batch; declare them: roles=Roles(segments="key")'
+        )
     edges = list(_edges(passes.segments))
     if edges:
         yield from edges

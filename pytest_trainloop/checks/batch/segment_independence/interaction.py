@@ -114,7 +114,9 @@ class SegmentPasses:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._batch = evidence.shared(example_batch)
-        self.segments: Segments | None = reading.read(self._batch)
+        roles = evidence.declared("roles")
+        self._declared: tuple[str, ...] = roles.segments if roles is not None else ()
+        self.segments: Segments | None = reading.read(self._batch, self._declared)
         self.disagreement = reading.disagreement(self._batch)
         self._episodes = None if self.segments else read_episodes(self._batch)
         self.labels = BorderLabels()
@@ -134,7 +136,7 @@ class SegmentPasses:
         two = reading.take(whole, found.segments, sorted((found.output, found.input)))
         if two is None:
             return found
-        self._batch, self.segments = two, reading.read(two)
+        self._batch, self.segments = two, reading.read(two, self._declared)
         small = None if self.segments is None else self._pass()
         self._batch, self.segments = whole, segments
         return replace(found, alone=small is not None and small.interacting is not None)
