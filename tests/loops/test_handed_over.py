@@ -68,6 +68,7 @@ NAMES = (
     "average_swapped_in_for_good",
     "moments_not_saved",
     "total_loss_with_graph",
+    "weights_that_cancel",
     "objectness_logged_and_not_added",
     "argmax_over_a_column_of_labels",
     "dice_of_raw_scores",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.registry import Cause, finding_maker
 
+_MASK = "pass {tensor} to the model, or multiply the loss of each place by it before it is reduced"
+
 CAUSES = {
     "left_out_places_count": Cause(
         proof="with other values where the batch says that nothing counts, the gradient changes",
@@ -35,18 +37,17 @@ CAUSES = {
         summary="no gradient depends on {tensor}, which is declared as {role}",
         measured="the gradient of the first step is the same with {edit} in {tensor}, float64",
         shown_by="roles=Roles({role}=...) declares it; all other tensors, the weights and the seed were the same",
-        repair="read {tensor} in the model or in the loss; or leave it out of roles=",
+        repair="read {tensor} in the model or in the loss, weights as (loss * w).sum() / w.sum(); or leave it out of "
+        "roles=",
         variants={
-            "weights": {
-                "repair": "multiply the loss of each row by {tensor} before it is reduced: (loss * w).sum() / w.sum()"
-            },
-            "mask": {
-                "repair": "pass {tensor} to the model, or multiply the loss of each place by it before it is reduced"
-            },
+            "mask": {"repair": _MASK},
+            "padding_mask": {"repair": _MASK},
+            "lengths": {"repair": _MASK},
             "segments": {"repair": "pass {tensor} on: mask attention, or pool, by the segment of each entry"},
         },
-        explains=LEARNING,
-        source="https://github.com/huggingface/transformers/issues/16463",
+        settle="leave it out of roles= if the model needs none, as a causal one that is padded on the right",
+        explains=(*LEARNING, "padding_invariance", "segment_independence", "input_dependence"),
+        source="https://github.com/MaximumEntropy/Seq2Seq-PyTorch/issues/6",
     ),
     "nothing_counts": Cause(
         proof="every entry of the weights, or of the mask, leaves its place out",
@@ -55,7 +56,7 @@ CAUSES = {
         shown_by="roles=Roles({role}=...) declares it",
         repair="look at what makes {tensor}: it is cast, divided or inverted before it reaches the batch",
         explains=LEARNING,
-        source="https://github.com/huggingface/trl/issues/3927",
+        source="https://github.com/huggingface/trl/pull/4201",
     ),
     "first_value_kept": Cause(
         proof="the second step depends on the tensor of the first batch, and not on that of its own",

@@ -16,7 +16,9 @@ How it decides
 
     - A declared tensor must change the gradient. Weights get factors of their own, since a common factor is invisible
       where weights are normalised. Masks lose a place in the middle of each row, since a causal model never reads the
-      last key. Only where every edit leaves the gradient as it is, the tensor has no effect.
+      last key. Only where every edit leaves the gradient as it is, the tensor has no effect. That is a fault of
+      weights, graphs and inputs. Of masks, lengths and segments it is advice: a causal model that is padded on the
+      right needs no mask, and a model may know padding by its id.
     - Where a declared mask or declared lengths leave places out, all tensors with an entry for each place get other
       values there, taken from the same row. If the gradient changes, these places count. The same holds where
       ``padding=Padding(pad_id=...)`` is declared, the id stands exactly at these places, and a mask or lengths say so.

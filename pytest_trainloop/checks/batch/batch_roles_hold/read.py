@@ -144,7 +144,7 @@ class RoleBatch:
             if not whole(ids) or ids.shape != region.shape or leaf.two_valued or is_label(leaf, None):
                 continue
             for padding in self.loop.padding.all if self.loop.padding else ():
-                cells = ids == padding.pad_id
+                cells = torch.eq(ids, padding.pad_id) if padding.pad_id is not None else torch.zeros_like(region)
                 about = padding.dim == 1 and (not padding.of or nested.is_named(path, padding.of))
                 if about and bool(cells.any()) and in_part(cells) and not bool((cells & ~region).any()):
                     yield int(padding.pad_id or 0), cells

@@ -28,7 +28,7 @@ from pytest_trainloop.compositions.experiment import Experiment
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_names import EQUALITIES, LOSSES, ORDER_COMPARISONS
-from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.batch_stream import first_batch, first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
@@ -64,10 +64,9 @@ class RoleSteps:
 
     def __init__(self, evidence: Evidence) -> None:
         loop = evidence.fresh_loop()
-        given = first_batches(loop, 2)
-        first = given[0] if loop.batch is None or not given else nested.copy(loop.batch)
-        self.given = RoleBatch(loop, nested.copy(first))
-        self.second = nested.copy(given[1]) if loop.batches is not None else None
+        self.given = RoleBatch(loop, nested.copy(first_batch(loop)))
+        given = [] if loop.batches is None else first_batches(loop, 2)
+        self.second = nested.copy(given[1]) if given else None
         self.loop, self.evidence = loop, evidence
         self.judged = False
         self.refused = ""
@@ -168,8 +167,8 @@ class RoleSteps:
         return same or by_label or tensor.dim() > 2
 
     def _edit(self, path: Path, out: LeftOut, where: torch.Tensor) -> torch.Tensor | None:
-        """Other values at some of these places; None where there are none, or where the loop may tell the places by what
-        stands there."""
+        """Other values at some of these places; None where there are none, or where the loop may tell the places by
+        what stands there."""
         tensor, paddings = self.given.tensors[path], self.loop.padding.all if self.loop.padding else ()
         other, cells, sources, told = tensor.clone(), out.cells & where, ~out.region, self.tests.values
         view = aligned(other, cells)
@@ -216,10 +215,13 @@ class RoleSteps:
                 tried = tried if words in tried else f"{tried} or {words}" if tried else words
             else:
                 if tried:
-                    variant = {"padding_mask": "mask", "lengths": "mask"}.get(role, role)
-                    variant = variant if variant in ("weights", "mask", "segments") else ""
-                    facts = {"tensor": name, "role": role, "edit": tried}
-                    yield found("role_without_effect", "", (name,), variant, kinds=("input",), **facts)
+                    # causal models padded on the right need no mask, nor do those that know the id of the padding; what
+                    # is left out is judged by itself (odd: a_mask_that_a_causal_model_does_not_need)
+                    redundant = role in ("mask", "padding_mask", "lengths", "segments")
+                    facts = {"tensor": name, "role": role, "edit": tried, "level": "advice" if redundant else "fault"}
+                    yield found(
+                        "role_without_effect", "", (name,), role if redundant else "", kinds=("input",), **facts
+                    )
 
     # What must be read again
 
@@ -274,15 +276,14 @@ class RoleSteps:
         """Why nothing was judged, and what to declare."""
         if self.refused:
             return CannotDecide(self.refused)
-        for role, name in _MAY_BE.items():
+        for role, names in _MAY_BE.items():
             for path, tensor in self.given.tensors.items():
                 key = next((k for k in reversed(path) if isinstance(k, str)), "")
-                if name.search(key) and path not in self.given.roles and (role != "mask" or two_valued(tensor)):
-                    return CannotDecide(
-                        f"{nested.shown(path)} may be {role}: declare it to have it tested, "
-                        f'roles=Roles({role}="{nested.shown(path)}")',
-                        needs="roles=",
-                    )
+                by_row = 0 < tensor.dim() < 3 and len(tensor) == self.given.rows and path not in self.given.roles
+                if names.search(key) and by_row and (role != "mask" or (two_valued(tensor) and tensor.dim() == 2)):
+                    name = nested.shown(path)
+                    declare = f'declare it to have it tested, roles=Roles({role}="{name}")'
+                    return CannotDecide(f"{name} may be {role} by its name: {declare}", needs="roles=")
         return DoesNotApply("no tensor of the batch is declared or named as a mask, lengths, weights or a graph")
 
 

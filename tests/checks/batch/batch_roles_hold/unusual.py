@@ -269,3 +269,13 @@ def convolution_over_padded_ids() -> TrainLoop:
         lambda model, batch: F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"]),
         padding=Padding(pad_id=PAD),
     )
+
+
+@odd(notes="a causal model, padded on the right, does not read the mask: the loss leaves out what is behind the end")
+def a_mask_that_a_causal_model_does_not_need() -> TrainLoop:
+    def loss_of(model, batch):
+        ids = batch["input_ids"]
+        inside = torch.arange(ids.shape[1]) < batch["lengths"][:, None]
+        return next_token(ids, model(ids), inside.float())
+
+    return loop(Attending(), texts(), loss_of, padding=Padding(pad_id=PAD), roles=Roles(lengths="lengths"))
