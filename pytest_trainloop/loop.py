@@ -89,8 +89,8 @@ class Roles:
 
     >>> TrainLoop(..., roles=Roles(mask="attention_mask", weights="sample_weight"))
 
-    Each declaration is a promise, and ``batch_roles_hold`` tests it: the gradient must depend on the tensor, and must
-    not depend on what a mask or lengths leave out.
+    Each declaration is a promise that ``batch_roles_hold`` tests: the gradient depends on the tensor, and not on what a
+    mask or lengths leave out.
 
     Parameters
     ----------

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.registry import Cause, finding_maker
 
-_MASK = "pass {tensor} to the model, or multiply the loss of each place by it before it is reduced"
-
 CAUSES = {
     "left_out_places_count": Cause(
         proof="with other values where the batch says that nothing counts, the gradient changes",
@@ -40,10 +38,9 @@ CAUSES = {
         repair="read {tensor} in the model or in the loss, weights as (loss * w).sum() / w.sum(); or leave it out of "
         "roles=",
         variants={
-            "mask": {"repair": _MASK},
-            "padding_mask": {"repair": _MASK},
-            "lengths": {"repair": _MASK},
-            "segments": {"repair": "pass {tensor} on: mask attention, or pool, by the segment of each entry"},
+            "mask": {
+                "repair": "pass {tensor} to the model, or multiply the loss of each place by it before it is reduced"
+            },
         },
         settle="leave it out of roles= if the model needs none, as a causal one that is padded on the right",
         explains=(*LEARNING, "padding_invariance", "segment_independence", "input_dependence"),

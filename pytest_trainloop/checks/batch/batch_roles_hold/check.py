@@ -2,7 +2,7 @@
 
 What it does
     It repeats the first step in float64 with one tensor of the batch changed at a time. Some changes must move the
-    gradient: other weights, one more place left out, shorter lengths, other segments, another graph. Others must not:
+    gradient: other weights, one more place left out, shorter lengths, another graph. Others must not:
     other values where a mask or lengths leave places out. Where batches differ in a graph, it takes two steps and looks
     whether the second reads the graph of its own batch.
 
@@ -17,12 +17,13 @@ How it decides
     - A declared tensor must change the gradient. Weights get factors of their own, since a common factor is invisible
       where weights are normalised. Masks lose a place in the middle of each row, since a causal model never reads the
       last key. Only where every edit leaves the gradient as it is, the tensor has no effect. That is a fault of
-      weights, graphs and inputs. Of masks, lengths and segments it is advice: a causal model that is padded on the
-      right needs no mask, and a model may know padding by its id.
-    - Where a declared mask or declared lengths leave places out, all tensors with an entry for each place get other
-      values there, taken from the same row. If the gradient changes, these places count. The same holds where
+      weights, graphs and inputs. A mask or lengths without effect are advice, and only where it cannot be seen whether
+      what they leave out counts: a causal model that is padded on the right needs no mask.
+    - Where a declared mask or declared lengths leave places out, all tensors with an entry for each row and position
+      get other values there, taken from the same row. If the gradient changes, these places count. The same holds where
       ``padding=Padding(pad_id=...)`` is declared, the id stands exactly at these places, and a mask or lengths say so.
-    - Floating-point values that are all 0 there are advice: a convolution pads with 0 as well.
+    - It is advice for floating-point values that are all 0 there, as a convolution pads with 0. It is advice where a
+      tensor may have the shape of the mask by chance: no single value stands at these places alone.
     - The first place behind the end of a row may be trained as the end of the text. It is left as it is, unless the
       last real ids are equal in all rows.
     - Ids are left as they are where the loop may tell padding by the id itself: it compares with it, or an embedding

@@ -13,15 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def elsewhere(view: torch.Tensor, cells: torch.Tensor, sources: torch.Tensor) -> None:
+def elsewhere(tensor: torch.Tensor, cells: torch.Tensor, sources: torch.Tensor) -> None:
     """Write to these places of each row what the same row holds at its sources."""
-    if cells.dim() == 1:  # whole rows
-        view, cells, sources = view[None], cells[None], sources[None]
     for row in range(len(cells)):
         to, of = cells[row].nonzero(as_tuple=True), sources[row].nonzero(as_tuple=True)
         if len(to[0]) and len(of[0]):
             chosen = (torch.arange(len(to[0]), device=cells.device) * 3 + 1) % len(of[0])
-            view[row][to] = view[row][of][chosen].clone()
+            tensor[row][to] = tensor[row][of][chosen].clone()
 
 
 def must_count(role: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -31,13 +29,17 @@ def must_count(role: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         "padding_mask": functools.partial(_hidden, padding=True),
         "lengths": _shorter,
         "weights": _weighted,
-        "segments": _merged,
         "graph": _rewired,
         "inputs": _reordered,
     }
-    for words, other in made[role](tensor):
+    for words, other in made.get(role, _nothing)(tensor):
         if not torch.equal(other, tensor):
             yield words, other
+
+
+def _nothing(_tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of segments: a model may know them otherwise, by borders or positions (segment_independence)."""
+    yield from ()
 
 
 def _hidden(mask: torch.Tensor, *, padding: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,23 +79,6 @@ def _weighted(weights: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         other[places[::2]] = 0
         yield "every other weight 0", other.view(weights.shape)
     yield "weights in another order", weights.flip(0)
-
-
-def _merged(segments: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The first entry of a segment goes to the one before it; then all are one."""
-    other = segments.clone()
-    rows = _rows(other)
-    for row in rows:
-        changes = (row.diff() != 0).nonzero().flatten() + 1
-        if len(changes) == len(row) - 1:  # borders
-            row[1:-1] -= (row.diff()[:-1] > 1).to(row.dtype)
-        else:
-            row[changes] = row[changes - 1].clone()
-    yield "borders moved by one entry", other
-    yield (
-        "one segment in each row",
-        (segments[:1] if segments.dim() == 1 else segments[:, :1]).expand_as(segments).clone(),
-    )
 
 
 def _rewired(graph: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -36,7 +36,7 @@ NEEDED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeftOut:
-    """Places where nothing counts. ``cells``: true there, by the leading axes of ``contents``. ``known``: what says so.
+    """Places where nothing counts. ``cells``: true there, by rows and positions. ``known``: what says so.
     ``pad``: the declared id that stands there, where this is the promise. ``region``: all that the teller leaves out.
     """
 
@@ -90,12 +90,11 @@ class RoleBatch:
         for path, tensor in self.tensors.items():
             if two_valued(tensor) or self.roles.get(path, "inputs") != "inputs":
                 continue
-            fits = {n: v for n, one in enumerate(found) if (v := aligned(tensor, one.cells)) is not None}
-            declared = {n: v for n, v in fits.items() if found[n].pad is None}
-            fits = declared or fits
-            own = [n for n, view in fits.items() if constant(view[found[n].cells.to(view.device)]) is not None]
+            fits = [n for n, one in enumerate(found) if tensor.shape[:2] == one.cells.shape]
+            fits = [n for n in fits if found[n].pad is None] or fits
+            own = [n for n in fits if constant(tensor[found[n].cells]) is not None]
             # of two masks of one shape a tensor belongs to the one over whose places it holds one value
-            chosen = own if len(own) == 1 else list(fits) if len(fits) == 1 else []
+            chosen = own if len(own) == 1 else fits if len(fits) == 1 else []
             for n in chosen:
                 contents[n].append(path)
         return [replace(one, contents=tuple(contents[n])) for n, one in enumerate(found) if contents[n]]
@@ -112,7 +111,7 @@ class RoleBatch:
                 known = f"rows end before these places, by {name}"
             else:
                 continue
-            if bool(cells.any()) and not bool(cells.all()):
+            if cells.dim() == 2 and bool(cells.any()) and not bool(cells.all()):
                 yield LeftOut(name, cells, cells, known)
 
     def _padded(self) -> Iterator[LeftOut]:
@@ -150,28 +149,12 @@ class RoleBatch:
                     yield int(padding.pad_id or 0), cells
 
 
-def aligned(tensor: torch.Tensor, cells: torch.Tensor) -> torch.Tensor | None:
-    """The tensor as (cells, ...); None where it has no entry for each of them. Pictures may have channels first."""
-    shape = tuple(cells.shape)
-    if tuple(tensor.shape[: len(shape)]) == shape:
-        return tensor
-    if len(shape) > 2 and (tensor.shape[0], *tensor.shape[2:]) == shape:
-        return tensor.movedim(1, -1)
-    return None
-
-
-def fill_of(tensor: torch.Tensor, cells: torch.Tensor) -> set[float]:
-    """The values that a tensor has at these places, some of them where there are many."""
-    view = aligned(tensor, cells)
-    return set() if view is None else set(torch.unique(view[cells.to(view.device)])[:64].tolist())
-
-
 def first_places(out: LeftOut, contents: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     """The first place that is left out behind the end of each row, which may be the end of a text and trained as such.
     And whether it is not: the last real ids are one value in all rows, which ends the texts already."""
-    cells = out.cells if out.cells.dim() == 2 and trailing(out.cells.cpu()) else out.region
+    cells = out.cells if trailing(out.cells.cpu()) else out.region
     first = torch.zeros_like(cells)
-    if cells.dim() != 2 or not trailing(cells.cpu()):
+    if not trailing(cells.cpu()):
         return first, False
     at = (~cells).sum(1)
     rows = ((at > 0) & (at < cells.shape[1])).nonzero().flatten()
