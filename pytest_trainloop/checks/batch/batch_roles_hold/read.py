@@ -46,6 +46,8 @@ class LeftOut:
     known: str
     pad: int | None = None
     contents: tuple[Path, ...] = ()
+    also: tuple[str, ...] = ()
+    """Further tensors that say the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +87,13 @@ class RoleBatch:
 
     def left_out(self) -> list[LeftOut]:
         """Where something is left out, declared places first, each with the tensors that have values there."""
-        found = [*self._declared(), *self._padded()]
+        found: list[LeftOut] = []
+        for one in (*self._declared(), *self._padded()):
+            same = next((n for n, known in enumerate(found) if torch.equal(known.cells, one.cells)), None)
+            if same is None:
+                found.append(one)
+            else:
+                found[same] = replace(found[same], also=(*found[same].also, one.teller))
         contents: dict[int, list[Path]] = {n: [] for n in range(len(found))}
         for path, tensor in self.tensors.items():
             if two_valued(tensor) or self.roles.get(path, "inputs") != "inputs":
@@ -116,7 +124,6 @@ class RoleBatch:
 
     def _padded(self) -> Iterator[LeftOut]:
         """Where the declared ``pad_id`` stands, and a mask or lengths that are not declared leave these places out."""
-        known = list(self._declared())
         # a mask tells padding better than other tensors of two values, as types of tokens
         for path, tensor in sorted(self.tensors.items(), key=lambda item: "mask" not in str(item[0][-1:]).lower()):
             name, shown = next((key for key in reversed(path) if isinstance(key, str)), ""), nested.shown(path)
@@ -131,10 +138,8 @@ class RoleBatch:
             else:
                 continue
             for pad, cells in self._pads(region):
-                if not any(torch.equal(cells, one.cells) for one in known):
-                    said = f"the declared pad_id {pad} is at these places only, and {shown} leaves them out"
-                    known.append(LeftOut(shown, cells, region, said, pad))
-                    yield known[-1]
+                said = f"the declared pad_id {pad} is at these places only, and {shown} leaves them out"
+                yield LeftOut(shown, cells, region, said, pad)
 
     def _pads(self, region: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Where a declared id stands, by each tensor of ids in which it stands in this region and nowhere else."""

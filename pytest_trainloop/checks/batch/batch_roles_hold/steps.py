@@ -113,7 +113,7 @@ class RoleSteps:
         for at_first in (False, True) if ended else (False,):
             where = first if at_first else ~first
             edits = {path: edit for path in out.contents if (edit := self._edit(path, out, where)) is not None}
-            self.judged |= {out.teller} if edits else set()
+            self.judged |= {out.teller, *out.also} if edits else set()
             if not edits or not self._counts((out, at_first), edits):
                 continue
             floating = {path: self.given.tensors[path].is_floating_point() for path in edits}
