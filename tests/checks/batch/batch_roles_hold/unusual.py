@@ -96,31 +96,6 @@ def a_mask_that_is_counted_for_packing() -> TrainLoop:
     )
 
 
-@odd(notes="a teacher is followed at every position, behind the end of the text too; attention has a mask")
-def a_teacher_followed_behind_the_end() -> TrainLoop:
-    teacher = Attending().requires_grad_(False)
-
-    def loss_of(model, batch):
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        mine, wanted = model(ids, mask).log_softmax(-1), teacher(ids, mask).log_softmax(-1)
-        return F.kl_div(mine.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True)
-
-    batch = {key: texts()[key] for key in ("input_ids", "attention_mask")}
-    return loop(Attending(), batch, loss_of)
-
-
-@odd(notes="the id of the padding also ends a text, and is trained once: the mask is 0 on it")
-def padding_that_ends_a_text() -> TrainLoop:
-    def loss_of(model, batch):
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        keep = torch.cat([mask[:, :1], mask[:, :-1]], 1)  # one more than the mask
-        return next_token(ids, model(ids), keep)
-
-    made = texts()
-    batch = {"input_ids": made["input_ids"] * (made["input_ids"] != EOS), "attention_mask": made["attention_mask"]}
-    return loop(Causal(), batch, loss_of, padding=Padding(pad_id=PAD))
-
-
 @odd(notes="the model tells padding by its id; the mask next to it says the same")
 def padding_told_by_its_id() -> TrainLoop:
     def loss_of(model, batch):
