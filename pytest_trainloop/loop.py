@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytest_trainloop import places
+from pytest_trainloop import nested, places
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.fields import a, is_whole, named_modules, require_fields
 from pytest_trainloop.refusals import refusing_slips
@@ -139,6 +139,11 @@ class Roles:
     def named(self) -> list[tuple[str, str]]:
         """Each role that is given, with the name of a tensor."""
         return [(f.name, name) for f in fields(self) for name in getattr(self, f.name)]
+
+    def require_in(self, batch: Any) -> None:
+        """Raise ``UsageError`` for a name that no tensor of the batch has."""
+        for role, name in self.named:
+            nested.require_names([batch], [name], f"TrainLoop.roles: {role}")
 
 
 @dataclass(slots=True, kw_only=True)

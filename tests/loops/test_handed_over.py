@@ -85,6 +85,7 @@ COMPOSED = (
     "additive_mask_inverted",
     "batchmean_of_one_row_divides_by_the_classes",
     "gradients_summed_by_all_reduce",
+    "weights_that_cancel",
 )
 """Pairs whose check has to compose batches, which it cannot do for a loop that draws for itself."""
 

@@ -62,6 +62,9 @@ class RoleSteps:
 
     def __init__(self, evidence: Evidence) -> None:
         loop = evidence.fresh_loop()
+        if loop.roles is not None:
+            require_given_data(evidence, "no tensor of it can be changed")
+            loop.roles.require_in(first_batch(loop))
         self.given = RoleBatch(loop, nested.copy(first_batch(loop)))
         given = [] if loop.batches is None else first_batches(loop, 2)
         self.second = nested.copy(given[1]) if given else None
