@@ -26,10 +26,12 @@ from pytest_trainloop.compositions.experiment import Experiment
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_names import EQUALITIES, LOSSES, ORDER_COMPARISONS
-from pytest_trainloop.runs.batch_stream import first_batch, first_batches
+from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.same_start import state_of
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
+from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -62,12 +64,13 @@ class RoleSteps:
 
     def __init__(self, evidence: Evidence) -> None:
         loop = evidence.fresh_loop()
+        given = first_batches(loop, 2)
+        first = loop.batch if loop.batch is not None or not given else given[0]
         if loop.roles is not None:
             require_given_data(evidence, "no tensor of it can be changed")
-            loop.roles.require_in(first_batch(loop))
-        self.given = RoleBatch(loop, nested.copy(first_batch(loop)))
-        given = [] if loop.batches is None else first_batches(loop, 2)
-        self.second = nested.copy(given[1]) if given else None
+            loop.roles.require_in(first)
+        self.given = RoleBatch(loop, nested.copy(first))
+        self.second = RoleBatch(loop, nested.copy(given[1])) if loop.batches is not None and given else None
         self.loop, self.evidence = loop, evidence
         self.judged: set[str] = set()
         """The tensors of which something was compared."""
@@ -83,14 +86,14 @@ class RoleSteps:
         self.base = self.experiment.arm(("base",), lambda: self.given.batch, self.tests)
         if self.base.refused or (why := self.experiment.not_finite(self.base)):
             raise CannotDecide(self.base.refused or why)
-        found = [*self._empty(), *itertools.chain.from_iterable(map(self._left_out, regions))]
-        found += [] if found else [*self._without_effect(), *self._kept(graphs)]
-        if found:
+        faults = [*self._empty(), *itertools.chain.from_iterable(map(self._left_out, regions))]
+        faults += [] if faults else [*self._without_effect(), *self._kept(graphs)]
+        if faults:
             self.experiment.require_repeatable(
                 ("base",), lambda: self.given.batch, self.experiment.arm(("again",), lambda: self.given.batch)
             )
-        yield from found
-        if not found and not self.judged:
+        yield from faults
+        if not faults and not self.judged:
             raise self._nothing()
 
     def _changed(self, key: tuple[Any, ...], edits: Edits) -> Difference | None:
@@ -101,12 +104,14 @@ class RoleSteps:
 
     def _empty(self) -> Iterator[Finding]:
         for path, role in self.given.roles.items():
-            tensor = self.given.tensors[path]
-            empty = tensor == 0 if role in ("weights", "mask") else tensor != 0
-            if role in ("weights", "mask", "padding_mask") and bool(empty.all()) and constant(tensor) is not None:
-                name = nested.shown(path)
+            batches = [b for b in (self.given, self.second) if b is not None and path in b.tensors]
+            tensor, name = self.given.tensors[path], nested.shown(path)
+            # a mask that is added to scores is 0 where nothing is left out
+            judged = role in ("weights", "padding_mask") or (role == "mask" and not tensor.is_floating_point())
+            left_out = [bool(((b.tensors[path] != 0) == (role == "padding_mask")).all()) for b in batches]
+            if judged and all(left_out):
                 facts = {"tensor": name, "role": role, "entries": str(tensor.numel())}
-                value, shape = f"{constant(tensor):g}", str(tuple(tensor.shape))
+                value, shape = f"{float(tensor.flatten()[0]):g}", str(tuple(tensor.shape))
                 yield found("nothing_counts", "", (name,), kinds=("input",), value=value, shape=shape, **facts)
 
     # What must not count
@@ -211,6 +216,7 @@ class RoleSteps:
             redundant = role in ("mask", "padding_mask", "lengths")
             if redundant and name in self.judged:
                 continue  # what it leaves out does not count
+            edits: Edits = NONE
             for number, (words, other) in enumerate(must_count(role, self.given.tensors[path])):
                 apart = self._changed(("must", path, number), {path: other})
                 if apart is None:
@@ -218,11 +224,22 @@ class RoleSteps:
                 self.judged.add(name)
                 if not apart.equal:
                     break
+                edits = {path: other}
                 tried = tried if words in tried else f"{tried} or {words}" if tried else words
             else:
-                if tried:
+                if edits and self._unread_as_drawn(path, edits):
                     facts = {"tensor": name, "role": role, "edit": tried, "level": "advice" if redundant else "fault"}
                     yield found("role_without_effect", "", (name,), "mask" * redundant, kinds=("input",), **facts)
+
+    def _unread_as_drawn(self, path: Path, edits: Edits) -> bool:
+        """Whether two steps with random numbers as they are do not depend on a tensor either (odd:
+        a_condition_that_is_dropped, weights_from_the_second_step_on)."""
+        arms = []
+        for key, made in (("drawn", NONE), (("drawn", path), edits)):
+            batch = functools.partial(self.given.with_, made)
+            arms.append(self.experiment.arm((key,), batch, _AsDrawn(), then=batch))
+        apart = self._apart(*arms)
+        return apart is not None and apart.equal
 
     # What must be read again
 
@@ -230,7 +247,7 @@ class RoleSteps:
         """Graphs, and declared masks, that differ between the loop's own first batches."""
         if self.second is None:
             return
-        others = dict(nested.paths(self.second))
+        others = self.second.tensors
         for path, tensor in self.given.tensors.items():
             other, role = others.get(path), self.given.roles.get(path, "")
             name = next((key for key in reversed(path) if isinstance(key, str)), "")
@@ -243,32 +260,29 @@ class RoleSteps:
                 yield path
 
     def _kept(self, paths: list[Path]) -> Iterator[Finding]:
-        if not paths:
+        if (second := self.second) is None:
             return
-        first, second = self.given, RoleBatch(self.loop, self.second)
         for path in paths:
-            mine, theirs = {path: first.tensors[path]}, {path: second.tensors[path]}
-            own = self._second("own", first, second)
-            same = self._apart(own, self._second(("kept", path), first, second, then=mine))
+            mine, theirs = {path: self.given.tensors[path]}, {path: second.tensors[path]}
+            own = self._second("own", second)
+            same = self._apart(own, self._second(("kept", path), second, then=mine))
             self.judged |= {nested.shown(path)} if same is not None else set()
             if same is None or not same.equal:
                 continue
             alone = self.experiment.arm(("alone",), lambda: second.batch)
             other = self.experiment.arm(("alone", path), functools.partial(second.with_, mine))
-            kept = self._apart(own, self._second(("begun", path), first, second, begin=theirs))
+            kept = self._apart(own, self._second(("begun", path), second, begin=theirs))
             read = self._apart(alone, other)
-            if read is not None and kept is not None and not (read.within_float32 or kept.within_float32):
-                name, change = nested.shown(path), kept.agreement.difference
-                yield found(
-                    "first_value_kept", self.base.backward, (name,), kinds=("input",), tensor=name, difference=change
-                )
+            if read is None or kept is None or read.within_float32 or kept.within_float32:
+                continue
+            if kept.agreement.cosine < 1 - kept.bound:  # else the loss of the first step scales that of the second
+                facts = {"tensor": nested.shown(path), "difference": kept.agreement.difference}
+                yield found("first_value_kept", self.base.backward, (facts["tensor"],), kinds=("input",), **facts)
 
-    def _second(
-        self, key: Hashable, first: RoleBatch, second: RoleBatch, begin: Edits = NONE, then: Edits = NONE
-    ) -> Outcome:
+    def _second(self, key: Hashable, second: RoleBatch, begin: Edits = NONE, then: Edits = NONE) -> Outcome:
         """The second of two steps, with the weights put back after the first one."""
         mode = _PutBack(self.experiment.window)
-        return self.experiment.arm((key,), lambda: first.with_(begin), mode, then=lambda: second.with_(then))
+        return self.experiment.arm((key,), lambda: self.given.with_(begin), mode, then=lambda: second.with_(then))
 
     def _apart(self, one: Outcome, other: Outcome) -> Difference | None:
         return None if one.refused or other.refused else self.experiment.difference(one, other)
@@ -277,6 +291,13 @@ class RoleSteps:
         """Why nothing was judged, and what to declare."""
         if self.refused:
             return CannotDecide(self.refused)
+        if self.given.roles:
+            names = some([nested.shown(path) for path in self.given.roles])
+            return CannotDecide(
+                f"nothing of {names} can be changed in this batch: give one with rows of unequal lengths, or values "
+                "that differ",
+                needs="a batch with rows of unequal lengths",
+            )
         for role, names in _MAY_BE.items():
             for path, tensor in self.given.tensors.items():
                 key = next((k for k in reversed(path) if isinstance(k, str)), "")
@@ -335,22 +356,32 @@ def _is_target(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and whole(value) and value.dim() > 0
 
 
+class _AsDrawn(WatchingMode, NoRandomness):
+    """Leaves random numbers as they are drawn, each under the same seed."""
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return NoRandomness.call(self, name, func, args, kwargs)
+
+    def replaced(self, name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return out
+
+
 class _PutBack(WatchingMode, NoRandomness):
-    """Gives the second step the weights of the first."""
+    """Gives the second step the weights and buffers of the first."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
         self._window = window
-        self._first: list[torch.Tensor] = []
+        self._first: dict[str, torch.Tensor] = {}
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NoRandomness.call(self, name, func, args, kwargs)
 
     def before_item(self, number: int, _item: Any) -> None:
         with self.watch.suspended(), torch.no_grad():
-            tensors = list(self.watch.table.tensors)
+            tensors = dict(state_of(self.watch))
             if number == 0:
-                self._first = [t.detach().clone() for t in tensors]
+                self._first = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             elif number == self._window:
-                for tensor, first in zip(tensors, self._first, strict=True):
-                    tensor.copy_(first)
+                for name in self._first.keys() & tensors.keys():
+                    tensors[name].copy_(self._first[name])

@@ -18,6 +18,7 @@ from tests.checks.batch.batch_roles_hold.faults import (
     answer_loss,
     answers,
     by_weight,
+    conditions,
     frame_loss,
     frames,
     generator,
@@ -254,3 +255,56 @@ def a_mask_that_a_causal_model_does_not_need() -> TrainLoop:
         return next_token(ids, model(ids), inside.float())
 
     return loop(Attending(), texts(), loss_of, padding=Padding(pad_id=PAD), roles=Roles(lengths="lengths"))
+
+
+@odd(notes="the condition is dropped for half of the rows, drawn anew in every step")
+def a_condition_that_is_dropped() -> TrainLoop:
+    model = nn.ModuleDict({"label": nn.Embedding(4, 7), "body": net(7, 6)})
+
+    def loss_of(model, batch):
+        noisy = torch.cat([batch["x"] + batch["t"][:, None] * batch["noise"], batch["t"][:, None]], 1)
+        kept = torch.where(torch.rand(len(noisy)) < 0.5, torch.tensor(3), batch["c"])
+        return F.mse_loss(model["body"](noisy + model["label"](kept)), batch["noise"])
+
+    return loop(model, conditions(), loss_of, roles=Roles(inputs=("t", "c")))
+
+
+@odd(notes="weights count from the second step on")
+def weights_from_the_second_step_on() -> TrainLoop:
+    steps = []
+
+    def reduced(loss, w):
+        steps.append(len(loss))
+        return loss.mean() if len(steps) == 1 else by_weight(loss, w)
+
+    return loop(net(), without_w(weighted()), regression(reduced), roles=Roles(weights="w"))
+
+
+@odd(notes="no key is padded in this batch, and the mask that is added to scores is 0")
+def an_added_mask_of_zeros() -> TrainLoop:
+    def over_added(scores, mask):
+        return (scores + mask).softmax(1)
+
+    batch = frames() | {"seen": torch.zeros(6, LENGTH)}
+    return loop(PooledFrames(over_added), batch, frame_loss, roles=Roles(mask="seen"))
+
+
+@odd(notes="a penalty on edges at every other step, and each loss is divided by a running mean of them")
+def losses_divided_by_their_running_mean() -> TrainLoop:
+    model = net(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+    def fit(batches):
+        mean = None
+        for number, batch in enumerate(batches):
+            optimizer.zero_grad()
+            out = model(batch["x"])
+            loss = F.mse_loss(out, batch["y"])
+            if number % 2 == 0:
+                loss = loss + 0.1 * ((out - out.mT).square() * batch["adjacency"]).mean()
+            mean = loss.detach() if mean is None else 0.5 * mean + 0.5 * loss.detach()
+            (loss / mean).backward()
+            optimizer.step()
+
+    batches = lambda n: [graph(i) for i in range(n)]  # noqa: E731
+    return TrainLoop(model=model, optimizer=optimizer, batch=graph(0), batches=batches, fit=fit)
