@@ -292,9 +292,9 @@ class RoleSteps:
         if self.refused:
             return CannotDecide(self.refused)
         if self.given.roles:
-            names = some([nested.shown(path) for path in self.given.roles])
+            listed = some([nested.shown(path) for path in self.given.roles])
             return CannotDecide(
-                f"nothing of {names} can be changed in this batch: give one with rows of unequal lengths, or values "
+                f"nothing of {listed} can be changed in this batch: give one with rows of unequal lengths, or values "
                 "that differ",
                 needs="a batch with rows of unequal lengths",
             )
