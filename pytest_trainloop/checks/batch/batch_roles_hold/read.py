@@ -25,12 +25,12 @@ EVENTS = re.compile(r"done|terminat|truncat|reset|first|last|next", re.IGNORECAS
 PADS = re.compile(r"pad|ignore", re.IGNORECASE)
 
 NEEDED = {
-    "mask": "a mask of two values (0 and 1, True and False, 0 and -inf)",
-    "padding_mask": "a mask of two values (0 and 1, True and False)",
-    "lengths": "whole numbers, one for each row",
-    "weights": "a number for each row, or for each position of each row",
-    "segments": "whole numbers for each entry, or borders",
-    "graph": "edges as whole numbers of shape (2, edges), or an adjacency (nodes, nodes)",
+    "mask": "a mask of two values (0 and 1, True and False, 0 and -inf) is",
+    "padding_mask": "a mask of two values (0 and 1, True and False) is",
+    "lengths": "whole numbers, one for each row, are",
+    "weights": "a number for each row, or for each position of each row, is",
+    "segments": "whole numbers for each entry, or borders, are",
+    "graph": "edges as whole numbers of shape (2, edges), or an adjacency (nodes, nodes), are",
 }
 
 
@@ -74,7 +74,7 @@ class RoleBatch:
                 )
                 raise UsageError(
                     f"TrainLoop.roles: {role} names {nested.shown(path)}, {nested.describe(tensor)} with {held}; "
-                    f"{NEEDED[role]} is needed"
+                    f"{NEEDED[role]} needed"
                 )
 
     def with_(self, edits: Mapping[Path, torch.Tensor]) -> Any:
@@ -112,7 +112,7 @@ class RoleBatch:
             tensor, name = self.tensors[path], nested.shown(path)
             if role in ("mask", "padding_mask"):
                 cells = left_out(tensor) if role == "mask" else tensor != 0
-                cells = cells.view([size for axis, size in enumerate(cells.shape) if not axis or size > 1])
+                cells = cells.reshape([size for axis, size in enumerate(cells.shape) if not axis or size > 1])
                 known = f"{name} {'masks' if role == 'padding_mask' or additive(tensor) else 'is 0 at'} these places"
             elif role == "lengths":
                 cells = torch.arange(int(tensor.max()), device=tensor.device)[None] >= tensor.view(-1, 1)
