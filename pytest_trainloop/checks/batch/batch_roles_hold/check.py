@@ -25,7 +25,10 @@ How it decides
     - It is advice for floating-point values that are all 0 there, as a convolution pads with 0. It is advice where a
       tensor may have the shape of the mask by chance: no single value stands at these places alone.
     - The first place behind the end of a row may be trained as the end of the text. It is left as it is, unless the
-      last real ids are equal in all rows.
+      last real ids are equal in all rows. Then it must not be a target: with the targets of the unchanged batch the
+      gradient is equal. A convolution may read it.
+    - A tensor without effect is tried once more over two steps, with random numbers as they are drawn: a condition may
+      be dropped at random, and a weight may count from the second step on.
     - Ids are left as they are where the loop may tell padding by the id itself: it compares with it, or an embedding
       has it as padding_idx.
     - A graph is kept if three steps agree: the second step is the same with the graph of the first batch in the second
