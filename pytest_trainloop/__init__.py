@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.cards.page import Card
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
-    from pytest_trainloop.loop import Padding, TrainLoop
+    from pytest_trainloop.loop import Padding, Roles, TrainLoop
     from pytest_trainloop.losscontract import LossContract
     from pytest_trainloop.losses.table import register_contract
     from pytest_trainloop.registry import Cause, check
@@ -32,6 +32,7 @@ __all__ = [
     "Padding",
     "Report",
     "Result",
+    "Roles",
     "TrainLoop",
     "TrainLoopError",
     "UsageError",
@@ -55,6 +56,7 @@ _HOMES = {
     "Padding": "loop",
     "Report": "report",
     "Result": "finding",
+    "Roles": "loop",
     "TrainLoop": "loop",
     "TrainLoopError": "errors",
     "UsageError": "errors",

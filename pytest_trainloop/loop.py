@@ -1,4 +1,4 @@
-"""``TrainLoop`` and ``Padding``: what a project declares of its training loop."""
+"""``TrainLoop``, ``Padding`` and ``Roles``: what a project declares of its training loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytest_trainloop import places
+from pytest_trainloop import nested, places
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.fields import a, is_whole, named_modules, require_fields
+from pytest_trainloop.refusals import refusing_slips
 
 Fit = Callable[[Sequence[Any]], Any]
 Step = Callable[[Any], Any]
@@ -81,6 +82,70 @@ class Padding:
         return first
 
 
+@refusing_slips({"mask": "the name of a tensor of the batch is needed"})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """What tensors of the batch are, each by its key or by a path as in findings; several as a tuple.
+
+    >>> TrainLoop(..., roles=Roles(mask="attention_mask", weights="sample_weight"))
+
+    Each declaration is a promise that ``batch_roles_hold`` tests: the gradient depends on the tensor, and not on what a
+    mask or lengths leave out.
+
+    Parameters
+    ----------
+    mask
+        two values: where it is 0 (or, added to scores, far below 0) nothing counts, whatever other tensors hold there
+    padding_mask
+        the same the other way round: where it is 1 or True nothing counts (``key_padding_mask``)
+    lengths
+        whole numbers, one for each row: positions from there on do not count
+    weights
+        how much each row, or each position, counts in the loss; a mask of the loss alone is such a tensor
+    segments
+        whole numbers: which graph, document or episode each entry belongs to. What is in one must not depend on another
+    graph
+        edges (2, edges), or an adjacency
+    inputs
+        what else must be read: a condition, a timestep, positions
+    """
+
+    mask: str | Sequence[str] | None = None
+    padding_mask: str | Sequence[str] | None = None
+    lengths: str | Sequence[str] | None = None
+    weights: str | Sequence[str] | None = None
+    segments: str | Sequence[str] | None = None
+    graph: str | Sequence[str] | None = None
+    inputs: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for role in (f.name for f in fields(self)):
+            given = getattr(self, role)
+            names = (given,) if isinstance(given, str) else given
+            if names is not None and not (isinstance(names, Sequence) and all(isinstance(n, str) for n in names)):
+                shown = _plain_or_type(given) if not isinstance(given, Sequence) else f"{a(given)} with other entries"
+                raise UsageError(
+                    f'Roles.{role} is {shown}; the name of a tensor of the batch is needed, or several: {role}="key"',
+                    place=places.shown(*places.caller()),
+                )
+            object.__setattr__(self, role, () if names is None else tuple(names))
+        if not self.named:
+            raise UsageError(
+                'Roles() names no tensor; at least one is needed, as in Roles(mask="attention_mask")',
+                place=places.shown(*places.caller()),
+            )
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """Each role that is given, with the name of a tensor."""
+        return [(f.name, name) for f in fields(self) for name in getattr(self, f.name)]
+
+    def require_in(self, batch: Any) -> None:
+        """Raise ``UsageError`` for a name that no tensor of the batch has."""
+        for role, name in self.named:
+            nested.require_names([batch], [name], f"TrainLoop.roles: {role}")
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainLoop:
     """A project's own model and its own training loop.
@@ -120,6 +185,8 @@ class TrainLoop:
     padding
         ``Padding(pad_id=..., ignore_index=..., dim=...)``: which entries of the batch are padding; a list of them for
         several sequences in one batch
+    roles
+        ``Roles(mask=..., weights=...)``: what tensors of the batch are. Each must count as what it is
     batch_dim
         the dimension along which rows lie in every tensor of the batch, where it is not 0
     split_batch
@@ -180,6 +247,7 @@ class TrainLoop:
     renews: Sequence[str] | None = None
     frozen: Sequence[str] | None = None
     padding: Padding | None = None
+    roles: Roles | None = None
     batch_dim: Any = None
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     parts: Parts | None = None
@@ -203,6 +271,8 @@ class TrainLoop:
                 self.renews = tuple(self.renews)
             require_fields(self)
             self.padding = one_padding(self.padding, "TrainLoop.padding")
+            if self.roles is not None and not isinstance(self.roles, Roles):
+                raise UsageError(f'TrainLoop.roles is {_plain_or_type(self.roles)}; Roles(mask="key") is needed')
         except UsageError as error:
             raise self.located(error) from None
 

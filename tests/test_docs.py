@@ -148,6 +148,7 @@ def test_the_reference_has_every_public_name():
         pytest_trainloop.check_loss,
         pytest_trainloop.observe,
         pytest_trainloop.Padding,
+        pytest_trainloop.Roles,
         pytest_trainloop.TrainLoop,
         pytest_trainloop.LossContract,
         *(getattr(adapters, name) for name in adapters.__all__),

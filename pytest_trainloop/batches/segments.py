@@ -111,13 +111,14 @@ class Segments:
         return None
 
 
-def read(nest: Any, *, by_value: bool = False) -> Segments | None:
+def read(nest: Any, declared: Sequence[str] = (), *, by_value: bool = False) -> Segments | None:
     """The segments of a batch, or of what a model is called with; None where nothing says that there are two or more.
     ``by_value``: where no name says so, values may.
 
-    None as well where nodes are of several kinds, each with a vector of its own.
+    ``declared``: names of tensors that say so, whatever they are called; none other counts then. None as well where
+    nodes are of several kinds, each with a vector of its own.
     """
-    found = [s for _, s in _all(nest)]
+    found = [s for _, s in _all(nest, declared)]
     vectors = [s.ids for s in found if s.ids.dim() == 1]
     if any(v.shape != vectors[0].shape or not torch.equal(v, vectors[0].to(v.device)) for v in vectors):
         return None
@@ -147,7 +148,7 @@ def _side(path: nested.Path) -> str:
     return next((w for w in words if w in {"inputs", "targets", "encoder", "decoder", "q", "k", "s", "t"}), "")
 
 
-def _all(nest: Any) -> list[tuple[nested.Path, Segments]]:
+def _all(nest: Any, declared: Sequence[str] = ()) -> list[tuple[nested.Path, Segments]]:
     """Whatever says which entries belong together, with its path."""
     given = [
         (path, tensor.detach())
@@ -158,7 +159,11 @@ def _all(nest: Any) -> list[tuple[nested.Path, Segments]]:
     edges = {shown: t for shown, t in pairs.items() if "edge" in shown or "adj" in shown} or pairs
     lengths = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for _, t in given if t.dim()}
     entries = {len(t) for _, t in given if t.dim() > 1 or (t.dim() and t.is_floating_point())}
-    read_ = ((path, _one(_name(path), nested.shown(path), t, edges, entries, lengths)) for path, t in given)
+    tellers = [(path, t) for path, t in given if not declared or nested.is_named(path, declared)]
+    read_ = (
+        (path, _one(_read_as(t) if declared else _name(path), nested.shown(path), t, edges, entries, lengths))
+        for path, t in tellers
+    )
     return [(path, one) for path, one in read_ if one is not None]
 
 
@@ -326,6 +331,17 @@ def _alike(starts: torch.Tensor) -> bool:
     if len(starts) > 1:
         return bool((starts == starts[:1]).all())
     return len({*torch.tensor([*starts[0].nonzero().flatten().tolist(), starts.shape[1]]).diff().tolist()}) < 2
+
+
+def _read_as(tensor: torch.Tensor) -> str:
+    """A name under which a declared tensor is known for what its values are."""
+    steps = tensor.long().diff() if tensor.dim() == 1 and _whole(tensor) and len(tensor) else None
+    if steps is None:
+        return "document_ids"
+    begins_at_0 = int(tensor[0]) == 0
+    if begins_at_0 and bool((steps > 0).all()):
+        return "cu_seqlens"
+    return "batch" if begins_at_0 and bool(((steps == 0) | (steps == 1)).all()) else "seqlens"
 
 
 def _one(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one arm gives: the gradient that the first step of each optimizer reads, or why there is none."""
+    """What one arm gives: the gradient that the step of each optimizer reads, or why there is none."""
 
     gradients: dict[int, Gradient]
     refused: str
@@ -81,7 +81,8 @@ class Experiment:
         seen = evidence.run()
         if not seen.rounds:
             raise CannotDecide("the loop makes no optimizer step, so that no gradient is used")
-        self._window = max(1, round(seen.items / seen.rounds))
+        self.window = max(1, round(seen.items / seen.rounds))
+        """Batches that the loop takes before it steps."""
         self._batches = batches
         self._start = SameStart()
         self._made: dict[tuple[Hashable, ...], Outcome] = {}
@@ -101,12 +102,17 @@ class Experiment:
         batch: Callable[[], Any],
         mode: WatchingMode | None = None,
         *,
+        then: Callable[[], Any] | None = None,
         fit_seed: int | None = None,
     ) -> Outcome:
         """The step over this batch, for each batch that the loop takes before it steps; under ``mode``, which derives
-        from ``NoRandomness``. The key names the arm: it is made once, and again under each mode that is given."""
+        from ``NoRandomness``. With ``then`` the second step, over another batch. The key names the arm: it is made
+        once, and again under each mode that is given."""
         if mode is not None or key not in self._made:
-            plan = from_same_start(self.evidence.plan(), self._start, lambda _loop: [batch()] * self._window)
+            steps = [batch] if then is None else [batch, then]
+            plan = from_same_start(
+                self.evidence.plan(), self._start, lambda _loop: [b for each in steps for b in [each()] * self.window]
+            )
 
             def contexts(watch: Watch) -> Iterator[AbstractContextManager[Any]]:
                 yield switched(without)
@@ -118,13 +124,13 @@ class Experiment:
                 fit_seed=fit_seed,
                 double=self.precision == "float64",
                 before_item=getattr(mode, "before_item", plan.before_item),
-                enough=_stepped,
+                enough=lambda record: record.rounds >= len(steps),
                 may_raise=True,
             )
-            self._made[key] = self._outcome(record)
+            self._made[key] = self._outcome(record, len(steps) - 1)
         return self._made[key]
 
-    def _outcome(self, record: Record) -> Outcome:
+    def _outcome(self, record: Record, step: int) -> Outcome:
         low = [p.name for p in record.parameters if p.dtype in ("float16", "bfloat16")]
         gradients, refused = dict[int, Gradient](), ""
         if record.raised is not None:
@@ -132,7 +138,7 @@ class Experiment:
         elif (self.precision == "float64" and not record.double) or low:
             refused = f"the loop computes in a low precision all the same ({', '.join((*record.lower, *low)[:1])})"
         else:
-            gradients = {o: g for o in optimizers(record) if (g := consumed(record, o, 0))}
+            gradients = {o: g for o in optimizers(record) if (g := consumed(record, o, step))}
             refused = "" if gradients else "the loop makes no optimizer step on these rows"
         loss = next((root.value for b in record.backwards() for root in b.roots), math.nan)
         return Outcome(gradients, refused, loss, next((str(b.place) for b in record.backwards()), ""))
@@ -173,7 +179,3 @@ class Experiment:
                 f"the loop draws random numbers from python's or numpy's generators{told(self.evidence)}: draw with "
                 "torch"
             )
-
-
-def _stepped(record: Record) -> bool:
-    return record.rounds >= 1

@@ -246,6 +246,8 @@ class Batches(Sequence[Any]):
                     for names in [] if self._loop.padding is None or self._cache else self._loop.padding.names:
                         if any(nested.is_named(path, names) for path, _ in nested.paths(item)):
                             nested.require_names([item], names, "TrainLoop.padding")  # others may stand in later ones
+                if self._loop.roles and not self._cache and not isinstance(item, torch.Tensor):
+                    self._loop.roles.require_in(item)  # a loop that makes its own data is given any tensor
                 self._cache.append(item)
             except StopIteration:
                 if not self._cache:

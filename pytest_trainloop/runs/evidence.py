@@ -46,6 +46,7 @@ DECLARED = (
     "expected_init_loss",
     "pretrained",
     "padding",
+    "roles",
     "renews",
     "steps",
     "epochs",

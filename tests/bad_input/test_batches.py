@@ -106,6 +106,13 @@ BATCH = {
         "return loop(fit, batch={'x': x, 'y': y}, padding=Padding(of=('x', 'mask')))",
         "TrainLoop.padding: the batch has no tensor mask: there are x, y",
     ),
+    "role-of-a-tensor-that-is-not-there": (
+        "from pytest_trainloop import Roles\n"
+        "x, y = rows()\n"
+        "fit = lambda m, o, b: train(m, o, [tuple(one.values()) for one in b])\n"
+        "return loop(fit, batch={'x': x, 'y': y}, roles=Roles(weights='w'))",
+        "TrainLoop.roles: weights: the batch has no tensor w: there are x, y",
+    ),
     "padded-tensor-that-is-not-in-batches": (
         "from pytest_trainloop import Padding\n"
         "x, y = rows()\n"

@@ -193,6 +193,19 @@ OTHERS = {
         "the number of passes over the data of the whole training is needed, a whole number from 1 on, as in epochs=90",
         {"'90'": "is '90'"},
     ),
+    **values_of("roles", 'Roles(mask="key") is needed', {"'mask'": "is 'mask'", "{'mask': 'm'}": "is a dict"}),
+    "roles-of-nothing": (
+        "from pytest_trainloop import Roles\nreturn loop(roles=Roles())  # here",
+        'Roles() names no tensor; at least one is needed, as in Roles(mask="attention_mask")',
+    ),
+    "role-that-is-none": (
+        "from pytest_trainloop import Roles\nreturn loop(roles=Roles(weight='w'))  # here",
+        "Roles has no field 'weight'; the nearest name is 'weights'",
+    ),
+    "role-of-a-tensor": (
+        "from pytest_trainloop import Roles\nreturn loop(roles=Roles(weights=torch.ones(3)))  # here",
+        'Roles.weights is a Tensor; the name of a tensor of the batch is needed, or several: weights="key"',
+    ),
     **values_of("rows_interact", TRUE_OR_FALSE, {"'no'": "is 'no'"}),
     **values_of("ordered", TRUE_OR_FALSE, {"0": "is 0"}),
     **values_of("nondeterministic", TRUE_OR_FALSE, {"1": "is 1"}),

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import LossContract, TrainLoop, checks, registry
+from pytest_trainloop import LossContract, Roles, TrainLoop, checks, registry
 from pytest_trainloop.api import check_loop, check_loss
 from pytest_trainloop.registry import FAMILIES, Check
 from tests.helpers.findings import described
@@ -102,14 +102,15 @@ def loop_of(example: str):
     def make(accumulate=1, compiling=False, ranks=1):
         model = Classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        names = {"torch": torch, "nn": nn, "F": F, "Classifier": Classifier, "model": model, "optimizer": optimizer}
+        names = {"torch": torch, "nn": nn, "F": F, "Classifier": Classifier, "Roles": Roles}
+        names |= {"model": model, "optimizer": optimizer}
         names |= {"accumulate": accumulate, "compile": compiling, "ranks": ranks}
         if "in batches" not in example and "(batches" not in example:
             exec(compiled, names)
         elif "parts = " in example or example.startswith("batch = "):
             defined = {**names, "batches": ()}  # a loop over no batches: what it defines is declared
             exec(compiled, defined)
-            names |= {field: defined[field] for field in ("parts", "batch") if field in defined}
+            names |= {field: defined[field] for field in ("parts", "batch", "roles") if field in defined}
         if "forward" in names:
             model.forward = types.MethodType(names["forward"], model)
 
@@ -127,7 +128,7 @@ def loop_of(example: str):
             if "batch" in names
             else {"batch": different_batches(1)[0], "batches": names.get("batches", different_batches)}
         )
-        given |= {field: names[field] for field in ("evaluate", "save", "load", "parts") if field in names}
+        given |= {field: names[field] for field in ("evaluate", "save", "load", "parts", "roles") if field in names}
         return TrainLoop(model=names["model"], optimizer=names["optimizer"], fit=fit, **given)
 
     if "torch.compile" in example:

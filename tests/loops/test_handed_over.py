@@ -69,6 +69,7 @@ NAMES = (
     "average_swapped_in_for_good",
     "moments_not_saved",
     "total_loss_with_graph",
+    "weights_that_cancel",
     "objectness_logged_and_not_added",
     "argmax_over_a_column_of_labels",
     "dice_of_raw_scores",
@@ -85,6 +86,7 @@ COMPOSED = (
     "additive_mask_inverted",
     "batchmean_of_one_row_divides_by_the_classes",
     "gradients_summed_by_all_reduce",
+    "weights_that_cancel",
 )
 """Pairs whose check has to compose batches, which it cannot do for a loop that draws for itself."""
 

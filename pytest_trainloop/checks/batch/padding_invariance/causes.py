@@ -28,10 +28,15 @@ def _shown(text: str) -> str:
     return text + "{reason:? ({reason})|}; these positions are padding: {known}"
 
 
+_COUNTS = "batch_roles_hold:left_out_places_count"
 _padding = partial(
-    Cause, measured=MEASURED, explains=LEARNING, change=("seen",), settle="padding=Padding(...) makes it a fault"
+    Cause,
+    measured=MEASURED,
+    explains=(*LEARNING, _COUNTS),
+    change=("seen",),
+    settle="padding=Padding(...) makes it a fault",
 )
-_counts = partial(_padding, explains=())
+_counts = partial(_padding, explains=(_COUNTS,))
 
 _ATTENDED, _POOLED = "attention looks at padded positions", "padded positions are pooled with the real ones"
 _SHIFTED = "positions are counted from the left edge, where the padding is"

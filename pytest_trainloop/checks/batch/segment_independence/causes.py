@@ -7,6 +7,8 @@ from functools import partial
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.registry import Cause, finding_maker
 
+SETTLE = "rows_interact=True says that it is meant; rows_interact=False or roles=Roles(segments=...) makes it a fault"
+
 _of_data = partial(Cause, explains=(*LEARNING, "causality", "batch_independence"))
 _seen = partial(_of_data, change=("seen",))
 _TOLD = "{by_value:?; the values of {by_value} tell where documents or sets begin|}"
@@ -14,7 +16,7 @@ _in_the_model = partial(
     _seen,
     measured="in evaluation mode the outputs for {kind} {output} have a gradient with respect to the {entry}s of "
     "{kind} {input}" + _TOLD,
-    settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+    settle=SETTLE,
 )
 _ALONE = "over {kind} {output} alone nothing of other {kind}s comes into its outputs"
 
@@ -143,7 +145,7 @@ CAUSES = {
         "of {borders:border}" + _TOLD,
         shown_by="no output for one document depends on another, so that it cannot tell what comes next",
         repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
-        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+        settle=SETTLE,
         source="https://github.com/meta-pytorch/torchtune/pull/2613",
     ),
     "positions_run_on": _seen(
@@ -154,7 +156,7 @@ CAUSES = {
         "document alone, float64" + _TOLD,
         shown_by="with the entries of the table that the document alone reads both gradients are equal",
         repair="start positions again at each document: position_ids = torch.cat([torch.arange(n) for n in lengths])",
-        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+        settle=SETTLE,
         source="https://github.com/hiyouga/LLaMA-Factory/pull/7318",
     ),
     "target_past_the_end": _seen(
@@ -175,7 +177,7 @@ CAUSES = {
         shown_by="sums over the whole rollout are equal in both runs, and the steps before the end are not all scaled "
         "and shifted by one factor and one offset",
         repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
-        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
+        settle=SETTLE,
         source="https://github.com/nikhilbarhate99/PPO-PyTorch/issues/8",
     ),
 }

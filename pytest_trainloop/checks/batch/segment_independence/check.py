@@ -18,7 +18,8 @@ How it decides
     results are those of the tape: a softmax, or a mean or another statistic, over the nodes of all graphs. This is a
     fault, and so is a reshape into parts across the borders of graphs. Batch norms with running statistics keep
     segments apart, those without are left alone. What else lets segments meet is advice, and a fault where
-    rows_interact=False is declared: documents packed into one row may be meant to see each other.
+    rows_interact=False or roles=Roles(segments=...) is declared: documents packed into one row may be meant to
+    see each other.
     Where they do not, and targets are the next token, the target of a document's last token must not be the first one
     of the next document: no output can tell it. And the gradient of a document behind others must be that of the
     document alone (1e3 eps in float64, the loss of all other documents left out). If it is so once tables are read as
@@ -74,7 +75,7 @@ Fixed
 Known limits
     What leaks without a gradient is not seen, and of episodes only returns that the loop computes from a batch with
     rewards and flags under their usual names. ``rows_interact=True`` declares that segments meet on purpose,
-    ``rows_interact=False`` that they must not.
+    ``rows_interact=False`` that they must not, and so does ``roles=Roles(segments="doc")``, under any name.
 
 References
     https://pytorch-geometric.readthedocs.io/en/latest/advanced/batching.html (one graph of many, by offsets)
@@ -122,11 +123,16 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
             wanted = "rows_interact=True if that is intended, rows_interact=False if not"
             raise CannotDecide(f"{met.summary}{at}: declare {wanted}", needs="rows_interact=")
         yield from by_edges or ([*passes.labels, *passes.trains_otherwise()] if met is None else [met])
+    elif passes.keys:
+        raise CannotDecide(f"{passes.keys[0]} does not say where segments begin: it has one value in each row")
     elif passes.unclear:
         raise CannotDecide(
-            f"the numbers in {passes.unclear} may be those of documents in each row: declare rows_interact=True if all "
-            "tokens of a row may depend on each other; if not, give document_ids that count up along each row",
-            needs="rows_interact=",
+            f"the numbers in {passes.unclear} may be those of documents in each row: declare "
+            f'roles=Roles(segments="{passes.unclear}") if tokens must depend on their own document only, '
+            "rows_interact=True if not",
+            needs="roles=",
         )
     elif read_episodes(passes.batch) is None and read_transitions(passes.batch) is None:
-        raise DoesNotApply("the batch holds no graphs, packed documents or episodes that could be told apart")
+        raise DoesNotApply(
+            'no document, graph or episode numbers were found in the batch; declare them: roles=Roles(segments="key")'
+        )

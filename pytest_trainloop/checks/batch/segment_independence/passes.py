@@ -118,7 +118,7 @@ class InStep:
     """The step on one segment alone, and steps on the whole batch in step with it; of several rows of documents on the
     row that holds the segment. Raises ``CannotDecide`` where the segment alone cannot be taken or run."""
 
-    def __init__(self, evidence: Evidence, batch: Any, segments: Segments, number: int) -> None:
+    def __init__(self, evidence: Evidence, batch: Any, segments: Segments, number: int, of_batch: bool) -> None:
         self._batch, self._tape = batch, Tape()
         try:
             if segments.ids.dim() == 2 and len(segments.ids) > 1:
@@ -128,7 +128,7 @@ class InStep:
                 ids, number = torch.where(ids < 0, ids, ids - first), number - first
                 segments = replace(segments, ids=ids, count=int(ids.max()) + 1)
                 self._batch = nested.take(batch, [row])
-            if reading.read(batch, by_value=True) is not None:
+            if of_batch:
                 part = reading.take(self._batch, segments, (number,))
             else:  # what the model is called with tells the segments: one graph of a list
                 part = nested.take(batch, (number,)) if nested.rows(batch) == segments.count else None
@@ -163,8 +163,12 @@ class SegmentPasses:
         self._evidence = evidence
         loop = evidence.fresh_loop()
         self.batch = nested.copy(first_batch(loop))
-        self.declared = evidence.declared("rows_interact") is not None
-        self.segments: Segments | None = reading.read(self.batch, by_value=True)
+        roles = evidence.declared("roles")
+        self.keys: tuple[str, ...] = () if roles is None else roles.segments
+        """The tensors that are declared as segments."""
+        self.declared = evidence.declared("rows_interact") is not None or bool(self.keys)
+        self.segments: Segments | None = reading.read(self.batch, self.keys, by_value=not self.keys)
+        self._of_batch = self.segments is not None
         self.unclear = "" if self.segments else reading.unclear(self.batch)
         """Numbers that may be those of documents; empty where there are none, or they are embedded or targets."""
         by_value = self.segments.teller if self.segments and self.segments.by_value else self.unclear
@@ -231,7 +235,7 @@ class SegmentPasses:
             return
         number = most[0]
         try:
-            steps = InStep(self._evidence, self.batch, segments, number)
+            steps = InStep(self._evidence, self.batch, segments, number, self._of_batch)
         except CannotDecide:
             return
         apart, seen = steps.beside("loss", lambda entry: not _before_the_loss(entry))
@@ -255,7 +259,7 @@ class SegmentPasses:
         """The kind of call without which nothing of the other segments comes into the first one before the loss, and
         its first call; without such a kind the call that says most."""
         try:
-            steps = InStep(self._evidence, self.batch, present(self.segments, "the segments"), pair[0])
+            steps = InStep(self._evidence, self.batch, present(self.segments, "the segments"), pair[0], self._of_batch)
         except CannotDecide:
             return "", None
 
@@ -304,7 +308,7 @@ class SegmentPasses:
         one, other = sorted(pair)
         two, small = reading.take(whole, segments, (one, other)), None
         if two is not None:
-            self.batch, self.segments = two, reading.read(two, by_value=True)
+            self.batch, self.segments = two, reading.read(two, self.keys, by_value=not self.keys)
             small = None if self.segments is None else self._pass()
             self.batch, self.segments = whole, segments
         if small is None or small.pair is None:

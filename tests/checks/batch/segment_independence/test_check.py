@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pytest_trainloop.api import check_loop
+from pytest_trainloop.loop import Roles
 from tests.checks.batch.segment_independence import faults_documents, faults_graphs, unusual_graphs
 from tests.loops.corpus import PAIRS
 
@@ -105,5 +106,18 @@ def test_numbers_that_may_be_those_of_documents_are_asked_for():
         return faults_documents.numbers_of_documents().flip(1)
 
     result = judged(faults_documents.by_numbers(numbers=backwards))
-    assert (result.outcome, result.needs) == ("skipped", "rows_interact=")
+    assert (result.outcome, result.needs) == ("skipped", "roles=")
     assert "the numbers in doc may be those of documents" in result.reason
+
+
+def test_declared_numbers_of_documents_are_taken_as_they_are():
+    def backwards():
+        return faults_documents.numbers_of_documents().flip(1)
+
+    def make():
+        loop = faults_documents.by_numbers(numbers=backwards, apart="")()
+        loop.roles = Roles(segments="doc")
+        return loop
+
+    (finding,) = judged(make).findings
+    assert (finding.cause, finding.level) == ("segments_interact", "fault")
