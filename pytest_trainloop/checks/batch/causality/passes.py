@@ -243,24 +243,25 @@ class OutputsAhead:
             self.refused = str(error).partition("\n")[0]
 
     def _compare(self, seen: ForwardPass, name: str, place: str, scores: torch.Tensor, targets: _Targets) -> None:
+        by_class = scores.movedim(1, -1) if name in CLASS_LOSSES else scores
+        inexact = any(op.name.startswith("fft_") for op in seen.ops)
+        known: list[tuple[DataInput, _Targets, int, set[int]]] = []
         for entered, read in itertools.product(seen.data_inputs, (targets, targets.turned)):
-            ahead, length = _ahead(entered, read), read.shape[1]
-            if not ahead:
-                continue
-            by_class = scores.movedim(1, -1) if name in CLASS_LOSSES else scores
-            inexact = any(op.name.startswith("fft_") for op in seen.ops)
-            offsets = _offsets(entered, by_class, read, ahead, inexact=inexact)
-            self.other_loss_is_clean = self.other_loss_is_clean or ahead not in offsets
-            if self.leaks:
-                return
-            self.ahead, self.length, self.offsets = ahead, length, offsets
-            self.loss, self.where = name, place
-            if self.leaks and self.closer:
-                self.first = first_seeing(seen.ops, entered.leaf, length)
-                self.attentions = attentions(seen.ops, length)
-                self.operations = list(look_ahead(seen.ops, length))
-                self.reached.note(length, partial(_along_positions, entered, by_class, read))
+            if ahead := _ahead(entered, read):
+                offsets = _offsets(entered, by_class, read, ahead, inexact=inexact)
+                known.append((entered, read, ahead, offsets))
+        clean = [one for one in known if one[2] not in one[3]]
+        self.other_loss_is_clean = self.other_loss_is_clean or bool(clean)
+        if not known or self.leaks:
             return
+        # an encoder may be given the text that the decoder repeats (odd: transformer_with_time_first)
+        entered, read, self.ahead, self.offsets = (clean or known)[0]
+        self.loss, self.where, self.length = name, place, read.shape[1]
+        if self.leaks and self.closer:
+            self.first = first_seeing(seen.ops, entered.leaf, self.length)
+            self.attentions = attentions(seen.ops, self.length)
+            self.operations = list(look_ahead(seen.ops, self.length))
+            self.reached.note(self.length, partial(_along_positions, entered, by_class, read))
 
 
 def _targets(name: str, given: Mapping[str, Any], target: torch.Tensor, source: Node | None) -> _Targets | None:
