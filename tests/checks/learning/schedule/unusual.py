@@ -377,8 +377,11 @@ def group_begins_at_zero():
 @odd(notes="groups for weight decay have one rate, which a line writes into both")
 def one_rate_for_groups_of_decay():
     model = mlp(6, 16, 3)
-    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == wide]} for wide in (True, False)]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
 
     steps = itertools.count(1)
 
