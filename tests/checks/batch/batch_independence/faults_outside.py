@@ -225,8 +225,8 @@ def weighed_actions(own):
 
 pair(
     "squeezed_outputs_against_a_column",
-    "batch_independence",
-    "labels_of_all_rows",
+    "loss_contract",
+    "broadcast",
     where="return (told - wanted).square().mean()",
     faulty=priced(own=False),
     fixed=priced(own=True),
