@@ -156,7 +156,7 @@ DO_NOT_ASK = {
     "api.py _once": "gives the verdict on a mistake itself",
     "battery.py run_check": "gives the verdict on a mistake itself",
     "battery.py _verdict": "gives the verdict on a mistake itself",
-    "checks/loss/loss_components/states.py _note": "keeps it; it is raised behind the run",
+    "checks/loss/loss_components/states.py call": "keeps it; it is raised behind the run",
     "checks/state/evaluation_is_pure/interposed.py _ours": "keeps it; it is raised behind the run",
     "htmlreport/shown.py drawing": "asks for a report in place of the picture",
     "outputs/written.py write": "asks for a report in place of the file",
