@@ -9,7 +9,6 @@ later ones is found by the gradient of each operation alone.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -246,10 +245,12 @@ class OutputsAhead:
         by_class = scores.movedim(1, -1) if name in CLASS_LOSSES else scores
         inexact = any(op.name.startswith("fft_") for op in seen.ops)
         known: list[tuple[DataInput, _Targets, int, set[int]]] = []
-        for entered, read in itertools.product(seen.data_inputs, (targets, targets.turned)):
-            if ahead := _ahead(entered, read):
-                offsets = _offsets(entered, by_class, read, ahead, inexact=inexact)
-                known.append((entered, read, ahead, offsets))
+        # windows that are one step apart fit both ways: the next row is the next token as well
+        for read in (targets, targets.turned):
+            for entered in seen.data_inputs if not known else ():
+                if ahead := _ahead(entered, read):
+                    offsets = _offsets(entered, by_class, read, ahead, inexact=inexact)
+                    known.append((entered, read, ahead, offsets))
         clean = [one for one in known if one[2] not in one[3]]
         self.other_loss_is_clean = self.other_loss_is_clean or bool(clean)
         if not known or self.leaks:

@@ -210,6 +210,24 @@ pair(
     faulty=lambda: time_first(masked=False),
     fixed=lambda: time_first(masked=True),
 )
+
+
+def windows(masked):
+    """Windows of one text that are one token apart: the next row is the next token as well."""
+    loop = language(TorchDecoder(masked=masked))
+    stream = torch.randint(VOCAB, (5 + LENGTH,), generator=torch.Generator().manual_seed(2))
+    rows = stream.unfold(0, LENGTH + 1, 1)
+    loop.batch = {"input_ids": rows[:, :-1].clone(), "labels": rows[:, 1:].clone()}
+    return loop
+
+
+pair(
+    "windows_one_token_apart_and_no_mask",
+    "causality",
+    "causal_mask_missing",
+    faulty=lambda: windows(masked=False),
+    fixed=lambda: windows(masked=True),
+)
 pair(
     "a_mask_of_what_to_hide_for_a_kernel_that_keeps",
     "causality",
