@@ -181,4 +181,4 @@ def _padded_after(episodes: Episodes, tensors: list[torch.Tensor]) -> bool:
 
 
 def _name(path: Path) -> str:
-    return next((str(key).lower().lstrip("_") for key in reversed(path) if isinstance(key, str)), "")
+    return str(nested.last_name(path)).lower().lstrip("_")

@@ -89,7 +89,7 @@ class Leaf:
     @property
     def name(self) -> str:
         """The last name on the path, in small letters."""
-        return next((key for key in reversed(self.path) if isinstance(key, str)), "").lower()
+        return nested.last_name(self.path).lower()
 
     @property
     def cells(self) -> torch.Tensor:

@@ -84,7 +84,7 @@ def has_rows(tensor: torch.Tensor, count: int, axis: int) -> bool:
 def changes(path: Path, tensor: torch.Tensor, axis: int) -> bool:
     """Whether rows of this tensor may take each other's values: no mask, and no lengths. Of 0 and 1 only what adds up
     to 1 in each row (one of several classes), or is one number a row (a label)."""
-    name = next((key for key in reversed(path) if isinstance(key, str)), "")
+    name = nested.last_name(path)
     if not tensor.is_floating_point() and _LENGTHS.search(name):
         return False
     if not two_valued(tensor):

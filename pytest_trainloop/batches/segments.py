@@ -449,4 +449,4 @@ def _whole(tensor: torch.Tensor) -> bool:
 
 
 def _name(path: nested.Path) -> str:
-    return next((str(key).lower().lstrip("_") for key in reversed(path) if isinstance(key, str)), "")
+    return str(nested.last_name(path)).lower().lstrip("_")

@@ -7,6 +7,7 @@ from pytest_trainloop.nested.rows import is_of_rows, knows_its_rows, lists_of_ro
 from pytest_trainloop.nested.walk import (
     Path,
     children,
+    last_name,
     mapped,
     named_children,
     paths,
@@ -23,6 +24,7 @@ __all__ = [
     "is_named",
     "is_of_rows",
     "knows_its_rows",
+    "last_name",
     "lists_of_rows",
     "mapped",
     "named_children",

@@ -49,6 +49,11 @@ def shown(path: Path) -> str:
     return text or "the batch"
 
 
+def last_name(path: Path) -> str:
+    """The last key or attribute on a path that is a name; empty where there are numbers only."""
+    return next((key for key in reversed(path) if isinstance(key, str)), "")
+
+
 def replaced(nest: Any, new: Mapping[int, torch.Tensor]) -> Any:
     """A fresh copy of a nest with other tensors in the place of some, by ``id``; types and keys stay."""
     return _copy.deepcopy(nest, dict(new))

@@ -349,7 +349,7 @@ def averaged_weights(evidence: Evidence) -> Iterator[Finding]:
                 readers.append(one)
                 if one.carries_gradient:
                     break
-        name = next((key for key in reversed(path) if isinstance(key, str)), "")
+        name = nested.last_name(path)
         # the return of a team or of one episode is such a sum too (odd: return_of_the_episode)
         if not (_WEIGHTS.search(name) or any(_AVERAGED.search(call.place.code) for call in readers)):
             continue

@@ -126,7 +126,7 @@ class RoleBatch:
         """Where the declared ``pad_id`` stands, and a mask or lengths that are not declared leave these places out."""
         # a mask tells padding better than other tensors of two values, as types of tokens
         for path, tensor in sorted(self.tensors.items(), key=lambda item: "mask" not in str(item[0][-1:]).lower()):
-            name, shown = next((key for key in reversed(path) if isinstance(key, str)), ""), nested.shown(path)
+            name, shown = nested.last_name(path), nested.shown(path)
             if path in self.roles or EVENTS.search(name):
                 continue
             if two_valued(tensor) and tensor.dim() == 2:

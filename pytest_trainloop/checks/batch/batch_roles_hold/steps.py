@@ -250,7 +250,7 @@ class RoleSteps:
         others = self.second.tensors
         for path, tensor in self.given.tensors.items():
             other, role = others.get(path), self.given.roles.get(path, "")
-            name = next((key for key in reversed(path) if isinstance(key, str)), "")
+            name = nested.last_name(path)
             graph = _GRAPHS.search(name) is not None and (
                 (whole(tensor) and tensor.dim() == 2 and len(tensor) == 2)
                 or (tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and bool((tensor >= 0).all()))
@@ -300,7 +300,7 @@ class RoleSteps:
             )
         for role, names in _MAY_BE.items():
             for path, tensor in self.given.tensors.items():
-                key = next((k for k in reversed(path) if isinstance(k, str)), "")
+                key = nested.last_name(path)
                 by_row = 0 < tensor.dim() < 3 and len(tensor) == self.given.rows and path not in self.given.roles
                 if names.search(key) and by_row and (role != "mask" or (two_valued(tensor) and tensor.dim() == 2)):
                     name = nested.shown(path)
