@@ -1,8 +1,8 @@
 """Initial values that a loop's code chooses for its parameters, and that are drawn again before training begins.
 
-While a loop is built, each write into a parameter is noted with its line: values that are loaded or set by hand
-(*chosen*), and draws, zeros and ones over the whole parameter (*general*, as of a function for all layers). A chosen
-value is lost where a general one replaces it and nothing read it in between.
+While a loop is built, each write into a parameter is recorded with its line. Values that are loaded or set by hand are
+*chosen*. Random numbers, zeros and ones over the whole parameter are *general*: a function for all layers writes them.
+A chosen value is lost if a general one overwrites it and no code has read it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import frames_called, layer
+from pytest_trainloop.recording.torch_names import ATEN_FILLS, SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,15 +35,12 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**28
 """Of chosen values that are kept. What is chosen after that is not looked at."""
 
-_DRAWS = frozenset(
-    "normal_ uniform_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ exponential_ "
-    "log_normal_ cauchy_ random_ bernoulli_ geometric_".split()
-)
+_DRAWS = ATEN_FILLS | {"trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"}
 _CONSTANTS = frozenset({"fill_", "constant_", "zero_"})
-_NO_VALUES = frozenset(
-    "__get__ __set__ __repr__ __format__ __len__ __hash__ size dim numel nelement stride storage_offset data_ptr "
-    "untyped_storage element_size get_device is_contiguous is_floating_point is_complex requires_grad_ detach_ "
-    "register_hook register_post_accumulate_grad_hook has_names".split()
+_NO_VALUES = SIZES | frozenset(
+    "__get__ __set__ __repr__ __format__ __len__ __hash__ nelement stride storage_offset data_ptr untyped_storage "
+    "element_size get_device is_contiguous is_floating_point is_complex requires_grad_ detach_ register_hook "
+    "register_post_accumulate_grad_hook has_names".split()
 )
 """Calls that read no values."""
 
@@ -170,9 +168,9 @@ class InitialValues(FunctionMode):
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(module, *args, **kwargs)
+            result, place = original(module, *args, **kwargs), maker(module)
             for parameter in members.parameters(module):
-                self._given(parameter, maker(module))
+                self._given(parameter, place)
             return result
 
         return load_state_dict

@@ -9,8 +9,8 @@ from pytest_trainloop.registry import Cause, finding_maker
 _lost = partial(
     Cause,
     measured=(
-        "{written:parameter} written by this line; all are initialised again before the first step, and nothing reads "
-        "the values in between"
+        "{written:parameter} written by this line and initialised again before the first step; no code read the values "
+        "in between"
     ),
     explains=("loss_at_init", "overfit_one_batch"),
     variants={
@@ -22,19 +22,19 @@ _NOTHING_LEFT = "no parameter begins with a value that this line wrote"
 
 CAUSES = {
     "loaded_values_overwritten": _lost(
-        proof="values that were loaded into parameters are drawn again before the first step",
-        summary="the values that are loaded into {names} are lost: {names:they} {names:are} initialised again",
+        proof="an initialisation overwrites values that were loaded into parameters, before the first step",
+        summary="a later initialisation overwrites the values that were loaded into {names}",
         shown_by=_NOTHING_LEFT,
-        repair="initialise first and load last: move the line that loads behind the initialisation",
-        settle="pretrained= names the parts that begin with loaded values; delete the line where none should",
+        repair="initialise first, then load: move this line behind the initialisation",
+        settle="pretrained= names the parts that must keep loaded values; delete the line if they are not needed",
         source="https://github.com/ImCharlesY/AdaInt/pull/12",
     ),
     "set_values_overwritten": _lost(
-        proof="values that were set by hand in parameters are drawn again before the first step",
-        summary="the values that are set in {names} are lost: {names:they} {names:are} initialised again",
+        proof="an initialisation overwrites values that were set by hand in parameters, before the first step",
+        summary="a later initialisation overwrites the values that were set in {names}",
         shown_by=_NOTHING_LEFT,
-        repair="initialise first and set the values last: move the line that sets them behind the initialisation",
-        settle="delete the line that sets the values where the general initialisation should replace them",
+        repair="initialise first, then set the values: move this line behind the initialisation",
+        settle="delete this line if the later initialisation is the right one",
         source="https://github.com/yhenon/pytorch-retinanet/issues/50",
     ),
 }

@@ -1,22 +1,22 @@
-"""Initial values that the code loads or sets are those that training begins with.
+"""Training begins with the initial values that the code loads or sets.
 
 What it does
-    It builds the loop once more and notes which line writes into which parameter. Where every value that one line wrote
-    is initialised again later, it puts these values back and makes the first step.
+    It builds the loop once more and records which line writes into which parameter. If a later initialisation
+    overwrites every value that one line wrote, the check restores these values and runs the first step.
 
 Why is this bad?
-    The line has no effect. A backbone that was to be pretrained begins at random, a classifier's bias that was set for
-    rare classes begins at zero, a residual branch that was to begin at zero does not. The loss still falls, so nothing
-    shows.
+    The line has no effect. A pretrained backbone starts from random weights. A classifier's bias that was set for rare
+    classes starts at zero. The loss still falls, so nobody notices.
 
 How it decides
-    Chosen values are those of ``load_state_dict``, ``from_pretrained`` and ``copy_``, of an assignment, and single
-    numbers: all but 0 and 1, and zeros of a matrix. They are lost where a draw, zeros or ones replace the whole
-    parameter before anything reads it. A later value that is chosen as well is a choice and replaces an earlier one.
-    Nothing is said where another parameter keeps a value of the same line: the last layers of a pretrained model may be
-    initialised again on purpose.
-    It is a fault where ``pretrained=`` names the part, and where the first loss with the values put back is lower by
-    more than the factor of 1.5 that ``expected_init_loss`` allows. Else it is advice.
+    Chosen values come from ``load_state_dict``, ``from_pretrained``, ``copy_`` or an assignment. A constant counts as
+    chosen if it is not 0 or 1. Zeros count if they fill a matrix.
+    A chosen value is lost if random numbers, zeros or ones overwrite the whole parameter, and no code has read the
+    value. If another chosen value overwrites it, nothing is reported.
+    Nothing is reported either if one parameter keeps a value of the same line. The last layers of a pretrained model
+    are often initialised again on purpose.
+    The result is a fault if ``pretrained=`` names the part. It is a fault if the first loss is lower with the restored
+    values, by more than the factor of 1.5 that ``expected_init_loss`` allows. Otherwise it is advice.
 
 Faulty
     >>> class Detector(nn.Module):
@@ -52,8 +52,8 @@ Fixed
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 Known limits
-    Buffers, quantised and sharded weights, and what ``fit`` itself initialises are not looked at. Of a parameter that
-    is cast to another dtype or moved to another device before it is initialised again nothing is known.
+    The check does not see buffers, quantised or sharded weights, or what ``fit`` itself initialises. It loses track of
+    a parameter that is cast to another dtype or moved to another device before the second initialisation.
 
 References
     https://docs.pytorch.org/docs/stable/nn.init.html
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.tracing.initial_values import Lost
 
 FACTOR = 1.5
-"""As much lower must the first loss be: what ``expected_init_loss`` allows."""
+"""The first loss must be lower by this factor: the one that ``expected_init_loss`` allows."""
 
 
 def _nothing_chosen(evidence: Evidence) -> str:

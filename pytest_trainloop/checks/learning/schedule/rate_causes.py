@@ -165,7 +165,7 @@ RATE_CAUSES = {
     "group_rates_made_equal": Cause(
         proof="groups are built with different rates, and a line writes one rate into all of them",
         summary="{groups:group} were built with the rates {given}, and a line writes one rate into all of them",
-        measured="{rate:g} at the second step; from there on the rates are equal at all of {steps:step}",
+        measured="from the second of {steps:step} on all groups have one learning rate, at first {rate:g}",
         shown_by="a line of fit writes the rate of each group",
         repair=(
             'keep each rate once, base = [g["lr"] for g in optimizer.param_groups], and write base[i] * factor into '

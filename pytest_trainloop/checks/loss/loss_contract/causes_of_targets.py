@@ -194,7 +194,7 @@ OF_TARGETS = {
         proof="a CTC loss reads at most half of the frames of the longest row",
         summary="{call} reads {most} of {given} frames of the longest row",
         measured="log_probs has {given} frames, and input_lengths of {rows:row} say {most} at most",
-        shown_by="a batch is as long as its longest row, so that one row should have all frames, but for rounding",
+        shown_by="the longest row of a batch should have all frames, up to rounding",
         repair=(
             "count the frames after the model: each layer of kernel k and stride s makes (length - k) // s + 1 of "
             "length; do not divide again what is divided already"

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
 from tests.loops.pairs import pair
+from tests.loops.plain import cross_entropy, loop
 
 
 def initialise(module):
@@ -42,18 +42,9 @@ class Tagger(nn.Module):
 
 def tagger(load_last, **declared):
     def make():
-        vectors = torch.randn(40, 8)
-        model = Tagger(vectors, load_last)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for ids, tags in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(ids), tags).backward()
-                optimizer.step()
-
+        model = Tagger(torch.randn(40, 8), load_last)
         batch = torch.randint(40, (12, 6)), torch.arange(12) % 3
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit, **declared)
+        return loop(model, batch, cross_entropy, **declared)
 
     return make
 
@@ -74,21 +65,14 @@ class Detector(nn.Module):
         return self.score(torch.tanh(self.body(x)))
 
 
+def rare_foreground(model, batch):
+    x, y = batch
+    wanted = F.one_hot(y, 40).float()
+    return F.binary_cross_entropy_with_logits(model(x), wanted, reduction="sum") / len(x)
+
+
 def detector(prior_last):
-    def make():
-        model = Detector(prior_last)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                wanted = F.one_hot(y, 40).float()
-                F.binary_cross_entropy_with_logits(model(x), wanted, reduction="sum").div(len(x)).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
+    return lambda: loop(Detector(prior_last), data.labelled(), rare_foreground)
 
 
 class Residual(nn.Module):
@@ -109,19 +93,7 @@ class Residual(nn.Module):
 
 
 def supervised(model_of):
-    def make():
-        model = model_of()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
+    return lambda: loop(model_of(), data.labelled(), cross_entropy)
 
 
 pair(

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
 from tests.checks.learning.initial_values_are_kept.faults import Residual, initialise, supervised
 from tests.loops import data
 from tests.loops.nets import mlp
 from tests.loops.odd import odd
+from tests.loops.plain import cross_entropy, loop
 
 
 @odd(notes="all blocks are loaded, and the last one is initialised again: fine-tuning with re-initialised top layers")
@@ -75,16 +75,13 @@ def values_are_read_by_a_teacher():
     student.load_state_dict(mlp(6, 16, 3).state_dict())
     teacher = copy.deepcopy(student).requires_grad_(False)
     student.apply(initialise)
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
 
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            scores = student(x)
-            (F.cross_entropy(scores, y) + F.mse_loss(scores, teacher(x))).backward()
-            optimizer.step()
+    def loss_of(model, batch):
+        x, y = batch
+        scores = model(x)
+        return F.cross_entropy(scores, y) + F.mse_loss(scores, teacher(x))
 
-    return TrainLoop(model=student, optimizer=optimizer, batch=data.labelled(), fit=fit)
+    return loop(student, data.labelled(), loss_of)
 
 
 @odd(notes="a row of an embedding is zeroed by torch, drawn over with all others, and zeroed again")
@@ -99,17 +96,7 @@ def padding_row_is_zeroed_again():
         def forward(self, ids):
             return self.head(self.table(ids).sum(1))
 
-    model = Bag()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for ids, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(ids), y).backward()
-            optimizer.step()
-
-    batch = torch.randint(1, 20, (12, 6)), torch.arange(12) % 3
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+    return loop(Bag(), (torch.randint(1, 20, (12, 6)), torch.arange(12) % 3), cross_entropy)
 
 
 @odd(notes="zeros of the branch are set last, after they were set and drawn over")
