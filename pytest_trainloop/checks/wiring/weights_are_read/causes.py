@@ -41,6 +41,13 @@ CAUSES = {
         measured="in each of the steps another parameter is used at this line",
         shown_by="none of them existed when the step before was made",
         repair="make the layer once, in __init__, as self.layer = nn.Linear(...)",
+        variants={
+            "lost": {
+                "measured": "in {steps} steps, {lost} of these weights got a gradient; no optimizer held any of them, "
+                "and the next pass drew new ones",
+                "shown_by": "what they are applied to was computed by trained weights: no augmentation of the batch",
+            }
+        },
         explains=_LEARNING,
         change=("seen",),
         settle="draw such weights under torch.no_grad(), or as plain tensors, where they are an augmentation",

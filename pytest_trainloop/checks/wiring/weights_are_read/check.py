@@ -17,7 +17,9 @@ How it decides
     one parameter in both places; where the losses of the first steps differ by more than rounding, the two are stepped
     otherwise than one. (With plain SGD they are not: the two steps add up.)
     Made anew: inside a call of the model a parameter is used that did not exist a step before, at the same line in each
-    step. It may be meant, as a random convolution for augmentation is: advice.
+    step. Three things make it a fault: its entries are drawn, it is applied to what trained weights computed, and it
+    gets a gradient that is lost with it. A layer that augments the batch, a norm with its initial weights and a copy of
+    the net for an inner loop lack one of these: advice.
     Kept from the first batch: a value made of the first batch alone meets two later batches row by row (a mask, a
     product with an adjacency, an index), and the line that makes it does not run again. With another first batch it
     must be another value; statistics over the rows, which no order of rows changes, are no such value.

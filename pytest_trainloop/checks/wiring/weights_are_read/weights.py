@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.weights_are_read.causes import found
@@ -52,6 +54,21 @@ HALF = 0.5
 NO_READS = SIZES | AUTOGRAD_CALLS | CONSTANT_ATTRIBUTES | frozenset("requires_grad_ is_floating_point __set__".split())
 
 
+@dataclass(slots=True)
+class MadeAnew:
+    """Parameters that a line makes in each call of a module of the model."""
+
+    place: Place
+    module: str
+    shapes: dict[tuple[int, ...], None] = field(default_factory=dict)
+    steps: set[int] = field(default_factory=set)
+    """Optimizer steps before each use of a new one."""
+    between: list[torch.Tensor] = field(default_factory=list)
+    """Those that are drawn, and that a result of trained weights meets."""
+    trained: int = 0
+    """Of these, how many got a gradient."""
+
+
 class Reads(WatchingMode):
     """Notes which parameters the calls of a run are given."""
 
@@ -63,12 +80,11 @@ class Reads(WatchingMode):
         """By the index of a parameter, the position in the record at which it was last given to a call."""
         self.shared: list[tuple[int, int]] = []
         """Pairs of parameters that optimizers hold and that have the same entries in memory."""
-        self.anew: dict[tuple[str, int], tuple[Place, str, tuple[int, ...], set[int]]] = {}
-        """By line: the place, the module of the model whose call makes a parameter, its shape, and after which steps
-        a new one was used."""
+        self.anew: dict[tuple[str, int], MadeAnew] = {}
+        """By line: the parameters that a call of the model makes there."""
         self._storages: dict[int, list[int]] = {}
         self._known = -1
-        self._new: dict[int, torch.Tensor] = {}
+        self._new: dict[int, tuple[torch.Tensor, MadeAnew | None]] = {}
         """New parameters by identity, kept so that no identity comes again."""
 
     @classmethod
@@ -92,6 +108,9 @@ class Reads(WatchingMode):
                             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
                             if places.setdefault(key, index) != index:
                                 self.shared.append((places[key], index))
+                    for made in self.anew.values():
+                        made.trained += sum(t.grad is not None for t in made.between)
+                        made.between.clear()
                 self._new.clear()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,28 +129,44 @@ class Reads(WatchingMode):
                     parameter = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
                     # a random convolution is made without gradients (odd: random_convolution_in_forward)
                     if parameter and name not in ATTRIBUTES and watch.record.rounds and torch.is_grad_enabled():
-                        self._note_new(watch, tensor)
+                        self._note_new(watch, tensor, args)
         return super().call(name, func, args, kwargs)
 
-    def _note_new(self, watch: Watch, tensor: torch.Tensor) -> None:
+    def _note_new(self, watch: Watch, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
         """Note a parameter that is used for the first time after the first step, if a call of the model made it."""
-        index = watch.table.index(tensor)
-        entry = watch.table.entries[index] if index is not None else None
-        if id(tensor) in self._new or (entry and (entry.declared or entry.role == "foreign")):
-            return
-        around = [m for m in watch.thread.modules if watch.table.knows(m) and any(True for _ in members.parameters(m))]
-        makers = [m for m in around if all(p is not tensor for p in members.parameters(m))]
-        if makers:
-            self._new[id(tensor)] = tensor
-            place, _ = here()
-            made = (place, watch.table.path_of(makers[-1]), tuple(tensor.shape), set[int]())
-            self.anew.setdefault((place.file, place.line), made)[3].add(watch.record.rounds)
+        if id(tensor) not in self._new:
+            index = watch.table.index(tensor)
+            entry = watch.table.entries[index] if index is not None else None
+            modules = [m for m in watch.thread.modules if watch.table.knows(m)]
+            around = [m for m in modules if any(True for _ in members.parameters(m))]
+            makers = [m for m in around if all(p is not tensor for p in members.parameters(m))]
+            if not makers or (entry and (entry.declared or entry.role == "foreign")):
+                return
+            # what trains a copy of the net (odd: inner_loop_in_forward)
+            known = (t for t in watch.table.tensors if t is not tensor and not is_lazy(t) and t.shape == tensor.shape)
+            made = None
+            if not any(torch.equal(t.detach().to(tensor), tensor) for t in known):
+                place, _ = here()
+                made = self.anew.setdefault((place.file, place.line), MadeAnew(place, watch.table.path_of(makers[-1])))
+                made.shapes[tuple(tensor.shape)] = None
+                made.steps.add(watch.record.rounds)
+            self._new[id(tensor)] = tensor, made
+        of_line = self._new[id(tensor)][1]
+        # a random convolution that augments the batch (odd: random_convolution_with_gradients)
+        inside = any(t.requires_grad and not t.is_leaf for t in tensors_in(args))
+        # a norm without weights of its own (odd: norm_without_weights)
+        drawn = inside and bool(tensor.numel()) and bool((tensor != tensor.flatten()[0]).any())
+        if of_line is not None and drawn and all(t is not tensor for t in of_line.between):
+            of_line.between.append(tensor)
 
 
 def made_anew(evidence: Evidence) -> Iterator[Finding]:
-    for place, module, shape, steps in evidence.shared(Reads.of).anew.values():
-        if len(steps) >= 2:
-            yield found("layer_made_anew", place, (module,), shape=str(shape), level="advice")
+    for made in evidence.shared(Reads.of).anew.values():
+        steps = len(made.steps)
+        if steps >= 2:
+            facts = {"shape": " and ".join(map(str, made.shapes)), "lost": made.trained, "steps": steps}
+            variant, level = ("lost", "fault") if made.trained >= steps else ("", "advice")
+            yield found("layer_made_anew", made.place, (made.module,), variant, level=level, **facts)
 
 
 def read_once(evidence: Evidence) -> Iterator[Finding]:

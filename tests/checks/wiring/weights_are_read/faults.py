@@ -143,7 +143,6 @@ pair(
     "projection_built_in_forward",
     "weights_are_read",
     "layer_made_anew",
-    level="advice",
     where="nn.Linear(16, 16) if self.project is None",
     faulty=classified(lambda: Projected(anew=True)),
     fixed=classified(lambda: Projected(anew=False)),

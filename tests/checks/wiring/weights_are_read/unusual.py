@@ -89,23 +89,71 @@ def decoder_begins_as_a_copy() -> TrainLoop:
     return language_model(begin)()
 
 
-class RandomConvolution(nn.Module):
-    """Augmentation: pictures go through a convolution that is drawn for each pass."""
+class Augmented(nn.Module):
+    """Pictures go through what ``augment`` makes of them in each pass; features through ``between``."""
 
-    def __init__(self):
+    def __init__(self, augment=lambda x: x, between=lambda x: x):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4))
+        self.augment, self.between = augment, between
+        self.body, self.head = (
+            nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten()),
+            nn.Linear(8 * 16, 4),
+        )
 
     def forward(self, x):
-        if self.training:
-            with torch.no_grad():
-                x = nn.Conv2d(1, 1, 3, padding=1)(x)
-        return self.body(x)
+        return self.head(self.between(self.body(self.augment(x) if self.training else x)))
+
+
+@torch.no_grad()
+def random_convolution(x):
+    return nn.Conv2d(1, 1, 3, padding=1)(x)
 
 
 @odd(notes="a random convolution as augmentation is made in every pass")
 def random_convolution_in_forward() -> TrainLoop:
-    return loop(RandomConvolution(), data.images(size=4), classify)
+    return loop(Augmented(random_convolution), data.images(size=4), classify)
+
+
+@odd(notes="the same with gradients on: nothing trained is before it")
+def random_convolution_with_gradients() -> TrainLoop:
+    return loop(Augmented(random_convolution.__wrapped__), data.images(size=4), classify)
+
+
+@odd(notes="a norm without weights of its own is written as a new layer in every pass")
+def norm_without_weights() -> TrainLoop:
+    return loop(Augmented(between=lambda x: nn.LayerNorm(x.shape[-1])(x)), data.images(size=4), classify)
+
+
+class InnerLoop(nn.Module):
+    """Each pass trains a copy of the head on the batch, and gives what the copy says."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x, y):
+        features, head = F.relu(self.body(x)), copy.deepcopy(self.head)
+        inner = torch.optim.SGD(head.parameters(), lr=0.1)
+        F.cross_entropy(head(features.detach()), y).backward()
+        inner.step()
+        inner.zero_grad()
+        return head(features)
+
+
+@odd(notes="a first-order inner loop inside of forward: its copy of the head gets gradients, and is gone afterwards")
+def inner_loop_in_forward() -> TrainLoop:
+    model = InnerLoop()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, y), y).backward()
+            for p in model.head.parameters():
+                p.grad = 0.01 * p.detach()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=several(), fit=fit)
 
 
 @odd(notes="an inner loop trains a copy of the net, made anew for each task")
