@@ -4,6 +4,7 @@ this, and a field without a fact would end the check with an error of ours."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import string
 from pathlib import Path
@@ -54,6 +55,7 @@ def templates(cause: Cause) -> list[str]:
     return [text for text in (*texts, *(t for v in cause.variants.values() for t in v.values())) if text]
 
 
+@functools.cache
 def facts_in(file: Path) -> set[str]:
     """The names of all facts that a module gives: keywords, keys of dicts, and keys that are assigned."""
     tree = ast.parse(file.read_text(encoding="utf-8"))

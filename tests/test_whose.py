@@ -202,7 +202,9 @@ def _silent(file: Path) -> list[str]:
         for child in ast.iter_child_nodes(node):
             look(child, function)
 
-    look(ast.parse(file.read_text()), "")
+    text = file.read_text()
+    if "except" in text or "suppress" in text:
+        look(ast.parse(text), "")
     return found
 
 
@@ -213,7 +215,7 @@ def test_every_handler_of_any_exception_asks_whose_it_is():
 
 
 def test_no_assertion_stands_in_for_an_error_with_a_sentence():
-    files = sorted(Path(PACKAGE).rglob("*.py"))
-    found = [f"{file}:{n.lineno}" for file in files for n in ast.walk(ast.parse(file.read_text()))
-             if isinstance(n, ast.Assert)]  # fmt: skip
+    texts = {file: file.read_text() for file in sorted(Path(PACKAGE).rglob("*.py"))}
+    found = [f"{file}:{n.lineno}" for file, text in texts.items() if " assert " in text
+             for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Assert)]  # fmt: skip
     assert found == []

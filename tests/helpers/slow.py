@@ -1,4 +1,4 @@
-"""The slow tests: those whose call took half a second when they were last timed. ``tests/slow.txt`` lists them.
+"""The slow tests: those whose call took 0.4 s when they were last timed. ``tests/slow.txt`` lists them.
 
 ``pytest -n 2 -m "not corpus and not integration and not processes" --note-slow``, with nothing else running, times the
 tests and rewrites the list.
@@ -12,7 +12,7 @@ import pytest
 
 FILE = Path(__file__).parents[1] / "slow.txt"
 
-SECONDS = 0.5
+SECONDS = 0.4
 
 
 def listed() -> set[str]:
