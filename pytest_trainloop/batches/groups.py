@@ -74,6 +74,17 @@ def together(groups: Sequence[PaddingMask]) -> PaddingMask | None:
     return replace(groups[0], mask=mask, of=of, by=by, others=others, reason=reason, name="", alone=True, joint=True)
 
 
+def in_step(group: PaddingMask, others: Sequence[PaddingMask]) -> PaddingMask | None:
+    """A group and others of near widths as one: as many positions at the end of each row as are padding in all of them.
+    None where there are no others, or no such positions in all rows or none."""
+    if not others or any(other.side != group.side for other in others):
+        return None
+    padded = torch.stack([g.mask.sum(1) for g in (group, *others)]).amin(0)
+    mask = torch.arange(group.grid.length) >= group.grid.length - padded[:, None]
+    mask = mask if group.side == "right" else mask.flip(1)
+    return replace(group, mask=mask, joint=True) if in_part(mask) else None
+
+
 def _inferred(
     under: list[Leaf], grid: Grid, paddings: Sequence[Padding | None], pad_ids: Sequence[int]
 ) -> list[PaddingMask]:

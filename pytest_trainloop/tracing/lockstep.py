@@ -291,6 +291,8 @@ class Lockstep(Calls):
         """The first call that is made more often, or gives something else for the part and cannot be made on it."""
         self.looks_elsewhere: Seen | None = None
         """The first attention whose weights are all outside of the part."""
+        self.hides_queries = False
+        """Whether a mask hides what the rest looks at, and not the rest: its axes are swapped."""
         self.length_is_target = False
         """Whether the size of the part is the target of a loss."""
 
@@ -334,6 +336,8 @@ class Lockstep(Calls):
             self.length_is_target |= bool((given[1] == len(self._cut.kept)).all())
         if name in ATTENTION | {"softmax"} and self.looks_elsewhere is None and self._looks_elsewhere(call, taped):
             self.looks_elsewhere = Seen(name, call.place)
+        if name in SOFTMAXES and not self.hides_queries:
+            self.hides_queries = self._hides_queries(made[0].detach(), taped.outputs[0].shape[-1])
         if not floats or any(self._is_the_part(made, taped.outputs, floats, inner) for inner in (False, True)):
             return call.out
         for inner in (False, True):
@@ -396,6 +400,17 @@ class Lockstep(Calls):
             weights = weights.index_select(-2, at)
         inside = weights.index_select(-1, at).sum(-1)
         return bool((inside == 0).all()) and bool((weights.sum(-1) > 0).all())
+
+    def _hides_queries(self, weights: torch.Tensor, keys: int) -> bool:
+        """Whether weights (..., queries, keys) are all equal for each query outside of the part, as where all of its
+        scores are masked, and for none inside."""
+        every = weights.shape[-1] if weights.dim() > 2 else 0
+        at = self._cut.places(every, keys) if every > keys and weights.shape[-2] == every else None
+        if at is None:
+            return False
+        masked = weights.amax(-1) == weights.amin(-1)
+        inside = torch.zeros(every, dtype=torch.bool, device=weights.device).index_fill(0, at.to(weights.device), True)
+        return bool(masked[..., ~inside].all()) and not bool(masked[..., inside].any())
 
     def _on_the_part(self, call: Call, taped: Taped, *, inner: bool) -> Any:
         """What the call gives on the part of what has a gradient, with all else as on the tape; None where it cannot

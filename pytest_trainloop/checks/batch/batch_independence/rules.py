@@ -177,10 +177,14 @@ def _of_other_rows(shares: RowShares, path: Path) -> Meeting | None:
     shifts: dict[tuple[int, int], set[int]] = {}
     chosen = range(rows) if entries == 1 else (0, rows // 2, rows - 1)
     for label in chosen if owners and entries and rows <= MOST_ROWS else ():
-        for entry in dict.fromkeys((0, min(1, entries - 1), entries // 2)):
+        seen = False
+        for entry in (*dict.fromkeys((0, min(1, entries - 1), entries // 2)), None):
+            if entry is None and seen:
+                break  # single entries of a one-hot target may stay as they are: the whole row
             moved = shares.touched(OtherValues((label,), frozenset({path}), entry))
             if moved is None:
                 return None
+            seen = seen or any(moved.values())
             met = [(number, at) for number, positions in moved.items() for at in positions if (number, at) in owners]
             copies = [(number, owners[number, at]) for number, at in met]
             keys = [(number, next(iter(own.values())) if most == 1 else -1) for number, own in copies]

@@ -58,6 +58,15 @@ CAUSES = {
                 "repair": "invert the mask: key_padding_mask is true at padding, attn_mask of "
                 "scaled_dot_product_attention at keys to attend to",
             },
+            "queries": {
+                "summary": _says("the attention mask hides padded queries, and padded keys are attended to"),
+                "shown_by": _shown(
+                    f"all weights of a padded query are equal, as where all its scores are masked; with padded keys "
+                    f"left out {EQUAL}"
+                ),
+                "repair": "the last axis of the scores holds the keys: give the mask (rows, positions) as "
+                "mask[:, None, None, :], not as mask[:, None, :, None]",
+            },
             "positions too": {"summary": _says(f"{_ATTENDED}, and {_SHIFTED}"), **_BOTH},
             "pooling too": {"summary": _says(f"{_ATTENDED}, and {_POOLED}"), **_BOTH},
         },

@@ -14,8 +14,9 @@ How it decides
     padding_idx, a mask or lengths (also a list of them, and where time comes first). Every tensor with rows and
     positions must hold one single value there. Of several sequences in one batch (chosen and rejected, source and
     target) each is cut alone. A tensor belongs to the mask or lengths at whose padding it holds one value, and several
-    before; ``Padding(of=)``, or a list of paddings, declares it. A loop that takes sequences of one width only gets all
-    of them cut together. No value is made up: rows and positions are slices of the batch.
+    before; ``Padding(of=)``, or a list of paddings, declares it. A loop that takes only sequences of one width, or of
+    widths that differ by a position or two, gets all of them cut together. No value is made up: rows and positions are
+    slices of the batch.
 
     It passes where both gradients agree to rounding (1e3 eps). If only the first padded position counts, it may be the
     end of a text: the gradients agree once that one is kept. A difference below the rounding of float32 is judged only

@@ -189,7 +189,7 @@ class Compared:
             if not refused or self._runs_through:
                 self._runs_through |= not refused
                 return refused or self.experiment.not_finite(fewer, more)
-            if self.group.near:
+            if self.group.near and not self.group.in_step:
                 self.group.near = ()
             elif self.group.count is None and len(full.rows) < len(self.group.mask.lengths):
                 self.group.count = len(self.group.mask.lengths)

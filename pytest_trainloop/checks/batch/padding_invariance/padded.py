@@ -14,7 +14,7 @@ from pytest_trainloop import members, nested
 from pytest_trainloop.batches.cut import Cut
 from pytest_trainloop.batches.episodes import read_episodes
 from pytest_trainloop.batches.grids import Leaf, leaves, time_axes
-from pytest_trainloop.batches.groups import padded_groups, together
+from pytest_trainloop.batches.groups import in_step, padded_groups, together
 from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.batches.padding import PaddingMask, padding_ids
 from pytest_trainloop.batches.padding_hints import is_label
@@ -98,7 +98,9 @@ class Padded:
     count: int | None = None
     """The number of rows that the loop takes, where it takes no other."""
     instead: Padded | None = None
-    """All groups of this width as one, for a loop that takes them only so."""
+    """All groups of this width, or of near ones, as one, for a loop that takes them only so."""
+    in_step: bool = False
+    """Whether the groups near by lose as many positions as this one."""
     slices: list[Slice] = field(init=False)
     same_width: list[PaddingMask] = field(init=False)
     """Other groups of this width."""
@@ -122,11 +124,17 @@ class Padded:
         return self.declared or self.varying or self.configured or by_batch
 
     def cut(self, chosen: Slice) -> Any:
-        """The slice, its rows repeated where the loop takes ``count``. Of groups near by what is padding in all of the
-        rows is cut off, so that they are of another width."""
+        """The slice, its rows repeated where the loop takes ``count``. Of groups near by as many positions are cut off
+        (``in_step``), or what is padding in all of the rows, so that they are of another width."""
         axis, rows = self.mask.grid.batch_dim, nested.rows(self.batch, self.mask.grid.batch_dim)
         groups = [(self.mask, chosen)]
         for other in self.near:
+            if self.in_step:
+                kept = other.grid.length - self.mask.grid.length + chosen.total
+                groups.append(
+                    (other, replace(_slice(other, dict.fromkeys(chosen.rows, kept), kept).kept(0), uneven=True))
+                )
+                continue
             longest = max(other.lengths[row] for row in chosen.rows)
             groups.append((other, _slice(other, dict.fromkeys(chosen.rows, longest), longest).kept(0)))
         memo = {}
@@ -301,6 +309,11 @@ def _padded(evidence: Evidence, loop: TrainLoop) -> list[Padded]:
             instead = made(joint, ())
             for single in (one for one in found if one.mask.grid == grid):
                 single.instead = instead
+    for single in found:
+        mask = in_step(single.mask, [g for g in single.near if g.grid != single.mask.grid])
+        if single.instead is None and mask is not None and _slices(mask):
+            single.instead = made(mask, [g for g in single.near if g.grid != mask.grid])
+            single.instead.in_step = True
     return found
 
 

@@ -183,6 +183,8 @@ def _by_path(case: Case, entries: list[Entry], kind: str, other: str = "") -> It
     level: Level = "advice" if one_length or (reason and not group.declared) else "fault"
     if other:
         variant = "positions too" if other == SHIFTED else "pooling too"
+    elif kind == ATTENDED and case.made.in_step(case.full)[1].hides_queries:
+        variant = "queries"
     elif kind == POOLED and {e.op for e in entries} <= _MAXIMA:
         variant = "a maximum"
 

@@ -221,3 +221,45 @@ pair(
     faulty=lambda: trained(Translator(masked=False), translations(), translation_loss, padding=BOTH),
     fixed=lambda: trained(Translator(masked=True), translations(), translation_loss, padding=BOTH),
 )
+
+
+class OneLength(nn.Module):
+    """The mask of the source also meets the positions of the target, which must be as many."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.axis = axis
+        self.source, self.target = (nn.Embedding(VOCAB, 16, padding_idx=0) for _ in range(2))
+        self.query, self.key, self.value, self.head = (nn.Linear(16, size) for size in (16, 16, 16, VOCAB))
+
+    def attend(self, to, of, mask):
+        scores = self.query(to) @ self.key(of).transpose(1, 2) / 4
+        return to + scores.masked_fill(mask == 0, -1e4).softmax(-1) @ self.value(of)
+
+    def forward(self, source, target):
+        mask = (source != 0).unsqueeze(self.axis)
+        memory = self.attend(self.source(source), self.source(source), mask)
+        return self.head(self.attend(self.target(target), memory, mask))
+
+
+def translation(axis):
+    def loss_of(model, batch):
+        source, target = batch
+        return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
+
+    def make():
+        source, target = padded_text((11, 6, 4, 9), seed=1)[0], padded_text((7, 12, 5, 6), seed=2)[0]
+        return trained(OneLength(axis), (source, target), loss_of)
+
+    return make
+
+
+pair(  # https://github.com/hyunwoongko/transformer/pull/40
+    "mask_hides_queries_in_place_of_keys",
+    "padding_invariance",
+    "padded_keys_attended",
+    level="advice",
+    mentions=("hides padded queries",),
+    faulty=translation(2),
+    fixed=translation(1),
+)
