@@ -243,38 +243,6 @@ def backbone_declared_frozen() -> TrainLoop:
     )
 
 
-class FrozenNormBackbone(nn.Module):
-    """A pretrained trunk whose batch norm stays in eval mode while the model trains."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU())
-        self.trunk[1].running_mean.normal_(0, 0.1)
-        self.trunk.requires_grad_(False)
-        self.head = relu_mlp(12, 12, 4)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.trunk.eval()
-        return self
-
-    def forward(self, x):
-        return self.head(self.trunk(x))
-
-
-@odd(notes="train() leaves part of the model in eval mode on purpose; the frozen part is still in the optimizer")
-def frozen_trunk_kept_in_eval_mode() -> TrainLoop:
-    model = FrozenNormBackbone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train(model, optimizer, batches),
-    )
-
-
 def train_textual_inversion(model, optimizer, new_id, batches):
     table = model.embed.weight
     original = table.detach().clone()
