@@ -92,16 +92,6 @@ def test_a_loop_with_a_copy_of_its_batches_is_ended_from_its_own_step():
     assert record.raised is None
 
 
-def raising_after(steps):
-    def work(model, optimizer, batches):
-        for number, batch in enumerate(batches):
-            if number == steps:
-                raise ValueError("bad row")
-            train(model, optimizer, [batch])
-
-    return work
-
-
 def test_what_fit_raises_for_want_of_batches_is_noted_only():
     def two_epochs(model, optimizer, batches):
         for _ in range(2):

@@ -15,12 +15,6 @@ from tests.helpers.padded_batches import FEATURES, IDS, KINDS, LABELS, LENGTHS, 
 EVERY = ["as_is", "more", "other_values", "one_left", "no_padding", "empty_row"]
 
 
-def real_tokens(nest):
-    """What stands at real positions of each tensor that has positions, row after row."""
-    roles = read(nest, Padding(pad_id=0, ignore_index=-100, dim=0 if tuple in (type(nest),) else 1))
-    return [part.cells[~roles.padded] for part in roles.parts if part.time is not None and part.role != "mask"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_types_dtypes_and_real_tokens_stay(kind):
     given, roles = KINDS[kind], read(KINDS[kind])

@@ -176,48 +176,6 @@ def sam_step_with_closure() -> TrainLoop:
     )
 
 
-class Lookahead:
-    """Slow weights follow fast ones; not an Optimizer, only shaped like one."""
-
-    def __init__(self, inner, k=5, alpha=0.5):
-        self.inner, self.k, self.alpha = inner, k, alpha
-        self.param_groups, self.steps = inner.param_groups, 0
-        self.slow = [[p.detach().clone() for p in g["params"]] for g in self.param_groups]
-
-    def zero_grad(self):
-        self.inner.zero_grad()
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self.inner.step(closure)
-        self.steps += 1
-        if self.steps % self.k == 0:
-            for group, kept in zip(self.param_groups, self.slow, strict=True):
-                for p, slow in zip(group["params"], kept, strict=True):
-                    slow.add_(p - slow, alpha=self.alpha)
-                    p.copy_(slow)
-        return loss
-
-
-def train_plain(model, optimizer, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-@odd(notes="a duck-typed optimizer; weights jump back to the slow ones on every fifth step")
-def lookahead_wrapper() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=1e-2))
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_plain(model, optimizer, batches),
-    )
-
-
 class NoamOpt:
     """Rate and optimizer in one object, as in The Annotated Transformer."""
 
@@ -252,71 +210,6 @@ def noam_wrapper_over_rate_zero() -> TrainLoop:
         batch=points(),
         batches=fresh(points),
         fit=lambda batches: train_noam(model, noam, batches),
-    )
-
-
-class ScheduleFreeSGD(torch.optim.Optimizer):
-    """Gradients are taken at an interpolation y; eval() swaps in the average x, train() swaps y back."""
-
-    def __init__(self, params, lr=0.1, beta=0.9):
-        super().__init__(params, {"lr": lr, "beta": beta})
-        self.k, self.training = 0, True
-
-    @torch.no_grad()
-    def _extrapolate(self, weight):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight(group["beta"]))
-
-    def eval(self):
-        if self.training:
-            self._extrapolate(lambda beta: 1 - 1 / beta)
-        self.training = False
-
-    def train(self):
-        if not self.training:
-            self._extrapolate(lambda beta: 1 - beta)
-        self.training = True
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if not self.training:
-            raise RuntimeError("call train() before step()")
-        share = 1 / (self.k + 1)
-        for group in self.param_groups:
-            lr, beta = group["lr"], group["beta"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, share).add_(p.grad, alpha=lr * (beta * (1 - share) - 1))
-                z.sub_(p.grad, alpha=lr)
-        self.k += 1
-
-
-def train_schedule_free(model, optimizer, batches, heldout):
-    for i, (x, y) in enumerate(batches):
-        model.train(), optimizer.train()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if i % 5 == 4:
-            model.eval(), optimizer.eval()
-            with torch.no_grad():
-                F.cross_entropy(model(heldout[0]), heldout[1]).item()
-
-
-@odd(notes="the optimizer has train() and eval(), which swap the weights between steps (schedule-free)")
-def schedule_free_optimizer() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = ScheduleFreeSGD(model.parameters(), lr=0.5)
-    heldout = points()
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_schedule_free(model, optimizer, batches, heldout),
     )
 
 

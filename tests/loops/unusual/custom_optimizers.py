@@ -50,33 +50,6 @@ def lion_custom_optimizer() -> TrainLoop:
     )
 
 
-def orthogonalise(matrix, steps=3):
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix / (matrix.norm() + 1e-7)
-    if tall := x.size(0) > x.size(1):
-        x = x.T
-    for _ in range(steps):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
-    return x.T if tall else x
-
-
-class Muon(torch.optim.Optimizer):
-    def __init__(self, params, lr=0.02, momentum=0.95):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalise(p.grad.lerp(buffer, group["momentum"]))
-                p.add_(update, alpha=-group["lr"] * max(1, p.size(0) / p.size(1)) ** 0.5)
-
-
 def train_all(model, optimizers, batches):
     for x, y in batches:
         loss = F.cross_entropy(model(x), y)
@@ -85,20 +58,6 @@ def train_all(model, optimizers, batches):
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-
-
-@odd(notes="hidden matrices in one optimizer, the rest in another; neither holds the whole model (Muon)")
-def muon_and_adamw() -> TrainLoop:
-    model = relu_mlp(8, 16, 16, 4)
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and not n.startswith("0.")]
-    others = [p for p in model.parameters() if all(p is not q for q in hidden)]
-    optimizers = [Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=5e-3, weight_decay=0.0)]
-    return TrainLoop(
-        model=model,
-        optimizer=optimizers,
-        batch=points(),
-        fit=lambda batches: train_all(model, optimizers, batches),
-    )
 
 
 @odd(notes="two optimizers for decayed and undecayed parameters, given as a dict")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
-from tests.loops.nets import mlp, relu_mlp
+from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points, tokens
 
@@ -240,73 +240,6 @@ def backbone_declared_frozen() -> TrainLoop:
         batch=points(),
         frozen=("backbone.",),
         fit=lambda batches: train(model, optimizer, batches),
-    )
-
-
-class FrozenNormBackbone(nn.Module):
-    """A pretrained trunk whose batch norm stays in eval mode while the model trains."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU())
-        self.trunk[1].running_mean.normal_(0, 0.1)
-        self.trunk.requires_grad_(False)
-        self.head = relu_mlp(12, 12, 4)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.trunk.eval()
-        return self
-
-    def forward(self, x):
-        return self.head(self.trunk(x))
-
-
-@odd(notes="train() leaves part of the model in eval mode on purpose; the frozen part is still in the optimizer")
-def frozen_trunk_kept_in_eval_mode() -> TrainLoop:
-    model = FrozenNormBackbone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train(model, optimizer, batches),
-    )
-
-
-class PerceptualAutoencoder(nn.Module):
-    """The fixed net that measures the distance is a submodule, so that .to(device) moves it."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = relu_mlp(8, 16, 4), relu_mlp(4, 16, 8)
-        self.perceptual = mlp(8, 12, 12, activation=nn.Tanh).eval().requires_grad_(False)
-
-    def forward(self, x):
-        return self.decoder(self.encoder(x))
-
-    def loss(self, x):
-        out = self(x)
-        return F.l1_loss(out, x) + F.mse_loss(self.perceptual(out), self.perceptual(x))
-
-
-def train_perceptual(model, optimizer, batches):
-    for x in batches:
-        optimizer.zero_grad()
-        model.loss(x).backward()
-        optimizer.step()
-
-
-@odd(notes="a fixed random net inside the model takes part in the loss; it is frozen, in eval mode and held by nobody")
-def perceptual_net_inside_the_model() -> TrainLoop:
-    model = PerceptualAutoencoder()
-    optimizer = torch.optim.Adam([*model.encoder.parameters(), *model.decoder.parameters()], lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points()[0],
-        fit=lambda batches: train_perceptual(model, optimizer, batches),
     )
 
 

@@ -134,34 +134,6 @@ def wgan_gp() -> TrainLoop:
     )
 
 
-def train_wgan_clipped(generator, critic, opt_g, opt_c, batches, clip=0.05):
-    for i, real in enumerate(batches):
-        opt_c.zero_grad()
-        fake = generator(torch.randn(len(real), 4)).detach()
-        (critic(fake).mean() - critic(real).mean()).backward()
-        opt_c.step()
-        for parameter in critic.parameters():
-            parameter.data.clamp_(-clip, clip)
-        if i % 2 == 0:
-            opt_g.zero_grad()
-            (-critic(generator(torch.randn(len(real), 4))).mean()).backward()
-            opt_g.step()
-
-
-@odd(notes="weights are clamped by hand after each step (original WGAN); most of them lie on the bound and stay there")
-def wgan_weight_clipping() -> TrainLoop:
-    generator, critic = relu_mlp(4, 16, 8), relu_mlp(8, 16, 1)
-    opt_g = torch.optim.RMSprop(generator.parameters(), lr=1e-3)
-    opt_c = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
-    return TrainLoop(
-        model=[generator, critic],
-        optimizer=[opt_g, opt_c],
-        batch=points()[0],
-        batches=fresh(lambda: points()[0]),
-        fit=lambda batches: train_wgan_clipped(generator, critic, opt_g, opt_c, batches),
-    )
-
-
 def train_both_losses_first(generator, discriminator, opt_g, opt_d, batches):
     for real in batches:
         fake = generator(torch.randn(len(real), 4))
@@ -185,57 +157,6 @@ def gan_both_losses_before_both_steps() -> TrainLoop:
         optimizer=[opt_g, opt_d],
         batch=points()[0],
         fit=lambda batches: train_both_losses_first(generator, discriminator, opt_g, opt_d, batches),
-    )
-
-
-class TwoHeaded(nn.Module):
-    """Discriminator and code recogniser over one trunk, as in InfoGAN."""
-
-    def __init__(self, width=8, hidden=16, codes=3):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(width, hidden), nn.LeakyReLU(0.1))
-        self.validity = nn.Linear(hidden, 1)
-        self.code = nn.Linear(hidden, codes)
-
-    def forward(self, x):
-        h = self.trunk(x)
-        return self.validity(h), self.code(h)
-
-
-def train_infogan(generator, discriminator, opt_g, opt_d, opt_info, batches, latent=4, codes=3):
-    for real in batches:
-        n = len(real)
-        code = torch.randint(codes, (n,))
-        noise = torch.cat([torch.randn(n, latent), F.one_hot(code, codes).to(real.dtype)], 1)
-        opt_g.zero_grad()
-        fake = generator(noise)
-        F.mse_loss(discriminator(fake)[0], torch.ones(n, 1)).backward()
-        opt_g.step()
-
-        opt_d.zero_grad()
-        on_real = F.mse_loss(discriminator(real)[0], torch.ones(n, 1))
-        on_fake = F.mse_loss(discriminator(fake.detach())[0], torch.zeros(n, 1))
-        ((on_real + on_fake) / 2).backward()
-        opt_d.step()
-
-        opt_info.zero_grad()
-        F.cross_entropy(discriminator(generator(noise))[1], code).backward()
-        opt_info.step()
-
-
-@odd(
-    notes="three optimizers over two networks: every parameter is held by two of them, as InfoGAN is written everywhere"
-)
-def infogan_shared_trunk() -> TrainLoop:
-    generator, discriminator = relu_mlp(7, 16, 8), TwoHeaded()
-    opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3)
-    opt_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3)
-    opt_info = torch.optim.Adam(itertools.chain(generator.parameters(), discriminator.parameters()), lr=2e-3)
-    return TrainLoop(
-        model={"generator": generator, "discriminator": discriminator},
-        optimizer=[opt_g, opt_d, opt_info],
-        batch=points()[0],
-        fit=lambda batches: train_infogan(generator, discriminator, opt_g, opt_d, opt_info, batches),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import relu_mlp
@@ -199,40 +199,6 @@ def ema_swapped_in_for_evaluation() -> TrainLoop:
         optimizer=optimizer,
         batch=points(),
         fit=lambda batches: train_with_ema(model, optimizer, ema, batches, heldout),
-    )
-
-
-def train_swa(model, averaged, optimizer, scheduler, swa_scheduler, batches, start=8):
-    model.train()
-    for step, batch in enumerate(batches):
-        optimizer.zero_grad()
-        classification_loss(model, batch).backward()
-        optimizer.step()
-        if step >= start:
-            averaged.update_parameters(model)
-            swa_scheduler.step()
-        else:
-            scheduler.step()
-    update_bn(batches, averaged)
-
-
-@odd(
-    notes="an averaged copy lives beside the model; two schedulers take turns; "
-    "batch norm is estimated again after the loop (SWA)"
-)
-def stochastic_weight_averaging() -> TrainLoop:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-    averaged = AveragedModel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
-    swa_scheduler = SWALR(optimizer, swa_lr=0.05, anneal_epochs=5)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scheduler=[scheduler, swa_scheduler],
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_swa(model, averaged, optimizer, scheduler, swa_scheduler, batches),
     )
 
 

@@ -61,30 +61,6 @@ def maml_first_order() -> TrainLoop:
     return TrainLoop(model=maml.model, optimizer=maml.optimizer, batch=tasks(), fit=maml.fit)
 
 
-def train_reptile(model, batches, inner_steps=3, inner_lr=0.05, outer_lr=0.5):
-    for batch in batches:
-        start = copy.deepcopy(model.state_dict())
-        inner = torch.optim.SGD(model.parameters(), lr=inner_lr)
-        x, y = (torch.cat([a[0], b[0]]) for a, b in zip(batch["support"], batch["query"], strict=True))
-        for _ in range(inner_steps):
-            inner.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            inner.step()
-        reached = model.state_dict()
-        model.load_state_dict({k: start[k] + outer_lr * (reached[k] - start[k]) for k in start})
-
-
-@odd(notes="a new optimizer for every batch, and after it the weights go half way back (Reptile)")
-def reptile() -> TrainLoop:
-    model = mlp(1, 12, 1, activation=nn.Tanh)
-    return TrainLoop(
-        model=model,
-        batch=tasks(),
-        batches=fresh(tasks),
-        fit=lambda batches: train_reptile(model, batches),
-    )
-
-
 def local_update(model, x, y, lr=0.1, epochs=2):
     client = copy.deepcopy(model)
     optimizer = torch.optim.SGD(client.parameters(), lr=lr)
@@ -141,32 +117,6 @@ class DiLoCo:
 def diloco_outer_gradient() -> TrainLoop:
     method = DiLoCo(relu_mlp(8, 16, 4))
     return TrainLoop(model=method.model, optimizer=method.outer, batch=points(), batches=fresh(points), fit=method.fit)
-
-
-def train_replicas(model, replicas, optimizer, batches):
-    for x, y in batches:
-        shares = [(a, b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True) if len(a)]
-        for replica, (a, b) in zip(replicas, shares, strict=True):
-            replica.load_state_dict(model.state_dict())
-            replica.zero_grad()
-            (F.cross_entropy(replica(a), b, reduction="sum") / len(x)).backward()
-        optimizer.zero_grad()
-        for p, *others in zip(model.parameters(), *(r.parameters() for r in replicas), strict=True):
-            p.grad = sum(o.grad for o in others)
-        optimizer.step()
-
-
-@odd(notes="data parallelism by hand: two replicas make the gradients, their sum is assigned to the model")
-def replicas_reduced_by_hand() -> TrainLoop:
-    model = relu_mlp(8, 12, 4)
-    replicas = [copy.deepcopy(model) for _ in range(2)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_replicas(model, replicas, optimizer, batches),
-    )
 
 
 class ScatterGather(nn.Module):

@@ -1,11 +1,11 @@
-"""Reinforcement learning on policies: negative losses, several epochs over one rollout, gradients of samples."""
+"""Reinforcement learning on policies: negative losses, gradients of samples."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import mlp, relu_mlp
@@ -171,63 +171,6 @@ def actor_critic_detached_encoder() -> TrainLoop:
         batches=fresh(states),
         fit=lambda batches: train_actor_critic(net, opt_actor, opt_critic, batches),
     )
-
-
-class GaussianActorCritic(nn.Module):
-    def __init__(self, width=6, hidden=16, actions=2):
-        super().__init__()
-        self.actor = mlp(width, hidden, actions, activation=nn.Tanh)
-        self.critic = mlp(width, hidden, 1, activation=nn.Tanh)
-        self.log_std = nn.Parameter(torch.zeros(actions))
-        for layer in (self.actor[-1], self.critic[-1]):
-            nn.init.orthogonal_(layer.weight, 0.01)
-            nn.init.zeros_(layer.bias)
-
-    def forward(self, state):
-        return Normal(self.actor(state), self.log_std.exp()), self.critic(state).squeeze(-1)
-
-
-class PPO:
-    def __init__(self, net, lr=3e-3, clip=0.2, epochs=3, minibatches=1):
-        self.net, self.clip, self.epochs, self.minibatches = net, clip, epochs, minibatches
-        self.optimizer = torch.optim.Adam(net.parameters(), lr=lr, eps=1e-5)
-
-    @torch.no_grad()
-    def rollout(self, state):
-        choice, value = self.net(state)
-        action = choice.sample()
-        reward = -(action - state[:, :2]).square().sum(1)
-        return state, action, choice.log_prob(action).sum(1), value, reward
-
-    def update(self, state, action, old_log_prob, value, reward):
-        advantages = reward - value
-        for _ in range(self.epochs):
-            for rows in torch.randperm(len(state)).chunk(self.minibatches):
-                choice, new_value = self.net(state[rows])
-                ratio = (choice.log_prob(action[rows]).sum(1) - old_log_prob[rows]).exp()
-                advantage = advantages[rows]
-                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-                clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-                policy_loss = torch.max(-advantage * ratio, -advantage * clipped).mean()
-                value_loss = 0.5 * (new_value - reward[rows]).square().mean()
-                loss = policy_loss - 0.01 * choice.entropy().sum(1).mean() + 0.5 * value_loss
-                self.optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
-                self.optimizer.step()
-
-    def fit(self, batches):
-        for state in batches:
-            self.update(*self.rollout(state))
-
-
-@odd(
-    notes="three steps per batch on one rollout made without gradients; clipped ratios give exactly 0; a near-zero head"
-)
-def ppo_epochs_over_one_rollout() -> TrainLoop:
-    net = GaussianActorCritic()
-    agent = PPO(net)
-    return TrainLoop(model=net, optimizer=agent.optimizer, batch=states(), batches=fresh(states), fit=agent.fit)
 
 
 class BigramPolicy(nn.Module):

@@ -1,4 +1,4 @@
-"""Self-supervised learning: momentum encoders, queues, stopped gradients, two views of one batch."""
+"""Self-supervised learning: momentum encoders, queues, two views of one batch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from pytest_trainloop.loop import TrainLoop
-from tests.loops.nets import mlp, relu_mlp
+from tests.loops.nets import mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points
 
@@ -176,160 +175,6 @@ def byol_target_in_optimizer() -> TrainLoop:
         batch=inputs(),
         batches=fresh(inputs),
         fit=lambda batches: train_byol(model, optimizer, batches),
-    )
-
-
-def negative_cosine(guess, aim):
-    return -F.cosine_similarity(guess, aim.detach(), dim=-1).mean()
-
-
-def train_simsiam(encoder, predictor, optimizer, batches):
-    for x in batches:
-        z1, z2 = encoder(view(x)), encoder(view(x))
-        loss = negative_cosine(predictor(z1), z2) / 2 + negative_cosine(predictor(z2), z1) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-@odd(notes="the loss is negative and half of each pair is detached, in turn (SimSiam)")
-def simsiam_stop_gradient() -> TrainLoop:
-    encoder, predictor = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), projector(12, 6)), relu_mlp(6, 4, 6)
-    optimizer = torch.optim.SGD([{"params": encoder.parameters()}, {"params": predictor.parameters()}], lr=0.05)
-    return TrainLoop(
-        model=[encoder, predictor],
-        optimizer=optimizer,
-        batch=inputs(),
-        fit=lambda batches: train_simsiam(encoder, predictor, optimizer, batches),
-    )
-
-
-class DINOHead(nn.Module):
-    def __init__(self, out=8):
-        super().__init__()
-        self.mlp = mlp(8, 12, 6, activation=nn.GELU)
-        self.last_layer = weight_norm(nn.Linear(6, out, bias=False))
-        self.last_layer.parametrizations.weight.original0.data.fill_(1)
-        self.last_layer.parametrizations.weight.original0.requires_grad = False
-
-    def forward(self, x):
-        return self.last_layer(F.normalize(self.mlp(x), dim=-1))
-
-
-class DINO:
-    def __init__(self, freeze_last_layer=1):
-        self.student, self.teacher = DINOHead(), DINOHead()
-        self.teacher.load_state_dict(self.student.state_dict())
-        for p in self.teacher.parameters():
-            p.requires_grad = False
-        self.center, self.freeze_last_layer = torch.zeros(1, 8), freeze_last_layer
-        self.optimizer = torch.optim.AdamW([p for p in self.student.parameters() if p.requires_grad], lr=5e-3)
-
-    def loss(self, student, teacher):
-        aim = ((teacher - self.center) / 0.04).softmax(-1).detach()
-        self.center = self.center * 0.9 + teacher.detach().mean(0, keepdim=True) * 0.1
-        return -(aim * (student / 0.1).log_softmax(-1)).sum(-1).mean()
-
-    def cancel_gradients_last_layer(self, epoch):
-        if epoch < self.freeze_last_layer:
-            for name, p in self.student.named_parameters():
-                if "last_layer" in name:
-                    p.grad = None
-
-    def fit(self, batches, epochs=2):
-        for epoch in range(epochs):
-            for x in batches:
-                loss = self.loss(self.student(view(x)), self.teacher(view(x)))
-                self.optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.student.parameters(), 3.0)
-                self.cancel_gradients_last_layer(epoch)
-                self.optimizer.step()
-                with torch.no_grad():
-                    for q, k in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
-                        k.mul_(0.95).add_(q.detach(), alpha=0.05)
-
-
-@odd(
-    notes="for one whole epoch the last layer's gradients are made and thrown away before each step, as "
-    "published (DINO)"
-)
-def dino_cancelled_last_layer() -> TrainLoop:
-    method = DINO()
-    return TrainLoop(
-        model={"student": method.student, "teacher": method.teacher},
-        optimizer=method.optimizer,
-        batch=inputs(),
-        batches=fresh(inputs),
-        fit=method.fit,
-    )
-
-
-def off_diagonal(matrix):
-    n = len(matrix)
-    return matrix.flatten()[:-1].view(n - 1, n + 1)[:, 1:].flatten()
-
-
-def vicreg_loss(a, b):
-    loss = 25.0 * F.mse_loss(a, b)
-    for z in (a, b):
-        z = z - z.mean(0)
-        loss = loss + 25.0 * F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() / 2
-        loss = loss + off_diagonal(z.T @ z / (len(z) - 1)).square().sum() / z.size(1)
-    return loss
-
-
-def train_vicreg(model, optimizer, batches):
-    for x in batches:
-        optimizer.zero_grad()
-        vicreg_loss(model(view(x)), model(view(x))).backward()
-        optimizer.step()
-
-
-@odd(notes="only differences and spreads count: the last bias cancels exactly, its gradient is rounding noise (VICReg)")
-def vicreg_last_bias_cancels() -> TrainLoop:
-    model = Encoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=inputs(),
-        fit=lambda batches: train_vicreg(model, optimizer, batches),
-    )
-
-
-class CLIP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = relu_mlp(8, 12, 6), nn.Sequential(nn.Embedding(8, 12), nn.Linear(12, 6))
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-
-    def forward(self, x, ids):
-        x, t = F.normalize(self.image(x), dim=1), F.normalize(self.text(ids), dim=1)
-        return self.logit_scale.exp() * x @ t.T
-
-
-def train_clip(model, optimizer, batches):
-    for x, ids in batches:
-        logits = model(x, ids)
-        pairs = torch.arange(len(x))
-        loss = (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            model.logit_scale.clamp_(0, math.log(10.0))
-
-
-@odd(notes="the learned temperature is clamped under no_grad after each step, and the first clamp moves it far (CLIP)")
-def clip_temperature_clamped_after_each_step() -> TrainLoop:
-    model = CLIP()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=(torch.eye(8) + 0.1 * torch.randn(8, 8), torch.arange(8)),
-        fit=lambda batches: train_clip(model, optimizer, batches),
     )
 
 

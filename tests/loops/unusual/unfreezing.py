@@ -52,26 +52,6 @@ def gradual_unfreezing_by_param_groups() -> TrainLoop:
     )
 
 
-def train_head_first(model, optimizer, batches, frozen_steps=5):
-    for step, (x, y) in enumerate(batches):
-        live = step >= frozen_steps
-        model.stem.requires_grad_(live)
-        model.body.requires_grad_(live)
-        train_batch(model, optimizer, x, y)
-
-
-@odd(notes="the optimizer holds everything from the start, while the trunk has requires_grad=False for the first steps")
-def head_first_then_everything() -> TrainLoop:
-    model = Classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        fit=lambda batches: train_head_first(model, optimizer, batches),
-    )
-
-
 def train_two_phases(model, batches):
     model.requires_grad_(False).head.requires_grad_(True)
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=2e-2)

@@ -1,15 +1,13 @@
-"""Reinforcement learning on values and preferences: target networks, replay, temperatures, parameters nobody holds."""
+"""Reinforcement learning on values and preferences: target networks, gradients and parameters that nobody takes."""
 
 from __future__ import annotations
 
 import copy
-import random
-from collections import deque
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops.nets import mlp, relu_mlp
@@ -28,60 +26,6 @@ def transitions(rows=8, width=6, actions=4):
         "next": state.roll(1, 1),
         "done": torch.rand(rows) < 0.2,
     }
-
-
-class DQN:
-    def __init__(self, online, target, optimizer, gamma=0.5, copy_every=5):
-        self.online, self.target, self.optimizer = online, target, optimizer
-        self.memory, self.gamma, self.copy_every = deque(maxlen=200), gamma, copy_every
-
-    def remember(self, batch):
-        for i in range(len(batch["state"])):
-            self.memory.append({k: v[i] for k, v in batch.items()})
-
-    def learn(self):
-        drawn = random.sample(list(self.memory), 8)
-        state, action, reward, following, done = (
-            torch.stack([d[k] for d in drawn]) for k in ("state", "action", "reward", "next", "done")
-        )
-        value = self.online(state).gather(1, action[:, None]).squeeze(1)
-        with torch.no_grad():
-            aim = reward + self.gamma * self.target(following).max(1).values * ~done
-        loss = F.smooth_l1_loss(value, aim)
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_value_(self.online.parameters(), 1.0)
-        self.optimizer.step()
-
-    def fit(self, batches):
-        steps = 0
-        for batch in batches:
-            self.remember(batch)
-            if len(self.memory) < 16:
-                continue
-            self.learn()
-            steps += 1
-            if steps % self.copy_every == 0:
-                self.target.load_state_dict(self.online.state_dict())
-
-
-@odd(
-    notes="the first batch makes no step; rows come from a replay memory; "
-    "the target net requires grad, is held by nobody, "
-    "and moves by load_state_dict on every fifth step"
-)
-def dqn_hard_target_copy() -> TrainLoop:
-    online = relu_mlp(6, 16, 4)
-    target = copy.deepcopy(online)
-    optimizer = torch.optim.Adam(online.parameters(), lr=5e-3)
-    agent = DQN(online, target, optimizer)
-    return TrainLoop(
-        model={"online": online, "target": target},
-        optimizer=optimizer,
-        batch=transitions(),
-        batches=fresh(transitions),
-        fit=agent.fit,
-    )
 
 
 class DuelingNet(nn.Module):
@@ -171,61 +115,6 @@ def ddpg() -> TrainLoop:
         batch=moves(),
         batches=fresh(moves),
         fit=lambda batches: train_ddpg(actor, critic, old_actor, old_critic, opt_actor, opt_critic, batches),
-    )
-
-
-class SAC:
-    def __init__(self, target_entropy=-2.0):
-        self.actor = relu_mlp(6, 16, 4)
-        self.critics = nn.ModuleList([Critic(), Critic()])
-        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.log_alpha = torch.zeros(1, requires_grad=True)
-        self.target_entropy = target_entropy
-        self.opt_actor = torch.optim.Adam(self.actor.parameters(), lr=3e-3)
-        self.opt_critic = torch.optim.Adam(self.critics.parameters(), lr=3e-3)
-        self.opt_alpha = torch.optim.Adam([self.log_alpha], lr=1e-2)
-
-    def act(self, state):
-        mean, log_std = self.actor(state).chunk(2, 1)
-        choice = Normal(mean, log_std.clamp(-5, 2).exp())
-        raw = choice.rsample()
-        action = raw.tanh()
-        return action, (choice.log_prob(raw) - (1 - action.square() + 1e-6).log()).sum(1)
-
-    def update(self, state, action, reward, following):
-        alpha = self.log_alpha.exp().detach()
-        with torch.no_grad():
-            next_action, next_log_prob = self.act(following)
-            best = torch.min(*(t(following, next_action) for t in self.targets))
-            aim = reward + 0.5 * (best - alpha * next_log_prob)
-        self.opt_critic.zero_grad()
-        sum(F.mse_loss(c(state, action), aim) for c in self.critics).backward()
-        self.opt_critic.step()
-
-        new, log_prob = self.act(state)
-        value = torch.min(*(c(state, new) for c in self.critics))
-        self.opt_actor.zero_grad()
-        (alpha * log_prob - value).mean().backward()
-        self.opt_actor.step()
-
-        self.opt_alpha.zero_grad()
-        (-(self.log_alpha * (log_prob + self.target_entropy).detach()).mean()).backward()
-        self.opt_alpha.step()
-        polyak(self.targets, self.critics, 0.05)
-
-    def fit(self, batches):
-        for batch in batches:
-            self.update(*batch)
-
-
-@odd(notes="a trained temperature that belongs to no module: its optimizer holds a tensor that is not the model's")
-def sac_temperature_outside_model() -> TrainLoop:
-    agent = SAC()
-    return TrainLoop(
-        model={"actor": agent.actor, "critics": agent.critics, "targets": agent.targets},
-        optimizer=[agent.opt_actor, agent.opt_critic, agent.opt_alpha],
-        batch=moves(),
-        fit=agent.fit,
     )
 
 

@@ -37,20 +37,6 @@ def of_several_heads(dim):
     return make
 
 
-def curious_policy(dim):
-    def make():
-        def loss_of(model, batch):
-            states, actions, returns = batch
-            scores = model(states)
-            chosen = F.log_softmax(scores, dim=1).gather(1, actions[:, None])[:, 0]
-            spread = -(F.softmax(scores, dim=dim) * F.log_softmax(scores, dim=dim)).sum(dim).mean()
-            return -(chosen * returns).mean() - 0.05 * spread
-
-        return loop(mlp(4, 24, 3), data.episode(), loss_of)
-
-    return make
-
-
 pair(
     "heads_weighed_over_the_batch",
     "batch_independence",
@@ -205,18 +191,6 @@ def chosen_actions(own):
             logp = model(states).log_softmax(-1)
             chosen = logp[torch.arange(len(actions)), actions] if own else logp[:, actions]
             return -chosen.mean()
-
-        return loop(mlp(4, 24, 3), data.episode(), loss_of)
-
-    return make
-
-
-def weighed_actions(own):
-    def make():
-        def loss_of(model, batch):
-            states, actions, returns = batch
-            chosen = model(states).log_softmax(-1).gather(1, actions[:, None])
-            return -(chosen * (returns[:, None] if own else returns)).mean()
 
         return loop(mlp(4, 24, 3), data.episode(), loss_of)
 

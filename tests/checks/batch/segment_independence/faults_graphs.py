@@ -44,33 +44,9 @@ pair(
 )
 
 
-def norm_of_all_nodes(_layers, hidden, _batch, _count):
-    centred = hidden - hidden.mean(0, keepdim=True)
-    return centred / (centred.square().mean(0, keepdim=True) + 1e-5).sqrt()
-
-
 def norm_of_a_graph(_layers, hidden, batch, count):
     centred = hidden - averaged(hidden, batch, count)[batch]
     return centred / (averaged(centred.square(), batch, count)[batch] + 1e-5).sqrt()
-
-
-def layer_norm_of_everything(_layers, hidden, _batch, _count):
-    hidden = hidden - hidden.mean()
-    return hidden / (hidden.std(unbiased=False) + 1e-5)
-
-
-def layer_norm_of_a_graph(_layers, hidden, batch, count):
-    hidden = hidden - averaged(hidden, batch, count).mean(1, keepdim=True)[batch]
-    spread = averaged(hidden.square(), batch, count).mean(1, keepdim=True)[batch]
-    return hidden / (spread + 1e-5).sqrt()
-
-
-def one_virtual_node(m, hidden, _batch, _count):
-    return hidden + torch.relu(m["virtual"](hidden.sum(0, keepdim=True)))
-
-
-def a_virtual_node_each(m, hidden, batch, count):
-    return hidden + torch.relu(m["virtual"](summed(hidden, batch, count)))[batch]
 
 
 def gate_over_all_nodes(m, hidden, batch, count):

@@ -12,37 +12,6 @@ from tests.loops.odd import odd
 from tests.loops.random_data import curves, fresh, points
 
 
-def train_overflowing(model, optimizer, scaler, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = F.cross_entropy(model(x), y, reduction="sum")
-        scaler.scale(loss).backward()
-        if scaler.is_enabled():
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@odd(
-    notes="the scale starts too high: the first steps are skipped because of infinite gradients, as fp16 "
-    "training always begins"
-)
-def fp16_scaler_skips_the_first_steps() -> TrainLoop:
-    model = relu_mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_overflowing(model, optimizer, scaler, batches),
-    )
-
-
 def train_with_schedule(model, optimizer, scheduler, scaler, batches):
     for x, y in batches:
         optimizer.zero_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data, nets
@@ -99,53 +98,6 @@ def log_in_a_group_of_its_own(ranks=1) -> TrainLoop:
             history.append(sum(every) / len(every))
 
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
-class Rows(Dataset):
-    """Rows as dicts, with what the project calls them."""
-
-    def __init__(self, rows=48):
-        self.x, self.y = data.table(rows=rows)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return {"features": self.x[index], "target": self.y[index], "row": index}
-
-
-@odd(notes="a sampler of ranks shuffles with a seed that all have in common; set_epoch is called by the loader's owner")
-def loader_with_a_sampler_that_shuffles(ranks=1) -> TrainLoop:
-    rank = dist.get_rank() if ranks > 1 else 0
-    rows = Rows()
-    sampler = DistributedSampler(rows, num_replicas=ranks, rank=rank, shuffle=True, seed=7, drop_last=True)
-    loader = DataLoader(rows, batch_size=6, sampler=sampler, drop_last=True)
-
-    @dataclass
-    class Epochs:
-        """A loader that tells its sampler of each epoch."""
-
-        epoch: int = 0
-
-        def __len__(self):
-            return len(loader)
-
-        def __iter__(self):
-            sampler.set_epoch(self.epoch)
-            self.epoch += 1
-            return iter(loader)
-
-    raw = nets.mlp(6, 24, 1)
-    model = wrap(raw, ranks)
-    optimizer = torch.optim.SGD(raw.parameters(), lr=0.05)
-
-    def fit(given):
-        for batch in given:
-            optimizer.zero_grad()
-            F.mse_loss(model(batch["features"]), batch["target"]).backward()
-            optimizer.step()
-
-    return TrainLoop(model=raw, optimizer=optimizer, batches=Epochs(), fit=fit)
 
 
 class Stream(IterableDataset):

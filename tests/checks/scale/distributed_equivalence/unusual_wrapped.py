@@ -6,7 +6,6 @@ import contextlib
 import copy
 import os
 import random
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -90,59 +89,6 @@ def script_by_environment(ranks=1) -> TrainLoop:
             optimizer.zero_grad(set_to_none=True)
 
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.tokens(), fit=fit)
-
-
-@dataclass
-class Settings:
-    learning_rate: float = 1e-2
-    accumulate: int = 1
-    ranks: int = 1
-
-
-class Trainer:
-    """Windows under ``no_sync``, the loss of all ranks for the log, rank 0 alone in charge of the rest."""
-
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.settings = settings
-        self.is_main = not dist.is_initialized() or dist.get_rank() == 0
-        self.model = DistributedDataParallel(model) if settings.ranks > 1 else model
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
-        self.history: list[float] = []
-
-    @property
-    def unwrapped(self) -> nn.Module:
-        return getattr(self.model, "module", self.model)
-
-    def synchronised(self, last: bool):
-        return contextlib.nullcontext() if last or self.settings.ranks == 1 else self.model.no_sync()
-
-    def reduced(self, loss: torch.Tensor) -> torch.Tensor:
-        loss = loss.detach().clone()
-        if self.settings.ranks > 1:
-            dist.all_reduce(loss)
-            loss /= dist.get_world_size()
-        return loss
-
-    def fit(self, batches) -> None:
-        k = self.settings.accumulate
-        for number, batch in enumerate(batches, start=1):
-            with self.synchronised(last=number % k == 0):
-                scores = self.model(batch["x"])
-                loss = F.cross_entropy(scores, batch["labels"])
-                (loss / k).backward()
-            if number % k == 0:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                mean = self.reduced(loss)
-                if self.is_main:
-                    self.history.append(float(mean))
-
-
-@odd(notes="most backward passes reduce nothing: those inside a window are under no_sync")
-def trainer_class_with_no_sync(accumulate=1, ranks=1) -> TrainLoop:
-    x, y = data.labelled()
-    trainer = Trainer(nets.mlp(6, 16, 3), Settings(accumulate=accumulate, ranks=ranks))
-    return TrainLoop(model=trainer.unwrapped, optimizer=trainer.optimizer, batch={"x": x, "labels": y}, fit=trainer.fit)
 
 
 @odd(notes="the forward pass of the last micro-batch alone is outside no_sync, by an attribute instead of a context")

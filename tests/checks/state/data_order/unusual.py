@@ -616,23 +616,6 @@ def rows_counted_in_place():
     return loaded(Counted(), shuffle=True)
 
 
-class Standardised(Jittered):
-    """Keeps running statistics of what it gave."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = torch.zeros(6)
-
-    def __getitem__(self, index):
-        self.mean.lerp_(self.x[index], 0.1)
-        return self.x[index] - self.mean, self.y[index]
-
-
-@odd(notes="the data set keeps running statistics in place, and takes them off each item")
-def running_statistics_of_items():
-    return loaded(Standardised(), shuffle=True)
-
-
 class Cached(Jittered):
     """Decodes an item when it is first asked for, into the place of the raw one."""
 

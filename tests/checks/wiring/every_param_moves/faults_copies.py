@@ -160,37 +160,3 @@ pair(
     faulty=masters(copied_back=False),
     fixed=masters(copied_back=True),
 )
-
-
-# All parameters as one flat vector for the optimizer, and the vector stays where it is.
-
-
-def flat(written_back):
-    def make():
-        model = mlp(6, 16, 1)
-        vector = nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
-        optimizer = torch.optim.Adam([vector], lr=1e-2)
-
-        def fit(batches):
-            for x, y in batches:
-                model.zero_grad()
-                F.huber_loss(model(x), y).backward()
-                vector.grad = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
-                optimizer.step()
-                if written_back:
-                    nn.utils.vector_to_parameters(vector.data, model.parameters())
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-    return make
-
-
-pair(
-    "flat_vector_never_written_back",
-    "optimizer_holds_every_param",
-    "not_in_optimizer",
-    culprits=("0.weight", "2.weight"),
-    mentions=("nothing writes them back",),
-    faulty=flat(written_back=False),
-    fixed=flat(written_back=True),
-)

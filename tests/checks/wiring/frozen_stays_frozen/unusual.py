@@ -64,28 +64,6 @@ def resting_teacher_follows():
     return TrainLoop(model=[student, teacher], optimizer=optimizer, batch=points(), fit=fit)
 
 
-@odd(notes="a codebook without gradients is written by an average of what is assigned to it (VQ-VAE)")
-def resting_codebook_by_average():
-    model = nn.ModuleDict({"encode": relu_mlp(8, 16, 4), "decode": relu_mlp(4, 16, 8)})
-    model.register_parameter("codes", nn.Parameter(torch.randn(5, 4), requires_grad=False))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=1e-2)
-
-    def fit(batches):
-        for x, _ in batches:
-            z = model["encode"](x)
-            index = torch.cdist(z, model.codes).argmin(1)
-            q = z + (model.codes[index] - z).detach()
-            loss = F.mse_loss(model["decode"](q), x) + 0.25 * F.mse_loss(z, model.codes[index])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                for k in index.unique():
-                    model.codes[k].lerp_(z[index == k].mean(0), 0.1)
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
-
-
 @odd(notes="the norms of a frozen backbone keep following the data on purpose (AdaBN); the norms' own weights train")
 def resting_backbone_with_trained_norms():
     model = Features()
@@ -213,38 +191,6 @@ def resting_in_bfloat16_beside_masters():
             with torch.no_grad():
                 for master, p in zip(masters, model.parameters(), strict=True):
                     p.copy_(master)
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
-
-
-class KahanSGD(torch.optim.Optimizer):
-    """SGD for low precision: what rounding takes from a step is kept and added to the next."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    rest = self.state[p].setdefault("rest", torch.zeros_like(p))
-                    rest.sub_(p.grad, alpha=group["lr"])
-                    before = p.clone()
-                    p.add_(rest)
-                    rest.add_(before.sub_(p))
-
-
-@odd(notes="bfloat16 weights whose small steps are kept by Kahan summation until they are large enough")
-def resting_in_bfloat16_under_kahan():
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(torch.bfloat16)
-    optimizer = KahanSGD(model.parameters(), lr=1e-3)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.bfloat16()).float(), y).backward()
-            optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
 

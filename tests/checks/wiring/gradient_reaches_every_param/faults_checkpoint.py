@@ -81,55 +81,6 @@ pair(
 )
 
 
-# The first stage of a convolutional network is checkpointed on raw images.
-
-
-class Stages(nn.Module):
-    def __init__(self, *, use_reentrant, use_checkpoint):
-        super().__init__()
-        self.use_reentrant, self.use_checkpoint = use_reentrant, use_checkpoint
-        self.stage1 = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
-        self.stage2 = nn.Sequential(nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.ReLU())
-        self.head = nn.Linear(48, 4)
-
-    def forward(self, x):
-        return self.head(self.stage2(self.first(x)).flatten(1))
-
-    def first(self, x):
-        if not self.use_checkpoint:
-            return self.stage1(x)
-        return checkpoint(self.stage1, x, use_reentrant=self.use_reentrant)
-
-
-def staged(**how):
-    def make(checkpoint=True):
-        model = Stages(use_checkpoint=checkpoint, **how)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-
-        def loss(batch):
-            return F.cross_entropy(model(batch[0]), batch[1])
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.images(),
-            fit=lambda batches: train(loss, optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "first_stage_checkpointed",
-    CHECK,
-    "checkpoint_cut",
-    culprits=("stage1.0.weight", "stage1.1.weight"),
-    where="checkpoint(self.stage1, x, use_reentrant=self.use_reentrant)",
-    faulty=staged(use_reentrant=True),
-    fixed=staged(use_reentrant=False),
-)
-
-
 # A sequence of layers, cut into segments; the last one runs outside of the checkpoint.
 
 

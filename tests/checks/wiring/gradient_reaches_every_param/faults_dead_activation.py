@@ -51,7 +51,7 @@ def dead(name, culprits, broken, whole, batch, loss, *, broken_loss=None, level=
     )
 
 
-# A ReLU layer that no row of the data can reach: by its bias, by negative weights on non-negative features.
+# A ReLU layer that no row of the data can reach, by its bias.
 
 
 def with_bias(value):
@@ -63,29 +63,11 @@ def with_bias(value):
     return build
 
 
-def with_weights(low, high):
-    def build():
-        model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
-        nn.init.uniform_(model[2].weight, low, high)
-        nn.init.zeros_(model[2].bias)
-        return model
-
-    return build
-
-
 dead(
     "relu_dead_by_bias",
     ("0.weight", "2.weight", "2.bias"),
     with_bias(-100.0),
     with_bias(0.1),
-    data.labelled,
-    classify,
-)
-dead(
-    "relu_dead_by_weights",
-    ("0.weight", "2.weight"),
-    with_weights(-1.0, -0.5),
-    with_weights(-0.25, 0.25),
     data.labelled,
     classify,
 )
@@ -186,61 +168,6 @@ dead(
     ("score.weight", "score.bias"),
     lambda: Pooled(dim=-1),
     lambda: Pooled(dim=1),
-    data.series,
-    regress,
-)
-
-
-# Pooling over a picture by a map of scores: the softmax runs over its one channel.
-
-
-class ShapePool(nn.Module):
-    def __init__(self, pixels):
-        super().__init__()
-        self.pixels = pixels
-        self.features = nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU())
-        self.score = nn.Conv2d(12, 1, 1)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x):
-        found = self.features(x)
-        scores = self.score(found).flatten(2) / 0.5
-        weights = scores.softmax(-1 if self.pixels else 1).view(len(x), 1, *found.shape[2:])
-        return self.head((weights * found).sum((2, 3)))
-
-
-dead(
-    "softmax_over_channels",
-    ("score.weight", "score.bias"),
-    lambda: ShapePool(pixels=False),
-    lambda: ShapePool(pixels=True),
-    data.images,
-    classify,
-)
-
-
-# Pooling by a learned query: the softmax runs over the query.
-
-
-class QueryPool(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.dim = dim
-        self.rnn = nn.GRU(1, 16, batch_first=True)
-        self.query = nn.Parameter(0.1 * torch.randn(16, 1))
-        self.out = nn.Linear(16, 1)
-
-    def forward(self, x):
-        states, _ = self.rnn(x)
-        weights = F.softmax((states @ self.query).tanh() * 2, dim=self.dim)
-        return self.out((weights * states).sum(1))
-
-
-dead(
-    "softmax_over_one_learned_query",
-    ("query",),
-    lambda: QueryPool(dim=2),
-    lambda: QueryPool(dim=1),
     data.series,
     regress,
 )

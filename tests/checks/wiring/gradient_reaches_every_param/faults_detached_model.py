@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import TwoTower, contrast, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 CHECK = "gradient_reaches_every_param"
@@ -41,30 +41,6 @@ def cut(name, where, culprits, broken, whole, batch, loss, **options):
         faulty=loop(broken, batch, loss, **options),
         fixed=loop(whole, batch, loss, **options),
     )
-
-
-# Two towers: one side goes through a cache of plain lists.
-
-
-class CachedTower(TwoTower):
-    def forward(self, left, right):
-        users = torch.tensor(self.left(left).cpu().tolist())
-        return F.normalize(users, dim=-1) @ F.normalize(self.right(right), dim=-1).T
-
-
-def match(model, batch):
-    return contrast(model(*batch))
-
-
-cut(
-    "tower_through_a_list",
-    "torch.tensor(self.left(left).cpu().tolist())",
-    ("left.0.weight", "left.2.bias"),
-    CachedTower,
-    TwoTower,
-    data.views,
-    match,
-)
 
 
 def forecast(model, batch):
@@ -168,43 +144,4 @@ cut(
     VQ,
     data.table,
     lambda model, batch: model.loss(batch[0]),
-)
-
-
-# A mixture of experts: the router picks, but its probability never enters the output.
-
-
-class MoE(nn.Module):
-    def __init__(self, experts=2, width=16):
-        super().__init__()
-        self.lift = nn.Linear(6, width, bias=False)
-        self.router = nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleList(mlp(width, width, width) for _ in range(experts))
-        self.out = nn.Linear(width, 1)
-
-    def route(self, x):
-        probabilities = self.router(x).softmax(dim=-1)
-        return F.one_hot(probabilities.argmax(dim=-1), len(self.experts)) * probabilities
-
-    def forward(self, x):
-        x = torch.tanh(self.lift(x))
-        weights = self.route(x).unsqueeze(-1)
-        mixed = torch.stack([expert(x) for expert in self.experts], dim=1)
-        return self.out(x + (weights * mixed).sum(1))
-
-
-class HardMoE(MoE):
-    def route(self, x):
-        chosen = self.router(x).argmax(dim=-1)
-        return F.one_hot(chosen, len(self.experts)).to(x.dtype)
-
-
-cut(
-    "router_only_picks",
-    "self.router(x).argmax(dim=-1)",
-    ("router.weight",),
-    HardMoE,
-    MoE,
-    lambda: data.table(rows=32),
-    forecast,
 )

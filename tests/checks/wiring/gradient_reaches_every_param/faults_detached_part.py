@@ -68,14 +68,6 @@ class Attention(nn.Module):
         return self.o(self.weights(x) @ self.values(x))
 
 
-class AttentionKeepingWeights(Attention):
-    """Keeps its weights for plotting, and goes on with what it kept."""
-
-    def weights(self, x):
-        self.last_weights = super().weights(x).detach()
-        return self.last_weights
-
-
 class AttentionWithDetachedValues(Attention):
     def values(self, x):
         return self.v(x).detach()
@@ -101,15 +93,6 @@ def attention_lm(attention):
     return trained(lambda: AttentionLM(attention), data.tokens, lm_loss, lr=5e-3)
 
 
-pair(
-    "attention_weights_detached",
-    CHECK,
-    "graph_cut",
-    culprits=("attention.q.weight", "attention.k.weight"),
-    where=".detach()",
-    faulty=attention_lm(AttentionKeepingWeights),
-    fixed=attention_lm(Attention),
-)
 pair(
     "attention_values_detached",
     CHECK,
@@ -233,44 +216,4 @@ pair(
     where="self.function.apply(",
     faulty=trained(lambda: CustomNet(AffineInputOnly), data.table, regress, lr=5e-3),
     fixed=trained(lambda: CustomNet(Affine), data.table, regress, lr=5e-3),
-)
-
-
-# A hypernetwork: the generated weights are copied into a buffer by way of `data`.
-
-
-class Hyper(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.width = width
-        self.condition = nn.Parameter(torch.randn(4))
-        self.generate = nn.Linear(4, 6 * width)
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.out = nn.Linear(width, 1)
-
-    def generated(self):
-        return self.generate(self.condition).view(self.width, 6)
-
-    def forward(self, x):
-        return self.out(torch.tanh(F.linear(x, self.generated(), self.bias)))
-
-
-class HyperThroughData(Hyper):
-    def __init__(self, width=8):
-        super().__init__(width)
-        self.register_buffer("weight", torch.zeros(width, 6))
-
-    def forward(self, x):
-        self.weight.data.copy_(self.generated())
-        return self.out(torch.tanh(F.linear(x, self.weight, self.bias)))
-
-
-pair(
-    "generated_weights_as_data",
-    CHECK,
-    "graph_cut",
-    culprits=("condition", "generate.weight"),
-    where="self.weight.data.copy_(",
-    faulty=trained(HyperThroughData, data.table, regress, lr=1e-2),
-    fixed=trained(Hyper, data.table, regress, lr=1e-2),
 )

@@ -81,15 +81,7 @@ class LMDroppingNorm(LM):
         return self.head(x)
 
 
-class LMDroppingPositions(LM):
-    def embed(self, ids):
-        x = self.token(ids)
-        x.add(self.position(torch.arange(ids.shape[1])))
-        return x
-
-
 unused("norm_result_dropped", ("norm.weight", "norm.bias"), LMDroppingNorm, LM, data.tokens, lm_loss, lr=3e-3)
-unused("positions_added_nowhere", ("position.weight",), LMDroppingPositions, LM, data.tokens, lm_loss, lr=3e-3)
 
 
 # Two heads, one loss.

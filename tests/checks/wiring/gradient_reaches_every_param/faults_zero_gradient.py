@@ -33,19 +33,15 @@ def regress(model, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def classify(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def vanished(name, where, culprits, broken, whole, batch=data.table, loss=regress):
+def vanished(name, where, culprits, broken, whole, loss=regress):
     pair(
         name,
         CHECK,
         "gradient_vanished",
         culprits=culprits,
         where=where,
-        faulty=loop(broken, batch, loss),
-        fixed=loop(whole, batch, loss),
+        faulty=loop(broken, data.table, loss),
+        fixed=loop(whole, data.table, loss),
     )
 
 
@@ -85,16 +81,6 @@ class HashedStraightThrough(Coded):
         return straight_through(torch.sign(h), h)
 
 
-class Bucketed(Coded):
-    def code(self, h):
-        return torch.floor(h * 8) / 8
-
-
-class BucketedStraightThrough(Coded):
-    def code(self, h):
-        return straight_through(torch.floor(h * 8) / 8, h)
-
-
 class HardStep(Coded):
     def code(self, h):
         return torch.clamp(h * 1e7, 0, 1)
@@ -109,43 +95,7 @@ ENCODER = ("encoder.weight", "encoder.bias")
 
 vanished("code_rounded", "torch.round(h * 4)", ENCODER, Rounded, RoundedStraightThrough)
 vanished("code_signed", "torch.sign(h)", ENCODER, Hashed, HashedStraightThrough)
-vanished("code_floored", "torch.floor(h * 8)", ENCODER, Bucketed, BucketedStraightThrough)
 vanished("code_clamped_to_a_step", "torch.clamp(h * 1e7, 0, 1)", ENCODER, HardStep, SoftStep)
-
-
-# Quantisation-aware training of weights.
-
-
-class QuantLinear(nn.Linear):
-    def quantised(self):
-        return straight_through(self.rounded(), self.weight)
-
-    def rounded(self):
-        scale = self.weight.detach().abs().max() / 7
-        return (self.weight / scale).round() * scale
-
-    def forward(self, x):
-        return F.linear(x, self.quantised(), self.bias)
-
-
-class QuantLinearRounding(QuantLinear):
-    def quantised(self):
-        return self.rounded()
-
-
-def quantised(linear):
-    return lambda: nn.Sequential(nn.Linear(6, 24), nn.ReLU(), linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
-
-
-vanished(
-    "weights_rounded",
-    "(self.weight / scale).round()",
-    ("2.weight",),
-    quantised(QuantLinearRounding),
-    quantised(QuantLinear),
-    data.labelled,
-    classify,
-)
 
 
 # A function with a backward of its own that gives zeros for the scale.

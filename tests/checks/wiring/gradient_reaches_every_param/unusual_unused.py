@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
-from tests.loops.nets import mlp, relu_mlp
+from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import fresh, points, tokens
+from tests.loops.random_data import fresh, points
 
 
 def train(model, optimizer, batches):
@@ -43,53 +43,6 @@ class KnowsItsDevice(nn.Module):
 @odd(notes="a parameter without elements, kept only to know the device: it is used in forward and never has a gradient")
 def empty_parameter_that_tracks_the_device() -> TrainLoop:
     return adam_loop(KnowsItsDevice(), batches=fresh(points))
-
-
-class BertLike(nn.Module):
-    """The encoder always computes its pooled output; this task reads the token states only."""
-
-    def __init__(self, vocabulary=16, width=12):
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(vocabulary, width), mlp(width, 16, width, activation=nn.GELU)
-        self.pooler = nn.Linear(width, width)
-
-    def forward(self, ids):
-        states = self.embed(ids)
-        states = states + self.layer(states)
-        return states, torch.tanh(self.pooler(states[:, 0]))
-
-
-class TokenTagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.classifier = BertLike(), nn.Linear(12, 3)
-
-    def forward(self, ids):
-        states, _pooled = self.encoder(ids)
-        return self.classifier(states)
-
-
-def train_tagger(model, optimizer, batches):
-    for ids in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(ids).flatten(0, 1), (ids % 3).flatten()).backward()
-        optimizer.step()
-
-
-@odd(
-    notes="a layer runs in every forward and its output is thrown away: no gradient, ever, and no loss depends "
-    "on it (BERT's pooler)"
-)
-def pooler_computed_and_not_used() -> TrainLoop:
-    model = TokenTagger()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=tokens(),
-        batches=fresh(tokens),
-        fit=lambda batches: train_tagger(model, optimizer, batches),
-    )
 
 
 class WithReconstruction(nn.Module):
@@ -273,36 +226,6 @@ def vector_root_with_row_weights() -> TrainLoop:
     )
 
 
-class Experts(nn.Module):
-    """Each row goes to the expert of its domain."""
-
-    def __init__(self, domains=4):
-        super().__init__()
-        self.stem, self.experts = nn.Linear(8, 12), nn.ModuleList([relu_mlp(12, 16, 4) for _ in range(domains)])
-
-    def forward(self, x, domain):
-        h, out = torch.relu(self.stem(x)), x.new_zeros(len(x), 4)
-        for number in domain.unique().tolist():
-            mine = domain == number
-            out = out.index_put((mine.nonzero()[:, 0],), self.experts[number](h[mine]))
-        return out
-
-
-@odd(notes="one expert a domain; the example batch has rows of two of the four domains")
-def experts_of_domains_that_are_not_in_the_batch() -> TrainLoop:
-    model = Experts()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    x, y = points()
-
-    def fit(batches):
-        for x, domain, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x, domain), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=(x, torch.arange(len(x)) % 2, y), fit=fit)
-
-
 class ManyTasks(nn.Module):
     """A head a task; the head of every task runs, for a dashboard."""
 
@@ -350,44 +273,6 @@ class Masked(nn.Module):
 @odd(notes="the mask token of pretraining is still in the model that is fine-tuned")
 def mask_token_after_pretraining() -> TrainLoop:
     return adam_loop(Masked())
-
-
-class Growing(nn.Module):
-    """Progressive growing: blocks of higher resolutions wait for their phase."""
-
-    def __init__(self, depth=4, phase=2):
-        super().__init__()
-        self.blocks, self.phase = nn.ModuleList([relu_mlp(8, 16, 8) for _ in range(depth)]), phase
-        self.heads = nn.ModuleList([nn.Linear(8, 4) for _ in range(depth)])
-
-    def forward(self, x):
-        for block in self.blocks[: self.phase]:
-            x = x + block(x)
-        return self.heads[self.phase - 1](x)
-
-
-@odd(notes="blocks that a later phase switches on are in the optimizer from the start")
-def blocks_that_wait_for_their_phase() -> TrainLoop:
-    return adam_loop(Growing(), batches=fresh(points))
-
-
-class Temperature(nn.Module):
-    """A scale for calibration after training: only ``calibrated`` reads it."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.log_temperature = relu_mlp(8, 16, 4), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return self.body(x)
-
-    def calibrated(self, x):
-        return self.body(x) / self.log_temperature.exp()
-
-
-@odd(notes="a temperature for calibration after training is a parameter of the model")
-def temperature_for_calibration_later() -> TrainLoop:
-    return adam_loop(Temperature())
 
 
 def train_first_head(model, optimizer, batches):

@@ -214,33 +214,6 @@ def vit_with_key_bias() -> TrainLoop:
     )
 
 
-class SqueezedHead(nn.Module):
-    """One expert starts so small that its units are off for about half of the inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
-        self.head = nn.Linear(16, 4)
-        nn.init.uniform_(self.experts[1].weight, -0.05, 0.05)
-        nn.init.constant_(self.experts[1].bias, 0.02)
-
-    def forward(self, x):
-        return self.head(torch.cat([torch.relu(expert(x)) for expert in self.experts], 1))
-
-
-@odd(notes="many units are switched off for many inputs, so single rows of a weight have no gradient in a batch")
-def partly_inactive_relu_units() -> TrainLoop:
-    model = SqueezedHead()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train(model, optimizer, batches),
-    )
-
-
 @odd(notes="attention over a memory that holds one entry in these batches, and more in others: its weights are all 1")
 def memory_of_one_entry() -> TrainLoop:
     class Reader(nn.Module):

@@ -203,10 +203,6 @@ two(
 # A leaky ReLU that was to work in place.
 
 
-def leaky(first, second):
-    return nn.Sequential(nn.Linear(6, 24), first, nn.Linear(24, 24), second, nn.Linear(24, 3))
-
-
 two(
     "leaky_relu_in_place_by_position",
     "leaky_relu_is_the_identity",

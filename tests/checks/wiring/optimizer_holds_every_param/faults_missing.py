@@ -65,17 +65,6 @@ def configure_and_for_or(model):
     return adamw(decay, no_decay)
 
 
-def configure_without_tables(model):
-    decay, no_decay = [], []
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            decay.append(module.weight)
-            no_decay += [module.bias] if module.bias is not None else []
-        elif isinstance(module, nn.LayerNorm):
-            no_decay += module.parameters()
-    return adamw(decay, no_decay)
-
-
 def configure(model):
     decay = [p for p in model.parameters() if p.ndim >= 2]
     no_decay = [p for p in model.parameters() if p.ndim < 2]
@@ -105,14 +94,6 @@ pair(
     "not_in_optimizer",
     culprits=("blocks.0.qkv.bias", "blocks.0.proj.bias", "blocks.0.mlp.0.bias", "blocks.0.mlp.2.bias"),
     faulty=gpt(configure_and_for_or),
-    fixed=gpt(configure),
-)
-pair(
-    "gpt_embeddings_fall_through",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("token.weight", "position.weight"),
-    faulty=gpt(configure_without_tables),
     fixed=gpt(configure),
 )
 
@@ -162,59 +143,7 @@ pair(
 )
 
 
-# Criteria with parameters of their own: weights of two tasks, a temperature.
-
-
-class UncertaintyWeights(nn.Module):
-    def __init__(self, tasks=2):
-        super().__init__()
-        self.log_variance = nn.Parameter(torch.zeros(tasks))
-
-    def forward(self, losses):
-        variance = self.log_variance.exp()
-        return (torch.stack(losses) / variance + torch.log1p(variance)).sum()
-
-
-class MultiTask(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(6, 24), nn.Tanh())
-        self.value = nn.Linear(24, 1)
-        self.sign = nn.Linear(24, 1)
-
-    def forward(self, x):
-        hidden = self.trunk(x)
-        return self.value(hidden), self.sign(hidden)
-
-
-def multi_task(trained):
-    def make():
-        model, weigh = MultiTask(), UncertaintyWeights()
-        optimizer = torch.optim.Adam(trained(model, weigh), lr=1e-2)
-
-        def loss(batch):
-            x, y = batch
-            value, sign = model(x)
-            return weigh([F.mse_loss(value, y), F.binary_cross_entropy_with_logits(sign, (y > 0).to(y.dtype))])
-
-        return TrainLoop(
-            model={"model": model, "weigh": weigh},
-            optimizer=optimizer,
-            batch=data.table(),
-            fit=lambda batches: train(loss, optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "task_weights_forgotten",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("weigh.log_variance",),
-    faulty=multi_task(lambda model, weigh: model.parameters()),
-    fixed=multi_task(lambda model, weigh: [*model.parameters(), *weigh.parameters()]),
-)
+# A temperature that belongs to the model, beside its towers.
 
 
 class CLIP(TwoTower):
@@ -248,14 +177,6 @@ pair(
     "not_in_optimizer",
     culprits=("log_scale",),
     faulty=clip(lambda model: [*model.left.parameters(), *model.right.parameters()]),
-    fixed=clip(lambda model: model.parameters()),
-)
-pair(
-    "clip_tower_forgotten",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("right.0.weight", "right.0.bias", "right.2.weight", "right.2.bias"),
-    faulty=clip(lambda model: [*model.left.parameters(), model.log_scale]),
     fixed=clip(lambda model: model.parameters()),
 )
 

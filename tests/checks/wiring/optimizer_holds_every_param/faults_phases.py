@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import CharLSTM, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 CHECK = "optimizer_holds_every_param"
@@ -68,42 +68,6 @@ pair(
     culprits=("backbone.0.weight", "backbone.0.bias", "backbone.1.weight", "backbone.1.bias"),
     faulty=fine_tuning(FineTunerForgettingTheGroup),
     fixed=fine_tuning(FineTuner),
-)
-
-
-# Names matched by prefix: "lstm." is not "rnn.".
-
-
-def rates_by_prefix(model, prefixes):
-    return [
-        {"params": [p for name, p in model.named_parameters() if name.startswith(prefix)], "lr": lr}
-        for prefix, lr in prefixes.items()
-    ]
-
-
-def prefixed(prefixes):
-    def make():
-        model = CharLSTM()
-        optimizer = torch.optim.RMSprop(rates_by_prefix(model, prefixes))
-
-        def fit(batches):
-            for ids, targets in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(ids).transpose(1, 2), targets).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(rows=8), fit=fit)
-
-    return make
-
-
-pair(
-    "prefix_matches_nothing",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("lstm.weight_ih_l0", "lstm.weight_hh_l0"),
-    faulty=prefixed({"embed.": 3e-3, "rnn.": 3e-3, "head.": 5e-3}),
-    fixed=prefixed({"embed.": 3e-3, "lstm.": 3e-3, "head.": 5e-3}),
 )
 
 

@@ -27,38 +27,6 @@ def train_classifier(model, optimizer, batches):
         optimizer.step()
 
 
-def new_head(model, classes=4):
-    model.head = nn.Linear(model.head.in_features, classes)
-
-
-def transfer(*, head_first):
-    def make():
-        model = ConvNet(classes=10)
-        if head_first:
-            new_head(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        if not head_first:
-            new_head(model)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.images(),
-            fit=lambda batches: train_classifier(model, optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "head_replaced_after_optimizer",
-    CHECK,
-    "swapped_after_optimizer",
-    culprits=("head.weight", "head.bias"),
-    faulty=transfer(head_first=False),
-    fixed=transfer(head_first=True),
-)
-
-
 # A language model: new tokens are added, the embedding and the output layer grow.
 
 

@@ -183,41 +183,6 @@ def reference_policy_with_gradients():
     )
 
 
-class Averaged(nn.Module):
-    """Encoder with a momentum copy that moves only at the end of an epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.predictor = relu_mlp(8, 16, 6), relu_mlp(6, 12, 6)
-        self.momentum_encoder = copy.deepcopy(self.encoder)
-
-    @torch.no_grad()
-    def move(self, m=0.99):
-        for kept, live in zip(self.momentum_encoder.parameters(), self.encoder.parameters(), strict=True):
-            kept.mul_(m).add_(live, alpha=1 - m)
-
-    def forward(self, one, two):
-        with torch.no_grad():
-            goal = self.momentum_encoder(two)
-        return 2 - 2 * F.cosine_similarity(self.predictor(self.encoder(one)), goal).mean()
-
-
-@odd(notes="the momentum encoder moves at the end of each epoch, which is longer than the run of a test")
-def momentum_encoder_moved_by_epoch():
-    model = Averaged()
-    optimizer = torch.optim.SGD([*model.encoder.parameters(), *model.predictor.parameters()], lr=0.05)
-
-    def fit(batches):
-        for x, _ in batches:
-            loss = model(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        model.move()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
-
-
 @odd(notes="a teacher that was trained before: loaded from a state dict, in training mode, its gradients are not used")
 def teacher_loaded_from_a_state_dict():
     student, teacher = relu_mlp(8, 12, 4), relu_mlp(8, 32, 4)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, lm_loss, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 # Sequence to sequence with an optimizer each for encoder and decoder (the classic tutorial).
@@ -133,58 +131,6 @@ pair(
     "wrong_object_zeroed",
     faulty=distillation(DistillerZeroingTheTeacher),
     fixed=distillation(Distiller),
-)
-
-
-# A language model: only one of its parts is zeroed; the average that is kept for evaluation is zeroed instead.
-
-
-def train_gpt_head_zeroed(model, optimizer, batches):
-    for batch in batches:
-        model.head.zero_grad()
-        loss = lm_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-
-
-def train_gpt(model, optimizer, batches):
-    average = copy.deepcopy(model).requires_grad_(False)
-    for batch in batches:
-        model.zero_grad(set_to_none=True)
-        loss = lm_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        update_average(average, model)
-
-
-@torch.no_grad()
-def update_average(average, model, decay=0.99):
-    for kept, now in zip(average.parameters(), model.parameters(), strict=True):
-        kept.lerp_(now, 1 - decay)
-
-
-def gpt(train):
-    def make():
-        model = GPT()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.tokens(),
-            loss=lm_loss,
-            fit=lambda batches: train(model, optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "gpt_only_head_zeroed",
-    "step_order",
-    "wrong_object_zeroed",
-    culprits=("token.weight",),
-    faulty=gpt(train_gpt_head_zeroed),
-    fixed=gpt(train_gpt),
 )
 
 

@@ -123,33 +123,6 @@ class SemiSupervisedStuck(SemiSupervised):
             self.optimizer.step()
 
 
-class Queued(SemiSupervised):
-    """Gradients are flushed when the queue is full; the count starts again at each flush."""
-
-    def __init__(self):
-        super().__init__()
-        self.waiting, self.flushes = 0, 0
-
-    def again(self):
-        self.waiting = 0
-
-    def fit(self, batches):
-        self.optimizer.zero_grad()
-        for x, y in batches:
-            (F.cross_entropy(self.model(x), y) / 2).backward()
-            self.waiting += 1
-            if self.waiting == 2:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.again()
-
-
-class QueuedOnce(Queued):
-    def again(self):
-        self.flushes += 1
-        self.waiting = 0 if self.flushes < 3 else self.waiting
-
-
 def semi_supervised(trainer):
     def make():
         made = trainer()
@@ -165,12 +138,4 @@ pair(
     where="F.cross_entropy(self.model(x), y).backward()",
     faulty=semi_supervised(SemiSupervisedStuck),
     fixed=semi_supervised(SemiSupervised),
-)
-pair(
-    "queue_is_not_emptied",
-    "step_order",
-    "step_missing",
-    where=".backward()",
-    faulty=semi_supervised(QueuedOnce),
-    fixed=semi_supervised(Queued),
 )
