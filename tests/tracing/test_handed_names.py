@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.checks.learning.weight_decay_groups.claimed_class import NORMS, ClaimedClass
+from pytest_trainloop.checks.learning.weight_decay_groups.answers import NORMS, ClaimedClass
 from pytest_trainloop.tracing.handed_names import HandedNames, Question
 from pytest_trainloop.tracing.unmatched_names import nearly
 

@@ -17,6 +17,15 @@ Kind = Literal["norm", "bias", "embedding", "vector", "matrix"]
 all others."""
 
 
+PLURAL: dict[Kind, tuple[str, str]] = {
+    "norm": ("gain of a norm", "gains of norms"),
+    "bias": ("bias", "biases"),
+    "embedding": ("table of an embedding", "tables of embeddings"),
+    "vector": ("other vector", "other vectors"),
+    "matrix": ("matrix", "matrices"),
+}
+
+
 def letters(text: str) -> str:
     """The letters of a name in lower case: "ln_1" and "LN" are both "ln"."""
     return re.sub("[^a-z]", "", text.lower())
@@ -51,6 +60,11 @@ class Group:
     def names(self) -> tuple[str, ...]:
         return tuple(name for names in self.members.values() for name in names)
 
+    @property
+    def contents(self) -> str:
+        """How many weights of each kind it has."""
+        return listed([f"{len(names)} {PLURAL[kind][len(names) > 1]}" for kind, names in self.members.items()])
+
 
 @dataclass(frozen=True, slots=True)
 class DecayGroups:
@@ -66,7 +80,7 @@ class DecayGroups:
 
     @classmethod
     def of(cls, evidence: Evidence) -> DecayGroups:
-        from pytest_trainloop.checks.learning.weight_decay_groups.spared import spared
+        from pytest_trainloop.checks.learning.weight_decay_groups.first_steps import spared
 
         record = evidence.run()
         return cls.in_record(record, spared(evidence, record))
@@ -164,3 +178,7 @@ def _by_kind(parameters: Iterable[Parameter]) -> dict[Kind, tuple[str, ...]]:
     for p in parameters:
         found.setdefault(kind_of(p), []).append(p.name)
     return {kind: tuple(names) for kind, names in found.items()}
+
+
+def listed(parts: list[str]) -> str:
+    return " and ".join(", ".join(parts).rsplit(", ", 1))
