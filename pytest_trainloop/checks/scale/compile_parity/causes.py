@@ -36,7 +36,7 @@ CAUSES = {
                 "summary": "{how} returns a compiled {what} that the loop does not keep: it trains without compiling",
                 "shown_by": "the returned object was freed before the first batch, and torch compiled nothing",
                 "repair": f"model = torch.compile(model), and train what it returns; or {_IN_PLACE}",
-            },
+            }
         },
         source=_COMPILE,
     ),
@@ -197,7 +197,7 @@ CAUSES = {
                 "saved}",
                 "repair": "save the state of the model that is not compiled (keep it, or "
                 "compiled._orig_mod.state_dict()), or strip _orig_mod. from its keys",
-            },
+            }
         },
         source="https://github.com/google-research/flood-forecasting/pull/263",
     ),

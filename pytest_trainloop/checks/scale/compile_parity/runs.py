@@ -144,11 +144,7 @@ class Made:
 
 
 def make(
-    evidence: Evidence,
-    knob: str,
-    way: Way,
-    course: Course,
-    around: Callable[[], Context] = contextlib.nullcontext,
+    evidence: Evidence, knob: str, way: Way, course: Course, around: Callable[[], Context] = contextlib.nullcontext
 ) -> Made:
     """One run of a fresh loop; ``knob`` is the user's keyword, ``around`` is entered for the time of ``fit``.
 
