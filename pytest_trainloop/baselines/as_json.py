@@ -88,6 +88,10 @@ def _course(course: Course) -> dict[str, Any]:
     # steps with all numbers of the weights; others have their norms only
     whole = [s.number for s in steps if any(digest.total is not None for digest in s.weights.values())]
 
+    def row(call: Call) -> list[Any]:
+        modes = f"{'train' if call.training else 'eval'}{'' if call.grad else ', no grad'}"
+        return [call.path, call.kind, modes, call.dtype, _numbers(call.given), _numbers(call.gave)]
+
     def moved(step: Step) -> dict[str, Digest]:
         return {n: d for n, d in step.weights.items() if d not in (start[n], Digest(start[n].squares))}
 
@@ -112,7 +116,7 @@ def _course(course: Course) -> dict[str, Any]:
         "whole": whole,
         "norms": [step.number for step in steps if step.weights and step.number not in whole],
         "weights": _by_tensor((step.number, moved(step)) for step in steps),
-        "calls": {str(step.number): [_call(call) for call in step.calls] for step in steps if step.calls},
+        "calls": {str(step.number): [row(call) for call in step.calls] for step in steps if step.calls},
     }
 
 
@@ -138,11 +142,6 @@ def _batches(batches: Iterable[tuple[Leaf, ...]]) -> list[dict[str, Any]]:
         several = len(values) > 1 and all(value == values[0] for value in values)
         groups.append({"leaves": leaves, "times": len(values), "values": values[:1] if several else values})
     return groups
-
-
-def _call(call: Call) -> list[Any]:
-    modes = f"{'train' if call.training else 'eval'}{'' if call.grad else ', no grad'}"
-    return [call.path, call.kind, modes, call.dtype, _numbers(call.given), _numbers(call.gave)]
 
 
 def _plain(value: Any) -> Any:

@@ -87,12 +87,12 @@ def is_exact(evidence: Evidence, first: Trajectory) -> bool:
 def _differences(a: Course, b: Course, rounded: float) -> Iterator[str]:
     """What differs between two courses by more than this relative difference, in words."""
 
-    def alike(x: float, y: float, size: float = 0.0) -> bool:
-        same = x == y or (math.isnan(x) and math.isnan(y))
-        return same or abs(x - y) <= rounded * max(abs(x), abs(y), size)
+    def close(x: float, y: float, size: float = 0.0) -> bool:
+        equal = x == y or (math.isnan(x) and math.isnan(y))
+        return equal or abs(x - y) <= rounded * max(abs(x), abs(y), size)
 
     def same(x: Digest, y: Digest) -> bool:
-        return alike(x.norm, y.norm) and alike(x.ordered or 0.0, y.ordered or 0.0, x.norm)
+        return close(x.norm, y.norm) and close(x.ordered or 0.0, y.ordered or 0.0, x.norm)
 
     for name, tensor in a.tensors.items():
         if name not in b.tensors or not same(tensor.start, b.tensors[name].start):
@@ -106,12 +106,12 @@ def _differences(a: Course, b: Course, rounded: float) -> Iterator[str]:
                 yield f"{x.path} of batch {number}"
     for one, two in zip(a.steps, b.steps, strict=False):
         for what, mine, others in (("loss", one.losses, two.losses), ("learning rate", one.rates, two.rates)):
-            for x, y in zip(mine, others, strict=False):  # type: ignore[assignment]
-                if not alike(x, y):  # type: ignore[arg-type]
-                    yield f"the {what} of step {one.number} ({x:.9g}, then {y:.9g})"
+            for p, q in zip(mine, others, strict=False):
+                if not close(p, q):
+                    yield f"the {what} of step {one.number} ({p:.9g}, then {q:.9g})"
         largest = max((digest.norm for digest in one.gradients.values()), default=0.0)
         for name in one.gradients.keys() & two.gradients.keys():
-            if not alike(one.gradients[name].norm, two.gradients[name].norm, largest):
+            if not close(one.gradients[name].norm, two.gradients[name].norm, largest):
                 yield f"the gradient of {name} at step {one.number}"
     if len(a.steps) != len(b.steps):
         yield f"{len(a.steps)} optimizer steps, then {len(b.steps)}"

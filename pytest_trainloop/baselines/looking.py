@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import platform
 import sys
 from collections import Counter, defaultdict
@@ -104,17 +105,9 @@ class Looking:
         with watch.suspended(), no_dispatch_modes(), torch.no_grad():
             given, gave = list(_tensors([*args, *kwargs.values()])), list(_tensors(output))
             dtype = next((_dtype(t) for t in gave if t.is_floating_point()), "")
-            self._calls.append(
-                Call(
-                    path=self._path(module, watch.table),
-                    kind=type(module).__name__,
-                    training=module.training,
-                    grad=grad,
-                    dtype=dtype,
-                    given=_NOT_YET,
-                    gave=_NOT_YET,
-                )
-            )
+            path, kind, on = self._path(module, watch.table), type(module).__name__, module.training
+            call = Call(path=path, kind=kind, training=on, grad=grad, dtype=dtype, given=_NOT_YET, gave=_NOT_YET)
+            self._calls.append(call)
             self._digests.take(given, _into(self._calls, len(self._calls) - 1, "given"))
             self._digests.take(gave, _into(self._calls, len(self._calls) - 1, "gave"))
 
@@ -251,60 +244,50 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module is given or gives; objects of other classes (configurations, caches) are left."""
+    """The tensors in what a module takes or returns; objects of other classes (configurations, caches) are ignored."""
+    inside: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from _tensors(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            yield from _tensors(child)
+    elif isinstance(value, (Mapping, list, tuple)):
+        inside = value.values() if isinstance(value, Mapping) else value
     elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from _tensors(getattr(value, one.name, None))
+        inside = [getattr(value, one.name, None) for one in fields(value)]
+    for child in inside:
+        yield from _tensors(child)
 
 
 class Digests:
     """Collects numbers on their devices; ``resolve`` reads all of them, with one transfer a device."""
 
     def __init__(self) -> None:
-        self._numbers: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-        self._uses: dict[torch.device, list[tuple[int, Callable[[list[float]], None]]]] = defaultdict(list)
+        self._pending: dict[torch.device, list[tuple[torch.Tensor, Callable[[list[float]], None]]]] = defaultdict(list)
 
     def take(self, tensors: Iterable[torch.Tensor], use: Callable[[Digest], None]) -> None:
         """Call ``use`` with the digest of the tensors joined as they are now, when the numbers are read."""
-        parts = [(number, flat) for number, t in enumerate(tensors) if (flat := _entries(t)) is not None]
-        parts = [(number, flat) for number, flat in parts if flat.device == parts[0][1].device]
-        if not parts:
+        parts = [(number, rows) for number, t in enumerate(tensors, 1) if (rows := _entries(t)) is not None]
+        sums = [torch.stack(_sums(rows, factor=n)) for n, rows in parts if rows.device == parts[0][1].device]
+        if not sums:
             use(Digest(0.0, 0.0, 0.0, 0.0))
             return
-        sums = [torch.stack(_sums(flat, factor=number + 1)) for number, flat in parts]
         joined = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-        self._keep(joined, lambda numbers: use(Digest(*numbers)))
+        self._pending[joined.device].append((joined, lambda numbers: use(Digest(*numbers))))
 
     def norm(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
         """Call ``use`` with the Euclidean norm of a tensor as it is now, when the numbers are read."""
-        flat = _entries(tensor)
-        if flat is None:
+        rows = _entries(tensor)
+        if rows is None:
             use(0.0)
-            return
-        self._keep(torch.linalg.vector_norm(flat).reshape(1), lambda numbers: use(numbers[0]))
-
-    def _keep(self, numbers: torch.Tensor, use: Callable[[list[float]], None]) -> None:
-        self._numbers[numbers.device].append(numbers)
-        self._uses[numbers.device].append((numbers.numel(), use))
+        else:
+            norm = torch.linalg.vector_norm(rows).reshape(1)
+            self._pending[norm.device].append((norm, lambda numbers: use(numbers[0])))
 
     def resolve(self) -> None:
         """Read everything that is pending."""
-        for device, kept in self._numbers.items():
-            numbers = torch.cat(kept).tolist() if kept else []
-            start = 0
-            for count, use in self._uses[device]:
-                use(numbers[start : start + count])
-                start += count
-        self._numbers.clear()
-        self._uses.clear()
+        for pending in self._pending.values():
+            read = iter(torch.cat([numbers for numbers, _ in pending]).tolist())
+            for numbers, use in pending:
+                use(list(itertools.islice(read, numbers.numel())))
+        self._pending.clear()
 
 
 def _entries(tensor: torch.Tensor) -> torch.Tensor | None:

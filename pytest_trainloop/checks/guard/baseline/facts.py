@@ -87,15 +87,7 @@ def facts(old: Course, new: Course, names: Names) -> list[Fact]:
 
 def _parameters(old: Course, new: Course, names: Names) -> Iterator[Fact]:
     def fact(culprits: Sequence[str], summary: str, measured: str, repair: str = "") -> Fact:
-        return Fact(
-            "parameters",
-            tuple(culprits),
-            summary=summary,
-            measured=measured,
-            stages=TRAINING,
-            alone=True,
-            repair=repair,
-        )
+        return Fact("parameters", tuple(culprits), summary, measured, TRAINING, alone=True, repair=repair)
 
     number = f"{count(len(new.parameters), 'parameter')}, {len(old.parameters)} in the baseline"
     stale = {name for _, others in _replaced(old, new, names) for name in others}
@@ -189,31 +181,22 @@ def _settings(old: Course, new: Course, names: Names) -> Iterator[Fact]:
         if setting == "requires_grad":
             does = f"{'no longer ' if was == 'True' else ''}require{'' if len(own) > 1 else 's'} a gradient"
             they = "they do" if len(own) > 1 else "it does"
-            yield Fact(
-                "frozen",
-                tuple(own),
-                stages=GRADIENT,
-                alone=was == "True",
-                summary=f"{some(own)} {does}; in the baseline {they}{' not' if is_ == 'True' else ''}",
-                measured=f"requires_grad is {is_} as the run begins, {was} in the baseline",
-            )
+            summary = f"{some(own)} {does}; in the baseline {they}{' not' if is_ == 'True' else ''}"
+            measured = f"requires_grad is {is_} as the run begins, {was} in the baseline"
+            yield Fact("frozen", tuple(own), summary, measured, GRADIENT, alone=was == "True")
         elif setting == "optimizer" and not is_:
             replaced = {name for name, _ in _replaced(old, new, names)}
             why = ", but tensors of their shapes that no module has: they were replaced after it was built"
             summary = f"no optimizer holds {some(own)} any more{why if replaced & set(own) else ''}"
-            yield Fact("left out", tuple(own), summary=summary, measured=measured, stages=STEPPED, alone=True)
+            yield Fact("left out", tuple(own), summary, measured, STEPPED, alone=True)
         elif setting == "optimizer" and not was:
             summary = f"an optimizer holds {some(own)}, which none does in the baseline"
             measured = f"{count(total, 'parameter')} in the optimizers, {held} in the baseline"
-            yield Fact("group", tuple(own), summary=summary, measured=measured, stages=STEPPED)
+            yield Fact("group", tuple(own), summary, measured, STEPPED)
         elif setting == "optimizer":
-            yield Fact(
-                "optimizer",
-                tuple(own),
-                stages=frozenset({"update"}),
-                summary=f"the optimizer is {is_}; in the baseline it is {was}",
-                measured=f"{is_} steps {count(sum(row.get('optimizer') == is_ for row in now.values()), 'parameter')}",
-            )
+            measured = f"{is_} steps {count(sum(row.get('optimizer') == is_ for row in now.values()), 'parameter')}"
+            summary = f"the optimizer is {is_}; in the baseline it is {was}"
+            yield Fact("optimizer", tuple(own), summary, measured, frozenset({"update"}))
         elif not classes:
             groups = [
                 f"group {number} of {optimizer.kind}"
@@ -221,15 +204,10 @@ def _settings(old: Course, new: Course, names: Names) -> Iterator[Fact]:
                 for number, group in enumerate(optimizer.groups)
                 if set(group.parameters) & set(own)
             ]
-            yield Fact(
-                "group",
-                tuple(own),
-                stages=GRADIENT,
-                only=True,
-                summary=f"{setting} of {some(own)} is {is_}; in the baseline it is {was}",
-                measured=f"{count(len(own), 'parameter')} of {total} in the optimizers: {some(groups)}",
-                repair=f"{setting}={was} for {some(own)}",
-            )
+            summary = f"{setting} of {some(own)} is {is_}; in the baseline it is {was}"
+            measured = f"{count(len(own), 'parameter')} of {total} in the optimizers: {some(groups)}"
+            repair = f"{setting}={was} for {some(own)}"
+            yield Fact("group", tuple(own), summary, measured, GRADIENT, only=True, repair=repair)
 
 
 def _by_parameter(course: Course) -> dict[str, dict[str, str]]:
@@ -260,39 +238,22 @@ def _steps(old: Course, new: Course) -> Iterator[Fact]:
     if missing := _missing(old, new):
         numbers, each = [str(number) for number in missing], old.steps[0].batches
         due = count(len(new.steps) + len(missing), "update")
-        yield Fact(
-            "calls",
-            ("step()",),
-            summary=f"{len(missing)} of {due} {be(numbers)} missing: no step follows "
-            f"batch{'' if len(missing) == 1 else 'es'} {some(numbers, most=4)}",
-            measured=f"{count(len(new.steps), 'step')} for {count(new.steps[-1].batches, 'batch')}; in the baseline "
-            f"one after {'each' if each == 1 else f'every {each}'}",
-            stages=every,
-            alone=True,
-            where=new.steps[0].where,
-            repair="step the optimizer after each batch, as in the baseline",
-        )
+        batches = f"batch{'' if len(missing) == 1 else 'es'} {some(numbers, most=4)}"
+        summary = f"{len(missing)} of {due} {be(numbers)} missing: no step follows {batches}"
+        made = f"{count(len(new.steps), 'step')} for {count(new.steps[-1].batches, 'batch')}"
+        measured = f"{made}; in the baseline one after {'each' if each == 1 else f'every {each}'}"
+        where, repair = new.steps[0].where, "step the optimizer after each batch, as in the baseline"
+        yield Fact("calls", ("step()",), summary, measured, every, alone=True, where=where, repair=repair)
     elif before and rows and not 1 / MORE < rows / before < MORE:
-        yield Fact(
-            "rows",
-            ("batch",),
-            summary=f"a step takes {rows:.4g} rows; in the baseline {before:.4g}",
-            measured=f"{rows:.4g} rows a step against {before:.4g}, over {count(len(new.steps), 'step')}",
-            shown="all batches of this test are equal, so each step is the same; with batches that differ it is not",
-            stages=every,
-            alone=True,
-        )
+        summary = f"a step takes {rows:.4g} rows; in the baseline {before:.4g}"
+        measured = f"{rows:.4g} rows a step against {before:.4g}, over {count(len(new.steps), 'step')}"
+        shown = "all batches of this test are equal, so each step is the same; with batches that differ it is not"
+        yield Fact("rows", ("batch",), summary, measured, every, alone=True, shown=shown)
     elif len(old.optimizers) == len(new.optimizers) and len(old.steps) != len(new.steps):
-        yield Fact(
-            "calls",
-            ("step()",),
-            summary=f"the loop makes {count(len(new.steps), 'optimizer step')}; in the baseline {len(old.steps)}",
-            measured=f"{len(new.steps)} steps against {len(old.steps)}, from the same number of batches",
-            shown="the steps that both make are the same",
-            stages=frozenset(),
-            alone=True,
-            where=new.steps[-1].where if new.steps else "",
-        )
+        summary = f"the loop makes {count(len(new.steps), 'optimizer step')}; in the baseline {len(old.steps)}"
+        measured = f"{len(new.steps)} steps against {len(old.steps)}, from the same number of batches"
+        where, shown = new.steps[-1].where if new.steps else "", "the steps that both make are the same"
+        yield Fact("calls", ("step()",), summary, measured, frozenset(), alone=True, shown=shown, where=where)
 
 
 def _missing(old: Course, new: Course) -> list[int]:
@@ -326,14 +287,10 @@ def _schedulers(old: Course, new: Course, names: Names) -> Iterator[Fact]:
     if old.schedulers and not new.schedulers:
         kinds = [scheduler.kind for scheduler in old.schedulers]
         if not set(kinds) & set(new.idle):
-            yield Fact(
-                "scheduler",
-                (f"{kinds[0]}()",),
-                summary=f"{some(kinds)} {be(kinds)} gone: no scheduler is built",
-                measured=f"{count(len(old.schedulers), 'scheduler')} in the baseline, none now",
-                stages=rate,
-                alone=_is_flat(old),  # learning rates that still move are set by other means
-            )
+            summary = f"{some(kinds)} {be(kinds)} gone: no scheduler is built"
+            measured = f"{count(len(old.schedulers), 'scheduler')} in the baseline, none now"
+            alone = _is_flat(old)  # learning rates that still move are set by other means
+            yield Fact("scheduler", (f"{kinds[0]}()",), summary, measured, rate, alone=alone)
         return
     for a, b in zip(old.schedulers, new.schedulers, strict=False):
         changed = [
@@ -358,7 +315,7 @@ def _schedulers(old: Course, new: Course, names: Names) -> Iterator[Fact]:
         else:
             continue
         alone = a.kind == b.kind and not any("lambda" in name for name in changed)
-        yield Fact("scheduler", (f"{b.kind}()",), summary=summary, measured=measured, stages=rate, alone=alone)
+        yield Fact("scheduler", (f"{b.kind}()",), summary, measured, rate, alone=alone)
 
 
 def _is_flat(course: Course) -> bool:
@@ -436,16 +393,11 @@ def _calls(old: Course, new: Course) -> Iterator[Fact]:
         else:
             continue
         idle = not after and scheduled and not new.schedulers
-        yield Fact(
-            "calls",
-            (re.sub(r"\(.*| x \d+$", "()", shown) if "(" in shown else f"{shown}()",),
-            summary=text,
-            measured=measured,
-            stages=stages,
-            where=next((place for step in now for *_, place in step), ""),
-            alone=idle and _is_flat(old),  # the rate of the baseline moves after the recorded steps
-            unseen="" if idle or after else _without_effect(whats | olds, old),
-        )
+        culprit = re.sub(r"\(.*| x \d+$", "()", shown) if "(" in shown else f"{shown}()"
+        where = next((place for step in now for *_, place in step), "")
+        alone = idle and _is_flat(old)  # the learning rate of the baseline moves after the recorded steps
+        unseen = "" if idle or after else _without_effect(whats | olds, old)
+        yield Fact("calls", (culprit,), text, measured, stages, where=where, alone=alone, unseen=unseen)
 
 
 def _seen(events: Sequence[Event], pattern: re.Pattern[str]) -> list[tuple[str, str, str]]:

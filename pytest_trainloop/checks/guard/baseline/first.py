@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.baselines.trajectory import Digest, distance, number_distance, sum_of
@@ -95,7 +95,7 @@ def _apart_by_place(mine: Step, theirs: Step) -> Iterator[tuple[tuple[str, str],
             yield ("given", call.path), distance(call.given, same.given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class First:
     """Where two courses differ first."""
 
@@ -124,13 +124,13 @@ class First:
     times: tuple[int, int] = (1, 1)
     """How many times a step it was called in the baseline, and is now."""
     given_too: bool = False
-    """Whether what the module was given differs as well: then the change lies before it."""
+    """Whether the input of the module differs too: then the change is before it."""
     inside: str | None = None
-    """The innermost module that calls it and was given what it was given; None where none was: then the loop gives
-    something else to the model."""
+    """The innermost module that calls it and whose input does not differ; None: the loop passes something else to the
+    model."""
     gone: tuple[str, ...] = ()
     """Of a loss, modules that the baseline calls, and that are there but no longer called."""
-    options: tuple[tuple[str, str, str], ...] = field(default=())
+    options: tuple[tuple[str, str, str], ...] = ()
     """What the layer that differs was built with: name, in the baseline, now."""
 
 
@@ -223,17 +223,7 @@ class Comparison:
         if not self.bounds.exceeded(apart, ("loss", ""), step.number):
             return None
         bound = self.bounds.at(("loss", ""), step.number)
-        return First(
-            stage="loss",
-            step=step,
-            before=before,
-            names=("loss",),
-            old=a,
-            new=b,
-            apart=apart,
-            bound=bound,
-            ratio=b / a if a else None,
-        )
+        return First("loss", step, before, ("loss",), (), a, b, apart, bound, b / a if a else None)
 
     def _tensors(
         self, kind: Literal["gradient", "weights"], before: Step, step: Step, whole: float | None = None
@@ -254,18 +244,10 @@ class Comparison:
         match, old, new, apart = max(differ, key=lambda entry: entry[3])
         factors = [b / a for _, a, b, _ in differ if a and b]
         one_factor = len(factors) == len(differ) and max(factors) - min(factors) <= 1e-6 * abs(factors[0])
-        return First(
-            stage="gradient",
-            step=step,
-            before=before,
-            names=tuple(name for one, *_ in differ for name in one.new),
-            agree=tuple(agree),
-            old=old,
-            new=new,
-            apart=apart,
-            bound=max(self.bounds.at((kind, name), step.number) for name in match.new),
-            ratio=factors[0] if one_factor else None,
-        )
+        names = tuple(name for one, *_ in differ for name in one.new)
+        bound = max(self.bounds.at((kind, name), step.number) for name in match.new)
+        ratio = factors[0] if one_factor else None
+        return First("gradient", step, before, names, tuple(agree), old, new, apart, bound, ratio)
 
     def _digests(self, kind: str, before: Step, step: Step) -> Iterator[tuple[Match, Digest, Digest]]:
         """Digests of both; a gradient that is not there counts as zero where the other one is."""
@@ -283,17 +265,8 @@ class Comparison:
         if not other:
             return None
         old, new = mine[other[0][0]], theirs[other[0][1]]
-        return First(
-            stage="rate",
-            step=step,
-            before=before,
-            names=tuple(dict.fromkeys(b for _, b in other)),
-            old=old,
-            new=new,
-            apart=number_distance(old, new, self._top_rate),
-            bound=RATE,
-            ratio=new / old if old else None,
-        )
+        names, apart = tuple(dict.fromkeys(b for _, b in other)), number_distance(old, new, self._top_rate)
+        return First("rate", step, before, names, (), old, new, apart, RATE, new / old if old else None)
 
     def _call(self, base: First) -> First | None:
         """The first call of a module, of those that both have, that gave something else; children come before parents.
@@ -317,10 +290,8 @@ class Comparison:
             if not bounds.exceeded(apart, ("gave", new.path), step.number):
                 agree.setdefault(new.path)
                 continue
-            same = (distance(old.gave, other.gave) for other in step.calls if old.kind != new.kind)
-            if any(
-                not bounds.exceeded(d, ("gave", o.path), step.number) for d, o in zip(same, step.calls, strict=False)
-            ):
+            others = [(distance(old.gave, o.gave), o.path) for o in step.calls if old.kind != new.kind]
+            if any(not bounds.exceeded(apart, ("gave", path), step.number) for apart, path in others):
                 continue  # modules without weights changed places: another one gives this now
             around = (
                 later.path
@@ -453,7 +424,8 @@ def _batch(old: Sequence[Leaf], new: Sequence[Leaf], *, joined: bool = False) ->
             continue  # a field that nothing had before: what reads it tells
         if not joined and before.shape != leaf.shape:
             return leaf.path, f"shape {tuple(leaf.shape)} (in the baseline {tuple(before.shape)})", 0.0
-        if _is_float(before) != _is_float(leaf):
+        floating = [one.dtype.startswith(("float", "bfloat", "complex")) for one in (before, leaf)]
+        if floating[0] != floating[1]:
             return leaf.path, f"{leaf.dtype} (in the baseline {before.dtype})", 0.0
         apart = distance(before.values, leaf.values)
         if apart > DATA:
@@ -469,7 +441,3 @@ def _joined(batches: Sequence[Sequence[Leaf]]) -> list[Leaf]:
     for leaf in itertools.chain.from_iterable(batches):
         parts[leaf.path].append(leaf)
     return [replace(own[0], values=sum_of(leaf.values for leaf in own)) for own in parts.values()]
-
-
-def _is_float(leaf: Leaf) -> bool:
-    return leaf.dtype.startswith(("float", "bfloat", "complex"))

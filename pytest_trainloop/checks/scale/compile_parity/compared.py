@@ -360,8 +360,8 @@ class Loads:
     """Notes calls of ``load_state_dict(strict=False)`` that load nothing into some names only because of the prefix."""
 
     def __init__(self) -> None:
-        self.not_loaded: list[tuple[str, dict[str, tuple[torch.Tensor, Any]]]] = []
-        """Line, and by plain name the tensor and what the state has for it."""
+        self.not_loaded: list[tuple[str, str, torch.Tensor, Any]] = []
+        """Line, plain name, tensor, and what the state has for it."""
 
     def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """For ``Patches.put``, of ``nn.Module.load_state_dict``."""
@@ -374,88 +374,74 @@ class Loads:
             given = {without_prefix(name): state_dict[name] for name in set(getattr(out, "unexpected_keys", ()))}
             tensors = module.state_dict(keep_vars=True)
             loaded = {id(tensor) for name, tensor in tensors.items() if name not in missing}
-            for _, earlier in self.not_loaded:
-                for name in [n for n, (tensor, _) in earlier.items() if id(tensor) in loaded]:
-                    del earlier[name]
-            pairs = {
-                own: (tensors[name], given[own])
-                for name in missing
-                if (own := without_prefix(name)) in given and isinstance(tensors.get(name), torch.Tensor)
-            }
-            if pairs:
-                self.not_loaded.append((place, pairs))
+            self.not_loaded = [one for one in self.not_loaded if id(one[2]) not in loaded]
+            for name in missing:
+                own, tensor = without_prefix(name), tensors.get(name)
+                if own in given and isinstance(tensor, torch.Tensor):
+                    self.not_loaded.append((place, own, tensor, given[own]))
             return out
 
         return load_state_dict
 
     def left(self) -> tuple[str, tuple[str, ...]]:
-        """Line and names of the first call whose values are missing; both empty where there is none."""
-        for place, pairs in self.not_loaded:
-            names = [n for n, (tensor, value) in pairs.items() if _other_values(tensor, value)]
-            if names:
-                return place, tuple(names)
-        return "", ()
+        """Line and names of the first load whose values are missing; both empty where there is none."""
+        other = [
+            (place, name)
+            for place, name, tensor, value in self.not_loaded
+            # another shape is another layer, that the state has nothing for
+            if isinstance(value, torch.Tensor) and tensor.shape == value.shape
+            if not torch.equal(tensor.detach().double(), value.detach().to(tensor.device).double())
+        ]
+        return (other[0][0], tuple(name for place, name in other if place == other[0][0])) if other else ("", ())
 
 
-def _other_values(tensor: torch.Tensor, value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or tensor.shape != value.shape:
-        return False  # another layer, that the state has nothing for
-    return not torch.equal(tensor.detach().double(), value.detach().to(tensor.device).double())
-
-
-@dataclass(slots=True)
-class Restored:
+class Restored(NamedTuple):
     """What ``load`` of one loop does with what another one saved."""
 
-    left: tuple[str, ...] = ()
+    left: tuple[str, ...]
     """The parameters that do not have the values that were saved."""
-    place: str = ""
+    place: str
     """The line that does not load some of them because of the prefix."""
-    refused: str = ""
+    refused: str
     """What ``load`` raises."""
-    prefixed: tuple[str, ...] = ()
+    prefixed: list[str]
     """The names in a saved state that have the prefix."""
-    tried: bool = True
 
 
-def restored(evidence: Evidence, knob: str, *, saves: bool, loads: bool, returned: bool = False) -> Restored:
+def restored(evidence: Evidence, knob: str, *, saves: bool, loads: bool, returned: bool = False) -> Restored | None:
     """Save one fresh loop and load it into another, with these values of the knob; with ``returned`` only a state that
-    ``save`` returns."""
-    plan, found, watch = evidence.plan(), Restored(), Loads()
+    ``save`` returns. None where that cannot be tried."""
+    plan, watch, refused, prefixed = evidence.plan(), Loads(), "", list[str]()
     with preserved(), torch.no_grad():
         first = build(evidence.make, {**plan.knobs, knob: saves}, plan.seed)
         second = build(evidence.make, {**plan.knobs, knob: loads}, plan.seed + 1)
-        if first.save is None or second.load is None or (returned and path_parameter(first.save, second.load)):
-            return Restored(tried=False)
+        save, load = first.save, second.load
+        if save is None or load is None or (returned and path_parameter(save, load)):
+            return None
         if not returned:
             for name, tensor in tensors_of(first, []).items():
                 if tensor.requires_grad and name in tensors_of(second, []):
                     tensor.mul_(0.5).add_(0.25)  # no loop begins with these
         try:
             with patched(nn.Module, "load_state_dict", watch.around):
-                _handed_over(first.save, second.load, found)
+                if path_parameter(save, load):
+                    _through_a_file(save, load)
+                else:
+                    state = copy.deepcopy(save())
+                    prefixed += [name for name in _keys(state) if PREFIX in name]
+                    load(state)
         except Exception as error:  # of the project's save and load: resume_equivalence says so
             reraise_ours(error)
-            if not (returned and found.prefixed):
-                return Restored(tried=False)
-            found.refused = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if not (returned and prefixed):
+                return None
+            refused = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         before, after = tensors_of(first, []), tensors_of(second, [])
-        found.left = tuple(
-            n
-            for n, tensor in after.items()
-            if n in before and (returned or tensor.requires_grad) and not torch.equal(tensor, before[n])
-        )
-        found.place = watch.not_loaded[0][0] if watch.not_loaded else ""
-        return found
+        known = {n: t for n, t in after.items() if n in before and (returned or t.requires_grad)}
+        left = tuple(n for n, tensor in known.items() if not torch.equal(tensor, before[n]))
+        return Restored(left, watch.not_loaded[0][0] if watch.not_loaded else "", refused, prefixed)
 
 
-def _handed_over(save: Callable[..., Any], load: Callable[..., Any], found: Restored) -> None:
-    """One saves and the other loads, through a file where their parameters say so."""
-    if not path_parameter(save, load):
-        state = copy.deepcopy(save())
-        found.prefixed = tuple(name for name in _keys(state) if PREFIX in name)
-        load(state)
-        return
+def _through_a_file(save: Callable[..., Any], load: Callable[..., Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="trainloop-") as folder:
         path: Path | str = Path(folder) / "checkpoint.pt"
         try:

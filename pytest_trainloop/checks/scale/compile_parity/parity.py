@@ -458,19 +458,16 @@ class Parity:
         if not {"save", "load"} <= self._evidence.offers or not self.compiled.calls:
             return
         own = restored(self._evidence, self.knob, saves=True, loads=True)
-        left = own.left
-        if left:
-            other = restored(self._evidence, self.knob, saves=False, loads=False)
-            left = tuple(name for name in left if name not in other.left) if other.tried else ()
-        if left:
-            facts = {"where": own.place, "change": own.place, "parameters": len(left)}
+        other = restored(self._evidence, self.knob, saves=False, loads=False) if own and own.left else None
+        if own and other and (left := tuple(name for name in own.left if name not in other.left)):
+            facts: dict[str, Any] = {"where": own.place, "change": own.place, "parameters": len(left)}
             yield self._found("checkpoint_not_restored", left, **facts)
             return
         if not any(PREFIX in name for name in self.compiled.course.names):
             return
         plain = restored(self._evidence, self.knob, saves=True, loads=False, returned=True)
-        if plain.prefixed and (plain.left or plain.refused):
-            names = plain.left or plain.prefixed
+        if plain and plain.prefixed and (plain.left or plain.refused):
+            names = plain.left or tuple(plain.prefixed)
             facts = {"keys": str(len(plain.prefixed)), "refused": plain.refused, "several": len(names) > 1}
             facts |= {"variant": "without compiling", "level": "advice"}
             yield self._found("checkpoint_not_restored", names, **facts)

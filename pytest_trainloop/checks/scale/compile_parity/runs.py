@@ -23,9 +23,7 @@ from torch.nn import functional
 from pytest_trainloop import members
 from pytest_trainloop.checks.scale.compile_parity.compared import Loads, without_prefix
 from pytest_trainloop.recording.compiler_internals import (
-    Compilation,
     CompilationLog,
-    GraphBreak,
     compiled_alone,
     compiling_as_eager,
     graph_breaks,
@@ -51,6 +49,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.scale.compile_parity.compared import Course, Difference
     from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.compiler_internals import Compilation, GraphBreak
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -365,11 +364,7 @@ def plain_names() -> Iterator[None]:
     """Wrappers give and take the names that the models in them have."""
 
     def renamed(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def named(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-            return ((without_prefix(name), thing) for name, thing in original(*args, **kwargs))
-
-        return named
+        return lambda *args, **kwargs: ((without_prefix(name), thing) for name, thing in original(*args, **kwargs))
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
