@@ -152,7 +152,10 @@ class Comparison:
         theirs, ours = ([step.optimizer for step in course.steps] for course in (self.old, self.new))
         made_anew = any(a[0] == b[0] and a[2] & b[2] for a, b in itertools.combinations(shared, 2))
         turns = zip((now.get(index, index) for index in theirs), ours, strict=False)
-        if ours == theirs or made_anew or all(a == b for a, b in turns):
+        # optimizers that swap places in the list: the numbers of the steps agree, and their optimizers do not
+        # (refactor: optimizers_take_turns_otherwise)
+        kept = {index for index, number, _ in shared if index == number} >= now.keys()
+        if (ours == theirs and kept) or made_anew or all(a == b for a, b in turns):
             return list(self.old.paired(self.new))
         pairs = []
         for index, number, own in shared:

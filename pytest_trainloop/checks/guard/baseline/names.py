@@ -191,7 +191,7 @@ class Names:
     def renames(self) -> list[str]:
         """What moved, in words: whole modules where all of their tensors went the same way."""
         words = {
-            "laid_out": "{old} has another layout as {new}",
+            "laid_out": "{old} is now {new} with another layout",
             "joined": "{old} are joined in {new}",
             "split": "{old} is split into {new}",
         }
