@@ -100,7 +100,7 @@ def check_loop(
     UsageError
         what was given cannot be judged; one sentence says what was given and what is needed
     """
-    from pytest_trainloop.baselines.given import given, store
+    from pytest_trainloop.baselines.kept import given, store
     from pytest_trainloop.registry import of
 
     settings = Settings(

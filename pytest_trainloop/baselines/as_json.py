@@ -32,25 +32,31 @@ from pytest_trainloop.baselines.trajectory import (
 from pytest_trainloop.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 ABOUT = "The trajectory of a training loop, recorded by pytest --trainloop --trainloop-update (pytest-trainloop)"
 
-_WIDTH = 160
-_ROW = 320
+_WIDTH, _ROW = 160, 320
 """Characters of a line; of one that is a row of a table: a tensor, a call, a step."""
 
 
 def text_of(trajectory: Trajectory) -> str:
     """The text of the file, with a line break at its end."""
     facts = trajectory.own
+    layers: dict[str, list[str]] = {}  # by what they were built with, which most layers of a model share
+    for path, text in facts.layers.items():
+        layers.setdefault(text, []).append(path)
+    optimizers = [
+        {"kind": o.kind, "groups": [{"options": g.options, "parameters": g.parameters} for g in o.groups]}
+        for o in facts.optimizers
+    ]
     data = {
         "about": ABOUT,
         "format": FORMAT,
         "made": asdict(trajectory.made),
-        "optimizers": [_options_first(asdict(optimizer)) for optimizer in facts.optimizers],
+        "optimizers": optimizers,
         "schedulers": [asdict(scheduler) for scheduler in facts.schedulers],
-        "layers": _layers(facts.layers),
+        "layers": layers,
         "events": _events(facts.steps),
         "tensors": {name: _facts(tensor) for name, tensor in facts.tensors.items()},
         "environment": asdict(trajectory.environment),
@@ -60,76 +66,58 @@ def text_of(trajectory: Trajectory) -> str:
     return f"{_laid_out(_plain(data))}\n"
 
 
-def trajectory_of(text: str, file: str, repair: str) -> Trajectory:
-    """The trajectory in the text of a file; ``file`` is its name, ``repair`` what to do if it is none.
-
-    Raises ``UsageError`` for a text that is no baseline, or one of a newer version.
-    """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"the baseline {file} is damaged: it is no JSON ({error}); {repair}") from None
-    version = data.get("format") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > FORMAT:
-        raise UsageError(
-            f"the baseline {file} has format {version}, and this pytest-trainloop reads up to {FORMAT}: update "
-            f"pytest-trainloop, or {repair.partition(', or ')[2]}"
-        )
-    try:
-        return _trajectory(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else "a part of it is not as it was written"
-        raise UsageError(f"the baseline {file} is damaged: {what}; {repair}") from None
-
-
-# writing
-
-
-def _options_first(optimizer: dict[str, Any]) -> dict[str, Any]:
-    groups = [{"options": group["options"], "parameters": group["parameters"]} for group in optimizer["groups"]]
-    return {**optimizer, "groups": groups}
-
-
 def _facts(tensor: Tensor) -> dict[str, Any]:
     facts = asdict(tensor)
     del facts["start"]
     return {name: value for name, value in facts.items() if name in ("shape", "dtype") or value not in ("", (), False)}
 
 
-def _layers(layers: Mapping[str, str]) -> dict[str, list[str]]:
-    """The layers by what they were built with: most of a model have it in common."""
-    found: dict[str, list[str]] = {}
-    for path, text in layers.items():
-        found.setdefault(text, []).append(path)
+def _events(steps: Iterable[Step]) -> dict[str, list[str] | None]:
+    """By the first of the steps in which they happen; null from the step on in which they were not watched."""
+    found: dict[str, list[str] | None] = {}
+    last: object = ()
+    for step in steps:
+        texts = None if step.events is None else [event.what for event in step.events]
+        if texts != last:
+            found[str(step.number)] = last = texts
     return found
 
 
 def _course(course: Course) -> dict[str, Any]:
-    at_start = {name: tensor.start for name, tensor in course.tensors.items()}
+    start, steps = {name: tensor.start for name, tensor in course.tensors.items()}, course.steps
+    # steps with all numbers of the weights; others have their norms only
+    whole = [s.number for s in steps if any(digest.total is not None for digest in s.weights.values())]
+
+    def row(call: Call) -> list[Any]:
+        modes = f"{'train' if call.training else 'eval'}{'' if call.grad else ', no grad'}"
+        return [call.path, call.kind, modes, call.dtype, _numbers(call.given), _numbers(call.gave)]
+
+    def moved(step: Step) -> dict[str, Digest]:
+        return {n: d for n, d in step.weights.items() if d not in (start[n], Digest(start[n].squares))}
+
     return {
         "lower": course.lower,
         "asked": course.asked,
         "repeatable": course.repeatable,
-        "start": {name: _numbers(digest) for name, digest in at_start.items()},
+        "start": {name: _numbers(digest) for name, digest in start.items()},
         "batches": _batches(course.batches),
-        "steps": [_step(step) for step in course.steps],
-        "gradients": _by_tensor((step.number, step.gradients) for step in course.steps),
-        "updates": _by_tensor((step.number, step.updates) for step in course.steps),
-        "whole": [step.number for step in course.steps if _is_whole(step)],
-        "norms": [step.number for step in course.steps if step.weights and not _is_whole(step)],
-        "weights": _by_tensor((step.number, _moved(step.weights, at_start)) for step in course.steps),
-        "calls": {str(step.number): [_call(call) for call in step.calls] for step in course.steps if step.calls},
+        "steps": [
+            {
+                "optimizer": step.optimizer,
+                "batches": step.batches,
+                "losses": step.losses,
+                "rates": step.rates,
+                **({"clips": step.clips} if step.clips else {}),
+            }
+            for step in steps
+        ],
+        "gradients": _by_tensor((step.number, step.gradients) for step in steps),
+        "updates": _by_tensor((step.number, step.updates) for step in steps),
+        "whole": whole,
+        "norms": [step.number for step in steps if step.weights and step.number not in whole],
+        "weights": _by_tensor((step.number, moved(step)) for step in steps),
+        "calls": {str(step.number): [row(call) for call in step.calls] for step in steps if step.calls},
     }
-
-
-def _moved(weights: Mapping[str, Digest], start: Mapping[str, Digest]) -> dict[str, Digest]:
-    """Those that are not as they were at the start."""
-    return {n: digest for n, digest in weights.items() if digest not in (start[n], Digest(start[n].squares))}
-
-
-def _is_whole(step: Step) -> bool:
-    """Whether all numbers of the weights are kept, and not the norms alone."""
-    return any(digest.total is not None for digest in step.weights.values())
 
 
 def _numbers(value: Digest | float) -> list[float | None] | float:
@@ -156,32 +144,6 @@ def _batches(batches: Iterable[tuple[Leaf, ...]]) -> list[dict[str, Any]]:
     return groups
 
 
-def _step(step: Step) -> dict[str, Any]:
-    return {
-        "optimizer": step.optimizer,
-        "batches": step.batches,
-        "losses": step.losses,
-        "rates": step.rates,
-        **({"clips": step.clips} if step.clips else {}),
-    }
-
-
-def _call(call: Call) -> list[Any]:
-    modes = f"{'train' if call.training else 'eval'}{'' if call.grad else ', no grad'}"
-    return [call.path, call.kind, modes, call.dtype, _numbers(call.given), _numbers(call.gave)]
-
-
-def _events(steps: Iterable[Step]) -> dict[str, list[str] | None]:
-    """By the first of the steps in which they happen; null from the step on in which they were not watched."""
-    found: dict[str, list[str] | None] = {}
-    last: object = ()
-    for step in steps:
-        texts = None if step.events is None else [event.what for event in step.events]
-        if texts != last:
-            found[str(step.number)] = last = texts
-    return found
-
-
 def _plain(value: Any) -> Any:
     """The value with numbers that are not finite as text, which JSON has no other form for."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -194,46 +156,57 @@ def _plain(value: Any) -> Any:
 def _laid_out(value: Any, indent: str = "") -> str:
     """Plain data as JSON, on one line where that is short or holds values only."""
     line = json.dumps(value, ensure_ascii=False)
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inside = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
     nests = [one for one in inside if isinstance(one, (dict, list))]
     is_row = len(nests) < len(inside) and not any(isinstance(one, (dict, list)) for nest in nests for one in nest)
     if not nests or len(line) + len(indent) <= (_ROW if is_row else _WIDTH):
         return line
-    deeper = f"{indent} "
-    if isinstance(value, dict):
-        parts = [f"{deeper}{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, deeper)}" for key, v in value.items()]
-    else:
-        parts = [f"{deeper}{_laid_out(one, deeper)}" for one in value]
+    keys = (
+        [f"{json.dumps(key, ensure_ascii=False)}: " for key in value] if isinstance(value, dict) else [""] * len(value)
+    )
+    parts = [f"{indent} {key}{_laid_out(one, f'{indent} ')}" for key, one in zip(keys, inside, strict=True)]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return "\n".join((opening, ",\n".join(parts), f"{indent}{closing}"))
 
 
-# reading
+def trajectory_of(text: str, file: str, repair: str) -> Trajectory:
+    """The trajectory in the text of a file; ``file`` is its name, ``repair`` what to do if it is none.
+
+    Raises ``UsageError`` for a text that is no baseline, or one of a newer version.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"the baseline {file} is damaged: it is no JSON ({error}); {repair}") from None
+    version = data.get("format") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise UsageError(
+            f"the baseline {file} has format {version}, and this pytest-trainloop reads up to {FORMAT}: update "
+            f"pytest-trainloop, or {repair.partition(', or ')[2]}"
+        )
+    try:
+        return _trajectory(data)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else "a part of it is not as it was written"
+        raise UsageError(f"the baseline {file} is damaged: {what}; {repair}") from None
 
 
 def _trajectory(data: Mapping[str, Any]) -> Trajectory:
     if data["format"] != FORMAT:
         raise ValueError("format")
     facts = {name: Tensor(start=Digest(0.0), **_tuples(given)) for name, given in data["tensors"].items()}
-    optimizers = tuple(
-        Optimizer(kind=o["kind"], groups=tuple(Group(**_tuples(group)) for group in o["groups"]))
-        for o in data["optimizers"]
+    groups = [tuple(Group(**_tuples(group)) for group in o["groups"]) for o in data["optimizers"]]
+    own = replace(
+        _read_course(data["own"], facts, data["events"]),
+        optimizers=tuple(Optimizer(kind=o["kind"], groups=g) for o, g in zip(data["optimizers"], groups, strict=True)),
+        schedulers=tuple(Scheduler(**given) for given in data["schedulers"]),
+        layers={str(path): str(text) for text, paths in data.get("layers", {}).items() for path in paths},
     )
-    schedulers = tuple(Scheduler(**given) for given in data["schedulers"])
-    layers = {str(path): str(text) for text, paths in data.get("layers", {}).items() for path in paths}
-
-    def course(given: Mapping[str, Any], precision: Any) -> Course:
-        made = _read_course(given, facts, data["events"])
-        return replace(made, precision=precision, optimizers=optimizers, schedulers=schedulers, layers=layers)
-
-    double = data["float64"]
-    return Trajectory(
-        environment=Environment(**data["environment"]),
-        made=Made(**data["made"]),
-        double=None if isinstance(double, str) else course(double, "float64"),
-        why=double if isinstance(double, str) else "",
-        own=course(data["own"], "own"),
-    )
+    given, double = data["float64"], None
+    if not isinstance(given, str):
+        double = replace(_read_course(given, facts, data["events"]), precision="float64").with_facts_of(own)
+    place, made, why = Environment(**data["environment"]), Made(**data["made"]), "" if double else str(given)
+    return Trajectory(environment=place, made=made, double=double, why=why, own=own)
 
 
 def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,13 +216,9 @@ def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
 def _read_course(data: Mapping[str, Any], facts: Mapping[str, Tensor], events: Mapping[str, Any]) -> Course:
     tensors = {name: replace(facts[name], start=_digest(given)) for name, given in data["start"].items()}
     gradients, updates, weights = data["gradients"], data["updates"], data["weights"]
-    still = {
-        **{
-            int(number): {name: Digest(tensor.start.squares) for name, tensor in tensors.items()}
-            for number in data["norms"]
-        },
-        **{int(number): {name: tensor.start for name, tensor in tensors.items()} for number in data["whole"]},
-    }
+    norms = {name: Digest(tensor.start.squares) for name, tensor in tensors.items()}
+    whole = {name: tensor.start for name, tensor in tensors.items()}
+    unmoved = dict.fromkeys(map(int, data["norms"]), norms) | dict.fromkeys(map(int, data["whole"]), whole)
     steps = []
     happened: tuple[Event, ...] | None = None
     for number, given in enumerate(data["steps"], 1):
@@ -269,7 +238,7 @@ def _read_course(data: Mapping[str, Any], facts: Mapping[str, Tensor], events: M
                 updates={name: float(values[key]) for name, values in updates.items() if key in values},
                 weights={
                     name: _digest(weights[name][key]) if key in weights.get(name, ()) else start
-                    for name, start in still.get(number, {}).items()
+                    for name, start in unmoved.get(number, {}).items()
                 },
                 calls=None if calls is None else tuple(map(_read_call, calls)),
                 events=happened,
@@ -292,9 +261,8 @@ def _digest(value: Any) -> Digest:
     return Digest(*map(float, value)) if isinstance(value, list) else Digest(float(value))
 
 
-def _read_batches(group: Mapping[str, Any]) -> Iterable[tuple[Leaf, ...]]:
-    values = group["values"] * (group["times"] if len(group["values"]) == 1 else 1)
-    for batch in values:
+def _read_batches(group: Mapping[str, Any]) -> Iterator[tuple[Leaf, ...]]:
+    for batch in group["values"] * (group["times"] if len(group["values"]) == 1 else 1):
         yield tuple(
             Leaf(path=path, shape=tuple(shape), dtype=dtype, values=_digest(value))
             for (path, shape, dtype), value in zip(group["leaves"], batch, strict=True)
@@ -303,12 +271,6 @@ def _read_batches(group: Mapping[str, Any]) -> Iterable[tuple[Leaf, ...]]:
 
 def _read_call(given: list[Any]) -> Call:
     path, kind, modes, dtype, taken, gave = given
-    return Call(
-        path=path,
-        kind=kind,
-        training=modes.startswith("train"),
-        grad=not modes.endswith("no grad"),
-        dtype=dtype,
-        given=_digest(taken),
-        gave=_digest(gave),
-    )
+    training, grad = modes.startswith("train"), not modes.endswith("no grad")
+    numbers = {"given": _digest(taken), "gave": _digest(gave)}
+    return Call(path=path, kind=kind, training=training, grad=grad, dtype=dtype, **numbers)

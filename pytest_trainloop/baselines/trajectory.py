@@ -5,16 +5,17 @@ made again, and one in the loop's own precision, which is compared on the same e
 (dtypes, shapes, options of groups, the order of calls) are those of the course in the loop's own precision: the other
 one changes dtypes and switches gradient scalers off.
 
-What a file leaves out (``thinned.py``) is an empty mapping, an empty tuple or None here.
+What a file leaves out (``thinned``) is an empty mapping, an empty tuple or None here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 FORMAT = 1
 """The version of the files; one that changes what an older one means gets the next number."""
@@ -28,10 +29,23 @@ IN_FULL = 12
 LATER = (16, 20, 24)
 """The steps after those that are recorded."""
 
+NUMBERS, CALL_NUMBERS = 4_000, 800
+"""Numbers of gradients, updates and weights that a file keeps at most, where fewer steps are enough for that; the same
+of calls of modules."""
+
+LADDER: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((1, 2, 3, IN_FULL), (*range(1, IN_FULL + 1), *LATER)),
+    ((1, 2, IN_FULL), (3, 4, 6, 8, 10, LATER[-1])),
+    ((1, IN_FULL), (2, 4, LATER[-1])),
+    ((1,), (2, IN_FULL)),
+    ((), (1, IN_FULL)),
+)
+"""Steps at which a file keeps all numbers of tensors, and their norms alone: from small models to large ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Numbers that stand for a tensor: of floating entries computed in float64, of a complex tensor those of
+    """Numbers that identify a tensor: of floating entries computed in float64, of a complex tensor those of
     ``view_as_real``, of integers and booleans exact as far as float64 is."""
 
     squares: float
@@ -41,13 +55,50 @@ class Digest:
     ordered: float | None = None
     """The sum of entry times weight, with fixed weights by position: differs where entries change places."""
     by_row: float | None = None
-    """The same within each row of the first dimension, summed over the rows: adds up where rows are concatenated, and
-    differs where entries change places in a row."""
+    """As ``ordered``, within each row of the first dimension, summed over the rows: adds up where rows are
+    concatenated, and differs where entries change places in a row."""
 
     @property
     def norm(self) -> float:
         """The Euclidean norm."""
-        return float(self.squares**0.5) if self.squares >= 0 else float("nan")
+        return math.sqrt(self.squares) if self.squares >= 0 else math.nan
+
+    @property
+    def unordered(self) -> Digest:
+        """The digest without what depends on the layout of the tensor."""
+        return Digest(self.squares, self.total)
+
+
+def sum_of(digests: Iterable[Digest]) -> Digest:
+    """The digest of the tensors joined, without what depends on their order."""
+    parts = list(digests)
+    total = None if any(part.total is None for part in parts) else math.fsum(part.total or 0.0 for part in parts)
+    by_row = None if any(part.by_row is None for part in parts) else math.fsum(part.by_row or 0.0 for part in parts)
+    return Digest(math.fsum(part.squares for part in parts), total, None, by_row)
+
+
+def distance(a: Digest, b: Digest) -> float:
+    """An estimate of |a - b| / max(|a|, |b|) of the tensors behind two digests; infinite where only one is finite.
+
+    The sums change by about |a - b| where the entries of a - b have signs of their own, and by more where they share
+    one.
+    """
+    if not (math.isfinite(a.squares) and math.isfinite(b.squares)):
+        return 0.0 if a.squares == b.squares or (math.isnan(a.squares) and math.isnan(b.squares)) else math.inf
+    size = math.sqrt(max(a.squares, b.squares, 0.0))
+    if size == 0.0:
+        return 0.0
+    sums = ((a.total, b.total), (a.ordered, b.ordered), (a.by_row, b.by_row))
+    apart = (abs(one - other) / size for one, other in sums if one is not None and other is not None)
+    return max(abs(a.squares - b.squares) / (2 * size * size), *apart, 0.0)
+
+
+def number_distance(a: float, b: float, scale: float = 0.0) -> float:
+    """|a - b| over the largest of both and ``scale``."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    size = max(abs(a), abs(b), scale)
+    return abs(a - b) / size if math.isfinite(size) else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +118,10 @@ class Tensor:
     """The path of this module."""
     also: tuple[str, ...] = ()
     """Its other names, where weights are tied."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +270,14 @@ class Course:
         known = {step.number: step for step in other.steps}
         return ((step, known[step.number]) for step in self.steps if step.number in known)
 
+    def with_facts_of(self, own: Course) -> Course:
+        """The course in float64 with the facts of the other: the dtypes of the loop, and the order of its calls."""
+        events = {step.number: step.events for step in own.steps}
+        tensors = {n: replace(own.tensors[n], start=t.start) for n, t in self.tensors.items() if n in own.tensors}
+        steps = tuple(replace(step, events=events.get(step.number)) for step in self.steps)
+        facts = {name: getattr(own, name) for name in ("optimizers", "schedulers", "idle", "layers")}
+        return replace(self, tensors=tensors, steps=steps, **facts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
@@ -252,3 +315,44 @@ class Trajectory:
     why: str
     """Why not, in words."""
     own: Course
+
+
+def thinned(trajectory: Trajectory) -> Trajectory:
+    """The trajectory as its file has it, small enough to read in review.
+
+    Losses and learning rates are kept at every step. Of tensors four numbers are kept at some steps and the norm at
+    others, at the fewer the more tensors there are; of calls of modules all numbers at the first steps. In the loop's
+    own precision, which is compared on one kind of machine only, the gradients of the first step are kept.
+    """
+    own, double = trajectory.own, trajectory.double
+    if double is None:
+        return replace(trajectory, own=_thinned(own, *_kept(own)))
+    first = _thinned(own, (1,), (), calls=1)
+    first = replace(first, steps=tuple(replace(step, updates={}, weights={}) for step in first.steps))
+    return replace(trajectory, double=_thinned(double, *_kept(double)), own=first)
+
+
+def _kept(course: Course) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rung of the ladder: a tensor takes two digests and an update, or three norms, a step."""
+    count = len(course.tensors) * max(1, len({step.optimizer for step in course.steps}))
+    rungs = ((w, n) for w, n in LADDER if (9 * len(w) + 3 * len(set(n) - set(w))) * count <= NUMBERS)
+    return next(rungs, LADDER[-1])
+
+
+def _thinned(course: Course, whole: tuple[int, ...], norms: tuple[int, ...], calls: int = 3) -> Course:
+    numbers = [step.number for step in course.steps]
+    wanted = [*numbers[:calls], *(n for n in (IN_FULL,) if calls > 1 and n in numbers)]
+    counts = {step.number: 8 * len(step.calls or ()) for step in course.steps}
+    kept = {n for i, n in enumerate(wanted) if sum(counts[m] for m in wanted[: i + 1]) <= CALL_NUMBERS}
+    kept = kept or set(numbers[:1])
+    made: dict[int, int] = {}
+    steps = []
+    for step in course.steps:
+        nth = made[step.optimizer] = made.get(step.optimizer, 0) + 1
+        known: list[Mapping[str, Digest]] = [step.gradients, step.weights]
+        if nth not in whole:
+            known = [{n: Digest(d.squares) for n, d in own.items() if nth in norms} for own in known]
+        updates = step.updates if nth in whole or nth in norms else {}
+        calls_kept = step.calls if step.number in kept else None
+        steps.append(replace(step, calls=calls_kept, updates=updates, gradients=known[0], weights=known[1]))
+    return replace(course, steps=tuple(steps))

@@ -108,7 +108,7 @@ def _are_seen_apart(own: Mapping[int, float], reference: Mapping[int, float]) ->
 
 def baseline(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """The loop beside its baseline, where training differs."""
-    from pytest_trainloop.checks.guard.baseline.reported import Reported
+    from pytest_trainloop.checks.guard.baseline.judging import Reported
 
     found = facts.ask(Reported) if facts.findings("baseline") else None
     if found is None or not found.step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.baselines.digests import SAMPLED, Digests
+from pytest_trainloop.baselines.looking import SAMPLED, Digests
 from pytest_trainloop.baselines.trajectory import Digest
 
 
@@ -15,12 +15,6 @@ def digest(*tensors: torch.Tensor) -> Digest:
     digests.take(tensors, found.append)
     digests.resolve()
     return found[0]
-
-
-def test_whole_numbers_are_exact():
-    ids = torch.randint(0, 50_000, (64, 128))
-    assert digest(ids).total == int(ids.sum())
-    assert digest(ids.bool()).total == int(ids.bool().sum())
 
 
 @pytest.mark.parametrize(
@@ -34,15 +28,11 @@ def test_whole_numbers_are_exact():
         (torch.ones(2, device="meta"), 0.0),
         (torch.ones(2, 3).expand(2, 3).t(), 6.0),
         (torch.ones(SAMPLED * 2 + 1), SAMPLED * 2 + 1),
+        (torch.tensor([float("inf")]), float("inf")),
     ],
 )
 def test_every_kind_of_tensor_has_one(tensor, squares):
     assert digest(tensor).squares == squares
-
-
-def test_what_is_not_finite_stays_so():
-    assert digest(torch.tensor([1.0, float("nan")])).squares != digest(torch.ones(1)).squares
-    assert digest(torch.tensor([float("inf")])).norm == float("inf")
 
 
 def close(a: float | None, b: float | None) -> bool:

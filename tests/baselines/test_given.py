@@ -39,10 +39,3 @@ def test_it_is_refused_in_one_sentence(case, tmp_path, monkeypatch):
         check_loop(make, **given)
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_damaged_file_says_how_it_is_recorded_anew(tmp_path):
-    file = tmp_path / "a.x"
-    file.write_text("{", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"or record it anew: check_loop\(\.\.\., update=True\)"):
-        check_loop(make, baseline=file)

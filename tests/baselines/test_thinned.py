@@ -7,7 +7,6 @@ import json
 import pytest
 
 from pytest_trainloop.baselines.as_json import text_of, trajectory_of
-from pytest_trainloop.baselines.thinned import thinned
 from pytest_trainloop.baselines.trajectory import (
     IN_FULL,
     LATER,
@@ -19,6 +18,7 @@ from pytest_trainloop.baselines.trajectory import (
     Step,
     Tensor,
     Trajectory,
+    thinned,
 )
 
 NUMBER = 0.1234567890123456

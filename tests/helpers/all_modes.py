@@ -24,7 +24,7 @@ from pytest_trainloop.checks.numerics.checkpointing_equivalence.recomputation im
 from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import ZeroDenominators
 from pytest_trainloop.checks.numerics.parameter_precision import runs as precision_runs
 from pytest_trainloop.checks.numerics.precision_parity import further, modes, operations
-from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
+from pytest_trainloop.checks.scale.compile_parity.compared import Operations
 from pytest_trainloop.checks.scale.distributed_equivalence import ledger
 from pytest_trainloop.checks.state.data_order import draws, fed
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog
@@ -84,7 +84,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield interposed._Casts(interposed.Seen())
     yield Writes(watch, {"0.weight"})
     yield weights.Lines()
-    yield from (Magnitudes(), modes.RecordChoices(modes.Choices()), Operations(), OwnOperators(), TensorMemory())
+    yield from (Magnitudes(), modes.RecordChoices(modes.Choices()), Operations(), Operations(own=True), TensorMemory())
     yield around_steps(watch, lambda optimizer: None, lambda optimizer, taken: None)
     yield before_calls(watch, lambda module, args, kwargs: None)
 

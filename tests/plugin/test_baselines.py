@@ -98,7 +98,7 @@ def test_the_command_of_a_failure_accepts_it_alone(run, pytester):
     pytester.makepyfile(test_a=LOOPS.replace("lr=0.1", "lr=0.2"))
     failed = run("--trainloop", "-k", "wide and a/b")
     failed.assert_outcomes(failed=1)
-    (command,) = set(re.findall("accept what is meant: pytest (.*)", failed.stdout.str()))
+    (command,) = set(re.findall("accept an intended change: pytest (.*)", failed.stdout.str()))
     assert command.endswith(" 'test_a.py::TestMore::test_wide[a/b-baseline]'")
     updated = run(*shlex.split(command))
     updated.assert_outcomes(passed=1)

@@ -1,30 +1,37 @@
-"""Which tensor of the baseline is which of the loop as it is: a refactor renames, moves, joins and splits them.
+"""Which tensor of the baseline is which tensor of the loop now: a refactor renames, moves, joins and splits them.
 
-A tensor is the same where it begins with the same values, whatever its name. Where it is laid out otherwise
-(transposed, a convolution over one position in place of a linear layer), both sums of its entries are the same. Joined
-tensors (q, k and v in one) have sums that add up. Tensors that hold one number only (zeros, ones) are told by their
-gradient, and by the module that they lie in.
+A tensor is the same if it begins with the same values, whatever its name. With another layout (transposed, a
+convolution over one position in place of a linear layer), both sums of its entries are equal. Joined tensors (q, k and
+v in one) have sums that add up. Tensors that hold one number only (zeros, ones) are identified by their gradient, and
+by the module that holds them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pytest_trainloop.checks.guard.baseline.bounds import distance, sum_of, without_order
+from pytest_trainloop.baselines.trajectory import Digest, distance, sum_of
 from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from pytest_trainloop.baselines.trajectory import Course, Digest, Tensor
+    from pytest_trainloop.baselines.trajectory import Course, Tensor
 
 How = Literal["same", "wrapped", "renamed", "laid_out", "joined", "split"]
 
 MOST_JOINED = 8
 """Tensors that are joined to one, at most."""
+
+CHANCE = 1e-7
+"""The chance of a larger difference of means or deviations in two draws of one distribution: of a thousand tensors none
+has it."""
+
+START = 1e-9
+"""Draws agree to the rounding of what scales them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,273 +42,273 @@ class Match:
     new: tuple[str, ...]
     how: How = "same"
 
-    @property
-    def ordered(self) -> bool:
-        """Whether entries keep their order."""
-        return self.how not in ("laid_out", "joined", "split")
-
-    def digest(self, old: Mapping[str, Digest], new: Mapping[str, Digest]) -> tuple[Digest | None, Digest | None]:
-        """The digests of both sides, comparable; None where one of the tensors has none."""
-        return self._of(self.old, old), self._of(self.new, new)
-
-    def _of(self, names: tuple[str, ...], known: Mapping[str, Digest]) -> Digest | None:
-        found = [known[name] for name in names if name in known]
-        if len(found) < len(names):
-            return None
-        return found[0] if self.ordered else without_order(sum_of(found))
+    def digests(self, old: Mapping[str, Digest], new: Mapping[str, Digest]) -> tuple[Digest, Digest]:
+        """Those of both sides, comparable; what is not there counts as zero."""
+        zero = Digest(0.0, 0.0, 0.0, 0.0)
+        a, b = ([known.get(n, zero) for n in names] for names, known in ((self.old, old), (self.new, new)))
+        return (a[0], b[0]) if self.how in ("same", "wrapped", "renamed") else (_whole(a), _whole(b))
 
 
-@dataclass(slots=True)
 class Names:
-    """The matches of two courses, and what has no counterpart."""
+    """The matches of two courses, from what is certain to what is left; ``gone`` and ``came`` have no counterpart."""
 
-    matches: list[Match] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
-    came: list[str] = field(default_factory=list)
-    modules: dict[str, str] = field(default_factory=dict)
-    """The path of a module of the baseline to its path now, where one of its tensors is known."""
+    def __init__(self, old: Course, new: Course, rounding: float) -> None:
+        self.matches: list[Match] = []
+        self.modules: dict[str, str] = {}
+        """The path of a module of the baseline to its path now, where one of its tensors is known."""
+        self.gone: list[str] = []
+        self.came: list[str] = []
+        self._rounding, self._pairs = rounding, list(old.paired(new))
+        for before, now in ((old.parameters, new.parameters), (old.buffers, new.buffers)):
+            self._old, self._new = before, now
+            self._match_by_name(same_values=True)
+            self._match_by_value()
+            self._match_by_name(same_values=False)
+            self._match_laid_out()
+            self._match_joined()
+            self._match_constants()
+            self.gone += self._old
+            self.came += self._new
 
     @property
     def moved(self) -> list[Match]:
         """Those that are under another name, or in other pieces."""
         return [match for match in self.matches if match.how != "same"]
 
-    def now(self, name: str) -> tuple[str, ...]:
-        """What a tensor of the baseline is called now."""
-        return next((match.new for match in self.matches if name in match.old), ())
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(a, b) for match in self.matches for a in match.old for b in match.new]
 
-
-def names_of(old: Course, new: Course, rounding: float) -> Names:
-    """The matches of two courses; values that agree up to ``rounding`` are the same."""
-    found = Names()
-    for buffers in (False, True):
-        tensors = _tensors(old, buffers=buffers), _tensors(new, buffers=buffers)
-        _Matching(found, *tensors, rounding, _same_slope(old, new))
-    return found
-
-
-def _tensors(course: Course, *, buffers: bool) -> dict[str, Tensor]:
-    return dict(course.buffers if buffers else course.parameters)
-
-
-def _same_slope(old: Course, new: Course) -> Callable[[str, str], bool]:
-    """Whether two tensors have one and the same gradient at the first step."""
-
-    def same(one: str, other: str) -> bool:
-        for mine, theirs in old.paired(new):
-            a, b = mine.gradients.get(one), theirs.gradients.get(other)
-            if a is not None and b is not None:
-                return distance(a, b) < 1e-6
-        return False
-
-    return same
-
-
-class _Matching:
-    """Finds the matches, from what is certain to what is left."""
-
-    def __init__(
-        self,
-        found: Names,
-        old: dict[str, Tensor],
-        new: dict[str, Tensor],
-        rounding: float,
-        same_slope: Callable[[str, str], bool],
-    ) -> None:
-        self.found, self.old, self.new, self.rounding, self.same_slope = found, old, new, rounding, same_slope
-        self._by_name(same_values=True)
-        self._by_value()
-        self._by_name(same_values=False)
-        self._laid_out()
-        self._joined()
-        self._constants()
-        found.gone += self.old
-        found.came += self.new
+    def now(self, path: str) -> str:
+        """The path that a module of the baseline has now: its own where its tensors moved, else that of the nearest
+        module above it that did."""
+        parts = path.split(".")
+        for cut in range(len(parts), 0, -1):
+            head = ".".join(parts[:cut])
+            if self.modules.get(head, head) != head:
+                return plain(".".join((self.modules[head], *parts[cut:])))
+        return plain(path)
 
     def _take(self, old: Sequence[str], new: Sequence[str], how: How) -> None:
-        self.found.matches.append(Match(tuple(old), tuple(new), how))
+        self.matches.append(Match(tuple(old), tuple(new), how))
         for a, b in itertools.product(old, new):
-            self.found.modules.setdefault(self.old[a].owner, self.new[b].owner)
+            self.modules.setdefault(self._old[a].owner, self._new[b].owner)
         for name in old:
-            del self.old[name]
+            del self._old[name]
         for name in new:
-            del self.new[name]
+            del self._new[name]
 
-    def _by_name(self, *, same_values: bool) -> None:
+    def _match_by_name(self, *, same_values: bool) -> None:
         known: dict[str, str] = {}
-        for name, tensor in self.new.items():
+        for name, tensor in self._new.items():
             for alias in (name, *tensor.also):
                 known.setdefault(plain(alias), name)
-        for name in list(self.old):
-            tensor = self.old[name]
-            other = next((known[plain(alias)] for alias in (name, *tensor.also) if plain(alias) in known), None)
-            if other is None or other not in self.new or self.new[other].shape != tensor.shape:
-                continue
-            if same_values and not self._same(tensor, self.new[other]):
-                continue
-            self._take([name], [other], "same" if name == other else "wrapped")
+        for name, tensor in list(self._old.items()):
+            other = next((known[plain(n)] for n in (name, *tensor.also) if plain(n) in known), "")
+            fits = other in self._new and self._new[other].shape == tensor.shape
+            if fits and (not same_values or self._same(tensor, self._new[other])):
+                self._take([name], [other], "same" if name == other else "wrapped")
 
-    def _same(self, a: Tensor, b: Tensor, *, ordered: bool = True) -> bool:
-        if math.prod(a.shape) != math.prod(b.shape):
-            return False
-        one, other = (a.start, b.start) if ordered else (without_order(a.start), without_order(b.start))
-        return distance(one, other) <= self.rounding
-
-    def _by_value(self) -> None:
+    def _match_by_value(self) -> None:
         """Where both names are still there, two tensors of one shape may have begun with each other's numbers: a rename
         only where their gradients changed places too."""
-        for name in list(self.old):
-            if constant(self.old[name]):
-                continue
-            for other in self.new:
-                if not self._same(self.old[name], self.new[other]):
-                    continue
-                both = name in self.new and other in self.old and self.new[name].shape == self.old[name].shape
-                if not both or self.same_slope(name, other):
-                    same_shape = self.old[name].shape == self.new[other].shape
-                    self._take([name], [other], "renamed" if same_shape else "laid_out")
+        for name, tensor in list(self._old.items()):
+            for other, now in [] if constant(tensor) else list(self._new.items()):
+                swapped = name in self._new and other in self._old and self._new[name].shape == tensor.shape
+                if self._same(tensor, now) and (not swapped or self._same_slope(name, other)):
+                    self._take([name], [other], "renamed" if tensor.shape == now.shape else "laid_out")
                     break
 
-    def _laid_out(self) -> None:
-        for name in list(self.old):
-            if constant(self.old[name]):
-                continue
-            other = next((n for n, t in self.new.items() if self._same(self.old[name], t, ordered=False)), None)
-            if other is not None:
-                self._take([name], [other], "laid_out")
+    def _match_laid_out(self) -> None:
+        for name, tensor in list(self._old.items()):
+            found = (
+                [] if constant(tensor) else [n for n, t in self._new.items() if self._same(tensor, t, ordered=False)]
+            )
+            if found:
+                self._take([name], found[:1], "laid_out")
 
-    def _joined(self) -> None:
-        for name in [name for name, tensor in self.new.items() if not constant(tensor)]:
-            if parts := self._adding_up(self.new[name], self.old):
+    def _match_joined(self) -> None:
+        for name in [name for name, tensor in self._new.items() if not constant(tensor)]:
+            if parts := self._adding_up(self._new[name], self._old):
                 self._take(parts, [name], "joined")
-        for name in [name for name, tensor in self.old.items() if not constant(tensor)]:
-            if parts := self._adding_up(self.old[name], self.new):
+        for name in [name for name, tensor in self._old.items() if not constant(tensor)]:
+            if parts := self._adding_up(self._old[name], self._new):
                 self._take([name], parts, "split")
 
+    def _match_constants(self) -> None:
+        """Zeros and ones: by their gradient, in modules that are known, then in order of their kind."""
+        for name, tensor in list(self._old.items()):
+            alike = (n for n, t in self._new.items() if t.shape == tensor.shape and self._same(tensor, t))
+            if other := next((n for n in alike if self._same_slope(name, n)), None):
+                self._take([name], [other], "renamed")
+        for name, tensor in list(self._new.items()):
+            parts = [n for n, t in self._old.items() if self._lies_with(n, t, name, tensor)]
+            if parts and sum(self._old[n].size for n in parts) == tensor.size:
+                self._take(parts, [name], "renamed" if len(parts) == 1 else "joined")
+        for name, tensor in list(self._old.items()):
+            parts = [n for n, t in self._new.items() if self._lies_with(name, tensor, n, t)]
+            if parts and sum(self._new[n].size for n in parts) == tensor.size:
+                self._take([name], parts, "renamed" if len(parts) == 1 else "split")
+        kinds = {side: _by_kind(known) for side, known in (("old", self._old), ("new", self._new))}
+        for kind, own in kinds["old"].items():
+            others = kinds["new"].get(kind, [])
+            for name, other in zip(own, others, strict=True) if len(own) == len(others) else ():
+                self._take([name], [other], "renamed")
+
+    def _same(self, a: Tensor, b: Tensor, *, ordered: bool = True) -> bool:
+        one, other = (a.start, b.start) if ordered else (a.start.unordered, b.start.unordered)
+        return a.size == b.size and distance(one, other) <= self._rounding
+
+    def _same_slope(self, one: str, other: str) -> bool:
+        """Whether two tensors have one and the same gradient at the first step that has both."""
+        slopes = ((a.gradients.get(one), b.gradients.get(other)) for a, b in self._pairs)
+        return any(distance(a, b) < 1e-6 for a, b in slopes if a is not None and b is not None)
+
     def _adding_up(self, whole: Tensor, others: Mapping[str, Tensor]) -> list[str]:
-        """Neighbours among the others that are the whole in pieces."""
+        """Neighbours among the others that are the whole in pieces along one axis."""
         fitting = [n for n, t in others.items() if len(t.shape) == len(whole.shape) and not constant(t)]
         for first, most in itertools.product(range(len(fitting)), range(2, MOST_JOINED + 1)):
             parts = fitting[first : first + most]
-            if len(parts) < most or not _one_axis([others[n] for n in parts], whole):
-                continue
-            if distance(sum_of(others[n].start for n in parts), without_order(whole.start)) <= self.rounding:
+            shapes = [others[name].shape for name in parts]
+            joined = any(
+                all((*s[:axis], *s[axis + 1 :]) == (*whole.shape[:axis], *whole.shape[axis + 1 :]) for s in shapes)
+                and sum(s[axis] for s in shapes) == whole.shape[axis]
+                for axis in range(len(whole.shape))
+            )
+            starts = [others[name].start for name in parts]
+            if len(parts) == most and joined and distance(sum_of(starts), whole.start.unordered) <= self._rounding:
                 return parts
         return []
 
-    def _constants(self) -> None:
-        """Zeros and ones: by their gradient, in modules that are known, then in order of their kind."""
-        for name in list(self.old):
-            alike = [
-                n for n, t in self.new.items() if t.shape == self.old[name].shape and self._same(self.old[name], t)
-            ]
-            if other := next((n for n in alike if self.same_slope(name, n)), None):
-                self._take([name], [other], "renamed")
-        for name in list(self.new):
-            parts = [n for n, t in self.old.items() if self._lies_with(n, t, name)]
-            size = sum(math.prod(self.old[n].shape) for n in parts)
-            if parts and size == math.prod(self.new[name].shape):
-                self._take(parts, [name], "renamed" if len(parts) == 1 else "joined")
-        for name in list(self.old):
-            parts = [n for n, t in self.new.items() if self._lies_with(name, self.old[name], n)]
-            size = sum(math.prod(self.new[n].shape) for n in parts)
-            if parts and size == math.prod(self.old[name].shape):
-                self._take([name], parts, "renamed" if len(parts) == 1 else "split")
-        for kind, olds in _by_kind(self.old).items():
-            news = _by_kind(self.new).get(kind, [])
-            if len(olds) == len(news):
-                for name, other in zip(olds, news, strict=True):
-                    self._take([name], [other], "renamed")
-
-    def _lies_with(self, name: str, tensor: Tensor, other: str) -> bool:
+    def _lies_with(self, name: str, tensor: Tensor, other: str, now: Tensor) -> bool:
         """Whether two constants of one value and attribute lie in modules that hold the same tensors."""
-        now = self.new[other]
-        if not (constant(tensor) and constant(now)) or attribute(name) != attribute(other):
+        alike = constant(tensor) and constant(now) and _attribute(name) == _attribute(other)
+        if not alike or not math.isclose(_entry(tensor), _entry(now), rel_tol=1e-6, abs_tol=1e-12):
             return False
-        if not math.isclose(entry(tensor), entry(now), rel_tol=1e-6, abs_tol=1e-12):
-            return False
-        together = [m for m in self.found.matches if any(owner(n) == tensor.owner for n in m.old)]
+        together = [m for m in self.matches if any(owner(n) == tensor.owner for n in m.old)]
         return any(owner(n) == now.owner for match in together for n in match.new)
 
+    def renames(self) -> list[str]:
+        """What moved, in words: whole modules where all of their tensors went the same way."""
+        words = {
+            "laid_out": "{old} is now {new} with another layout",
+            "joined": "{old} are joined in {new}",
+            "split": "{old} is split into {new}",
+        }
+        said: dict[str, None] = {}
+        for match in self.moved:
+            old, new = ", ".join(match.old), ", ".join(match.new)
+            if match.how in ("renamed", "wrapped"):
+                a, b = old.split("."), new.split(".")
+                while len(a) > 1 and len(b) > 1 and a[-1] == b[-1] and self._went(".".join(a[:-1]), ".".join(b[:-1])):
+                    a.pop()
+                    b.pop()
+                old, new = ".".join(a), ".".join(b)
+            said[words.get(match.how, "{old} is now {new}").format(old=old, new=new)] = None
+        return list(said)
 
-def same_optimizers(old: Course, new: Course, names: Names) -> Iterator[tuple[int, int, frozenset[str]]]:
-    """Optimizers of both that hold tensors in common, by number, with these tensors by their names now."""
-    for index, optimizer in enumerate(old.optimizers):
-        now = {name for before in optimizer.options_of() for name in names.now(before)}
-        for number, other in enumerate(new.optimizers):
-            if shared := now & set(other.options_of()):
-                yield index, number, frozenset(shared)
+    def _went(self, module: str, to: str) -> bool:
+        """Whether all tensors of a module are in another one now, under their own names."""
+        kept = [
+            m for m in self.matches if m.how in ("same", "renamed", "wrapped") and m.old[0].startswith(f"{module}.")
+        ]
+        return all(match.new[0] == f"{to}{match.old[0].removeprefix(module)}" for match in kept)
+
+
+class Begun(NamedTuple):
+    """Tensors that begin with other values, in the order of registration."""
+
+    drawn: tuple[str, ...]
+    """Those with the same mean and standard deviation: only the random numbers differ."""
+    scaled: tuple[str, ...]
+    """Those with another mean or standard deviation."""
+    text: str
+    """What the first of these begins with, before and now."""
+
+
+def begun(old: Course, new: Course, names: Names) -> Begun | None:
+    """The tensors that begin with other values; None where there are none."""
+    order = {name: place for place, name in enumerate(new.tensors)}
+    starts = [{name: tensor.start for name, tensor in course.tensors.items()} for course in (old, new)]
+    found: dict[bool, list[tuple[str, Match]]] = {True: [], False: []}
+    for match in names.matches:
+        if distance(*match.digests(*starts)) > START:
+            found[_one_distribution(match, old, new)].append((match.new[0], match))
+    drawn, scaled = (sorted(found[kind], key=lambda own: order[own[0]]) for kind in (True, False))
+    if not drawn and not scaled:
+        return None
+    text = ""
+    if scaled:
+        name, match = scaled[0]
+        before, now = _moments(old, match.old), _moments(new, match.new)
+        text = f"{name}: mean {now[0]:.3g}, deviation {now[1]:.3g}; in the baseline {before[0]:.3g}, {before[1]:.3g}"
+    return Begun(tuple(name for name, _ in drawn), tuple(name for name, _ in scaled), text)
+
+
+def _moments(course: Course, own: Sequence[str]) -> tuple[float, float, int]:
+    """Mean, standard deviation and number of the entries of tensors joined."""
+    size = max(sum(course.tensors[name].size for name in own), 1)
+    whole = sum_of(course.tensors[name].start for name in own)
+    mean = (whole.total or 0.0) / size
+    return mean, math.sqrt(max(whole.squares / size - mean * mean, 0.0)), size
+
+
+def _one_distribution(match: Match, old: Course, new: Course) -> bool:
+    """Whether mean and deviation differ no more than chance makes them in two draws of this size, by the tests of
+    Student and Fisher. The deviation of two entries says nothing, nor does the mean of one."""
+    (mean, spread, size), (other_mean, other, _) = _moments(old, match.old), _moments(new, match.new)
+    if size == 1:
+        return not {mean, other_mean} & {0.0, 1.0}  # no random number is exactly that
+    if any(constant(c.tensors[n]) for c, own in ((old, match.old), (new, match.new)) for n in own):
+        return False
+    free = size - 1
+    ratio = max(spread, other) / min(spread, other) if spread and other else math.inf
+    if 2 * _beta_tail(1 / (1 + ratio**2), free / 2, free / 2) < CHANCE:
+        return False
+    student = (mean - other_mean) ** 2 * free / (spread**2 + other**2)
+    return _beta_tail(2 * free / (2 * free + student), free, 0.5) >= CHANCE
+
+
+def _beta_tail(z: float, a: float, b: float) -> float:
+    """An upper bound of the incomplete beta function I_z(a, b), close where it is small: z^a (1-z)^b / (a B(a, b))
+    times the geometric series that bounds the rest."""
+    if z >= (a + 1) / (a + b) or z >= 1.0:
+        return 1.0
+    if z <= 0.0:
+        return 0.0
+    beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    tail = math.exp(a * math.log(z) + b * math.log1p(-z) - math.log(a) - beta)
+    return min(1.0, tail / (1 - z * (a + b) / (a + 1)))
 
 
 def constant(tensor: Tensor) -> bool:
     """Whether all entries are one number: the mean of the squares is the square of the mean."""
-    size, start = math.prod(tensor.shape), tensor.start
+    size, start = tensor.size, tensor.start
     if not size or start.total is None:
         return True
     return math.isclose(start.squares * size, start.total**2, rel_tol=1e-9, abs_tol=1e-300)
-
-
-def entry(tensor: Tensor) -> float:
-    """The mean of the entries."""
-    return (tensor.start.total or 0.0) / max(math.prod(tensor.shape), 1)
-
-
-def attribute(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _attribute(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _entry(tensor: Tensor) -> float:
+    """The mean of the entries."""
+    return (tensor.start.total or 0.0) / max(tensor.size, 1)
+
+
+def _whole(parts: Sequence[Digest]) -> Digest:
+    return sum_of(parts).unordered
+
+
 def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[object, ...], list[str]]:
     kinds: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if constant(tensor):
-            kinds.setdefault((attribute(name), tensor.shape, round(entry(tensor), 9)), []).append(name)
+            kinds.setdefault((_attribute(name), tensor.shape, round(_entry(tensor), 9)), []).append(name)
     return kinds
-
-
-def _one_axis(parts: Sequence[Tensor], whole: Tensor) -> bool:
-    """Whether the parts, joined along one axis, have the shape of the whole."""
-    shapes = [part.shape for part in parts]
-    return any(
-        sum(shape[axis] for shape in shapes) == whole.shape[axis]
-        and all(shape[:axis] == whole.shape[:axis] and shape[axis + 1 :] == whole.shape[axis + 1 :] for shape in shapes)
-        for axis in range(len(whole.shape))
-    )
-
-
-def renames(names: Names) -> Iterator[str]:
-    """What moved, in words: whole modules where all of their tensors went the same way."""
-    said: dict[str, None] = {}
-    for match in names.moved:
-        if match.how in ("renamed", "wrapped"):
-            said.setdefault(_pairs(match.old[0], match.new[0], names))
-        elif match.how == "laid_out":
-            said.setdefault(f"{match.old[0]} is laid out otherwise as {match.new[0]}")
-        elif match.how == "joined":
-            said.setdefault(f"{', '.join(match.old)} are joined in {match.new[0]}")
-        else:
-            said.setdefault(f"{match.old[0]} is split into {', '.join(match.new)}")
-    yield from said
-
-
-def _pairs(old: str, new: str, names: Names) -> str:
-    """Two names without as much of the ending that they have in common as all tensors of the module went with it."""
-    a, b = old.split("."), new.split(".")
-    while len(a) > 1 and len(b) > 1 and a[-1] == b[-1] and _went(".".join(a[:-1]), ".".join(b[:-1]), names):
-        a.pop()
-        b.pop()
-    return f"{'.'.join(a)} is now {'.'.join(b)}"
-
-
-def _went(module: str, to: str, names: Names) -> bool:
-    """Whether all tensors of a module are in another one now, under their own names."""
-    return all(
-        new == f"{to}{old.removeprefix(module)}"
-        for match in names.matches
-        if match.how in ("same", "renamed", "wrapped")
-        for old, new in zip(match.old, match.new, strict=True)
-        if old.startswith(f"{module}.")
-    )

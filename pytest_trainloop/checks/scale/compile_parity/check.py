@@ -15,12 +15,13 @@ How it decides
     lowest precision seen; below float64 a difference must also be ten times what rounding changes in the eager run.
     Random numbers are those of the eager run (torch's ``fallback_random``); where the runs differ and something draws,
     dropout is left out of both.
-    Where they differ, one thing is changed at a time. The knob on with ``torch.compile`` standing aside: it still
-    differs, so it is not the compiler. Torch's wrapper around the model, and nothing compiled: it is the wrapper; with
-    plain names in it: it is the names. Backend ``eager``, then ``aot_eager``, then the loop's own: the first that
-    differs says whether the capture, the traced backward pass or the generated code does. Compiled anew for each step:
-    a value of an earlier step is no longer there. Operators of the project's own are held to what they declare. One
-    module after the other is compiled alone: the innermost that differs then as well is named.
+    Where they differ, one thing is changed at a time. 1. The knob on and ``torch.compile`` disabled: if the loop still
+    differs, the compiler is not the reason. 2. Torch's wrapper around the model, with nothing compiled: it is the
+    wrapper; with plain names in it the loop agrees: it is the names. 3. Compiled again for each step: if the loop now
+    agrees, the graph held a value of an earlier step. 4. Backend ``eager``, then ``aot_eager``, then the loop's own:
+    the first that differs says whether the captured graph, the traced backward pass or the generated code is the
+    reason. The project's own operators are compared with what they declare. 5. Each module is compiled alone: the
+    innermost that differs is named.
     Graph breaks, and functions that are compiled again in later steps, are advice with their line.
 
 Faulty
@@ -62,17 +63,16 @@ BACKENDS = ("own", "eager", "aot_eager", "inductor")
 
 @check(needs={"run"}, causes=CAUSES, rank=20, long=True, steps=200)
 def compile_parity(evidence: Evidence, *, backend: str = "own") -> Iterator[Finding]:
-    """The compiler is asked of the loop itself (``own``), or is always the one that ``backend`` names."""
+    """The backend is the loop's own (``own``), or always the one that ``backend`` names."""
     if backend not in BACKENDS:
         raise UsageError(f"the option backend is {backend!r}; {', '.join(BACKENDS)} are known")
-    from pytest_trainloop.checks.scale.compile_parity import advice, findings, parity, saved
+    from pytest_trainloop.checks.scale.compile_parity.parity import Parity
 
-    parity.compile_knob(evidence)
-    runs = parity.Parity(evidence, None if backend == "own" else backend)
-    if runs.verdict is not None:
-        yield findings.of(runs, runs.verdict)
+    runs = Parity(evidence, None if backend == "own" else backend)
+    if runs.fault is not None:
+        yield runs.fault
         return
     runs.require_compared()
-    yield from advice.of(runs)
-    yield from saved.of(evidence, runs)
+    yield from runs.advice()
+    yield from runs.saved()
     runs.require_generated_code()

@@ -1,29 +1,35 @@
-"""The eager run, the compiled one, and what tells them apart where they differ: one change at a time."""
+"""The eager run, the compiled one, and why they differ: one change at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import math
+import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.scale.compile_parity.asking import answered_no, places_that_ask
-from pytest_trainloop.checks.scale.compile_parity.course import Course
-from pytest_trainloop.checks.scale.compile_parity.one_run import Made, Runs, Way
-from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
+from pytest_trainloop.checks.scale.compile_parity import causes
+from pytest_trainloop.checks.scale.compile_parity.causes import found
+from pytest_trainloop.checks.scale.compile_parity.compared import PREFIX, Course, Operations, restored
+from pytest_trainloop.checks.scale.compile_parity.runs import Way, asking, compiles_in_building, make
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
 from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.recording.compiler_internals import why_no_capture, why_no_generated_code
+from pytest_trainloop.recording.compiler_internals import recompile_limit, why_no_capture, why_no_generated_code
+from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.float64 import promoting
-from pytest_trainloop.wording import share
+from pytest_trainloop.wording import direction, filled, share, some, verb
 
 if TYPE_CHECKING:
-    from pytest_trainloop.checks.scale.compile_parity.course import Difference
-    from pytest_trainloop.checks.scale.compile_parity.operations import BrokenPromise
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.scale.compile_parity.compared import Difference
+    from pytest_trainloop.checks.scale.compile_parity.runs import Made
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.recording.compiler_internals import Compilation
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -35,13 +41,24 @@ NO_COMPILER = ("CppCompileError", "C++ compile error", "InvalidCxxCompiler", "Tr
 """Torch's words where the compiler of the machine fails (no headers, an old device), and not the graph."""
 
 NOT_HERE = ("cuda", "nvidia", "triton", "driver", "xpu", "hip", "mps")
-"""Words of exceptions that say what this machine has not, and nothing of the loop."""
+"""Words of exceptions that say what this machine does not have, and nothing about the loop."""
 
 FLOAT32 = 1e-6
 """Relative: what a number may change by where it is kept in a tensor of single precision."""
 
 MOST_MODULES = 12
 """Runs that look for the module, at most."""
+
+SETTLED = 2
+"""Steps after which a function is compiled no more: for the first shape, and for shapes that vary."""
+
+MOST = 3
+"""Lines that are named, at most."""
+
+NECESSARY = ("backward", "optimizer", "zero_grad")
+"""Words in torch's reasons for breaks that a compiled training step cannot avoid."""
+
+_TRACED_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def compile_knob(evidence: Evidence) -> str:
@@ -58,65 +75,288 @@ def compile_knob(evidence: Evidence) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A cause, with what was seen of it."""
-
-    cause: str
-    difference: Difference | None = None
-    raised: Raised | None = None
-    stage: str = ""
-    """The first of "capture", "autograd" and "code" that changes the result."""
-    module: str = ""
-    """The innermost module that, compiled alone, differs as well."""
-    broken: BrokenPromise | None = None
-    options: tuple[tuple[str, str, Any, Any], ...] = ()
-    """Parameter, option, its value in the eager run and in the compiled one."""
-    not_loaded: tuple[str, tuple[str, ...]] = ("", ())
-    """Line, and the parameters that it left as they were."""
-    asked: str = ""
-    """The line that asks whether it is compiled."""
-
-
 class Parity:
     """The runs behind ``compile_parity``; ``backend`` takes the place of the loop's own."""
 
     def __init__(self, evidence: Evidence, backend: str | None = None) -> None:
-        self.knob = compile_knob(evidence)
+        self.knob, self._evidence = compile_knob(evidence), evidence
         if why := why_no_capture():
             raise CannotDecide(f"torch.compile cannot run here: {why}")
         seen = evidence.run()
         if seen.raised is not None:
             raise CannotDecide(f"fit raises {seen.raised.summary} before anything is compared")
-        self._runs = Runs(evidence, self.knob)
         self._double = self._random = True
         self._bare = False
         self._operations = Operations()
-        self.eager = self._eager()
+        self.eager = self._made_eager()
         if not self.eager.course.moments:
             raise CannotDecide("no step of a torch optimizer was seen: there are no gradients to compare")
         self._instead = "" if backend else why_no_generated_code(self.eager.device)
         backend = "aot_eager" if self._instead else backend
-        self._own = Way(compiled=True, backend=backend, everywhere=bool(backend))
+        self._own = Way(backend=backend, everywhere=bool(backend))
         try:
             self.compiled = self._made(self._own)
         except CannotDecide:
             if not self._made_bare():
                 raise
-        self.verdict = self._verdict()
-        if self.verdict is None and self.compiled.calls and self._made_bare():
-            self.verdict = self._verdict()
+        self.fault = self._fault()
+        if self.fault is None and self.compiled.calls and self._made_bare():
+            self.fault = self._fault()
+
+    def _fault(self) -> Finding | None:
+        """None where the compiled loop trains as the eager one does. Experiments come in the order of their cost."""
+        made, eager, names = self.compiled, self.eager, tuple[str, ...]()
+        differs, facts = made.course.difference, dict[str, Any]()
+        if made.raised is not None:
+            return self._raises(made.raised)
+        if made.calls and not self._ran_compiled:
+            calls = self._made(replace(self._own, collected=True)).calls
+            if any(call.trains for call in calls) and all(call.dropped for call in calls):
+                facts = {"variant": "dropped", "calls": len(made.calls), "change": self._place}
+                return self._found("never_runs", (f"{made.calls[0].how}()",), **facts)
+        if made.own_parameters and differs is not None and differs.without:
+            return self._found("copy_compiled", differs.without, differs)
+        if options := self._other_options():
+            names = tuple(dict.fromkeys(name for name, *_ in options))
+            said = [f"{name}: {o} {mine!r} without compiling, {its!r} with it" for name, o, mine, its in options[:2]]
+            said += [f"and {len(options) - 2} more"] if len(options) > 2 else []
+            prefixed = any(PREFIX in name for name in made.course.names)
+            measured, cause = "; ".join(said), "prefix_hides_parameters" if prefixed else "other_computation"
+            return self._found(cause, names, variant="options", measured=measured, several=len(names) > 1)
+        line, names = made.not_loaded
+        if names and not self._made(Way(disabled=True)).not_loaded[1]:
+            measured = f"{len(names)} of the loaded tensors have other values than the state when training begins"
+            facts = {"variant": "loading", "where": line, "measured": measured, "several": len(names) > 1}
+            return self._found("prefix_hides_parameters", names, **facts)
+        if made.course.not_comparable:
+            raise CannotDecide(
+                f"with {self.knob}=True the loop has other parameters than without, so that they cannot be compared: "
+                f"{made.course.not_comparable}"
+            )
+        if differs is None:
+            return None
+
+        if self._operations.draws:  # a compiler may draw in another order
+            self._random = False
+            self.eager = eager = self._made_eager()
+            without = self._made(self._own)
+            if without.raised is not None:
+                raise CannotDecide("without dropout fit raises, and with it the compiled loop draws other numbers")
+            differs = without.course.difference
+            if differs is None:
+                return None
+        if self._made(Way(compiled=False)).course.difference is not None:
+            raise Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")
+        if self._operations.draws:
+            drew, again = eager.course.drew[1:], self._made(self._own, bound=math.inf).course.drew[1:]
+            if len(drew) > 1 and len(again) > 1 and all(again) and not any(drew):
+                names = tuple(self._drawn.split(", "))
+                return self._found("compiled_code_differs", names, differs, variant="draws", drawn=self._drawn)
+            raise CannotDecide(
+                f"the loop draws random numbers ({self._drawn}), which a compiled loop may draw in another order: draw "
+                "them before what is compiled, and pass them in, to have the two compared"
+            )
+        self._require_more_than_rounding(differs)
+        as_written = self._made(Way(disabled=True)).course.difference
+        if as_written is not None:
+            return self._found("other_computation", as_written.names, as_written)
+        if by_wrapper := self._by_the_wrapper(differs, None):
+            return by_wrapper
+        late = differs.step > 0
+        if (late or made.built_compiling) and self._made(replace(self._own, anew=True)).course.difference is None:
+            filters = next((call for call in self.compiled.calls if call.filters_guards), None)
+            names, line = (("guard_filter_fn",), filters.place) if filters else (differs.names, self._place)
+            return self._found("stale_value", names, differs, where=line, early=not late, filtered=bool(filters))
+        return self._by_stage(differs)
+
+    def _by_stage(self, differs: Difference) -> Finding:
+        """The first backend whose result differs: of the captured graph, of the traced backward pass, or the loop's."""
+        variant, way = "generated", self._own
+        for stage, backend in (("", "eager"), ("backward", "aot_eager")):
+            tried = replace(self._own, backend=backend, everywhere=not self.compiled.calls)
+            if self._made(tried).difference is not None:
+                variant, way = stage, tried
+                break
+        if not variant:
+            places: dict[str, None] = {}
+            self._made(Way(compiled=False), lambda: asking(places))
+            if places and self._made(self._own, asking).agrees:
+                names, line = ("torch.compiler.is_compiling()",), next(iter(places))
+                return self._found("compiled_code_differs", names, differs, variant="asks", where=line)
+        elif by_operator := self._by_operator(differs):
+            return by_operator
+        module = self._module(way)
+        culprits = (module,) if module else differs.names
+        return self._found("compiled_code_differs", culprits, differs, variant=variant, module=module)
+
+    def _raises(self, raised: Raised) -> Finding | None:
+        """Of a compiled loop that raises: it must do so in its own precision too, and not where nothing is compiled."""
+        disabled = self._made(Way(disabled=True)).raised
+        if disabled is not None:
+            said = f"{disabled.summary} {disabled.message}".lower()
+            # what torch refuses with the knob on, in the loop's own precision too: not the machine, and not a statement
+            # of the project that raises
+            if self.compiled.refused_by_torch and not any(word in said for word in NOT_HERE):
+                ways = [Way(compiled=knob, disabled=knob, double=False) for knob in (True, False)]
+                on, off = (self._made(way, bound=1.0).raised for way in ways)
+                if on is not None and on.summary == disabled.summary and off is None:
+                    facts = {"variant": "refused", "raised": disabled.summary, "where": self._where(disabled)}
+                    return self._found("other_computation", (f"{self.knob}=True",), **facts)
+            raise CannotDecide(
+                f"with {self.knob}=True fit raises {disabled.summary}, also where torch.compile is disabled"
+            )
+        if by_wrapper := self._by_the_wrapper(None, raised):
+            return by_wrapper
+        if not self._instead and any(word in f"{raised.summary} {raised.message}" for word in NO_COMPILER):
+            self._instead = raised.summary[:200]
+            self._own = replace(self._own, backend="aot_eager", everywhere=True)
+            self.compiled = self._made(self._own)
+            return self._fault()
+        if self._double:  # in the loop's own precision, then
+            self._double = False
+            self.eager, self.compiled = self._made_eager(), self._made(self._own)
+            return self._fault()
+        if by_operator := self._by_operator(None, measured=f"compiled, fit raises {raised.summary[:160]}"):
+            return by_operator
+        traced = [(m["file"], int(m["line"])) for m in _TRACED_LINE.finditer(raised.message)]
+        own = [at for at in traced if layer(at[0]) == 2]  # the line that the compiler was at, which it gives as text
+        facts = {"raised": raised.summary, "where": str(place_of(*own[-1])) if own else self._where(raised)}
+        facts["measured"] = filled(causes.STEPS_MADE, {"made": len(self.compiled.course.moments)})
+        return self._found("compiling_raises", ("torch.compile()",), **facts)
+
+    def _by_the_wrapper(self, differs: Difference | None, raised: Raised | None) -> Finding | None:
+        """Where the loop differs, or raises the same, with torch's wrapper around the model and nothing compiled."""
+        if not self.compiled.calls:
+            return None
+        wrapped = self._made(Way(wrapped=True))
+        same = raised is not None and wrapped.raised is not None and wrapped.raised.summary == raised.summary
+        if not (same if wrapped.raised is not None else wrapped.difference is not None):
+            return None
+        names = differs.names if differs is not None else ()
+        facts: dict[str, Any] = {"does": f"{some(names)} {verb(names, 'train')} differently"}
+        if raised is not None:
+            facts = {"does": f"fit raises {raised.summary}", "where": self._where(raised)}
+        if self._made(Way(wrapped=True, plain_names=True)).agrees:
+            return self._found("prefix_hides_parameters", names or tuple(self.eager.course.start), differs, **facts)
+        return self._found("wrapper_changes", (self.compiled.calls[0].what,), differs, **facts)
+
+    def _found(self, cause: str, names: tuple[str, ...], differs: Difference | None = None, /, **facts: Any) -> Finding:
+        call = self.compiled.calls[0] if self.compiled.calls else None
+        facts = {
+            "knob": self.knob,
+            "how": call.how if call else "",
+            "what": call.what if call else "model",
+            "module": "",
+            "made": len(self.compiled.course.moments),
+            "compared": self.compiled.course.compared,
+            "precision": self._precision,
+            **facts,
+        }
+        if differs is not None:
+            facts |= {"step": differs.step + 1, "part": differs.part, "tensors": len(differs.names)}
+            facts |= {"apart": differs.found.difference, "direction": direction(differs.found.cosine)}
+            facts["limit"] = self._bound
+        measured = causes.COMPARED if differs is None else causes.DIFFER
+        facts = {"measured": filled(measured, facts), **facts}
+        return found(cause, facts.pop("where", self._place), names, **facts)
+
+    def _other_options(self) -> list[tuple[str, str, Any, Any]]:
+        """Parameter, option, its value in the eager run and in the compiled one."""
+        one, two = self.eager.course, self.compiled.course
+        options: list[tuple[str, str, Any, Any]] = []
+        for name in dict.fromkeys((*one.options, *two.options)):
+            if name in one.options and name in two.options:
+                options += [(name, o, value, two.options[name].get(o)) for o, value in one.options[name].items()]
+            elif one.held_from_start and two.held_from_start:
+                options.append((name, "in an optimizer", name in one.options, name in two.options))
+        return [(name, option, value, its) for name, option, value, its in options if not _same(value, its)]
+
+    def _by_operator(self, differs: Difference | None, **facts: Any) -> Finding | None:
+        """Where an operator of the project does something that it does not declare: the first one."""
+        operators = Operations(own=True)
+        self._made(Way(compiled=False), lambda: operators)
+        if operators.broken is None:
+            return None
+        name, writes, said, where = operators.broken
+        return self._found(
+            "operator_misdeclared", (name,), differs, name=name, writes=writes, said=said, where=where, **facts
+        )
+
+    def _require_more_than_rounding(self, differs: Difference) -> None:
+        """Of a loop that computes below float64: the same loop in float64 shows what rounding alone changes."""
+        if self._operations.lowest is torch.float64:
+            return
+        course = Course(0.0, self.eager.course)
+        try:
+            make(self._evidence, self.knob, Way(compiled=False, random=self._random), course, promoting)
+        except (UserCodeError, UsageError):
+            return
+        apart = differs.found.difference
+        rounding = course.difference.found.difference if course.difference is not None else 0.0
+        if not apart > MARGIN * rounding:
+            raise CannotDecide(
+                f"the compiled loop differs by {share(apart)} from the eager one, and rounding to {self._precision} "
+                f"alone changes {share(rounding)} of the gradient"
+            )
+
+    def _module(self, way: Way) -> str:
+        """The innermost module that, compiled alone, differs from the eager run too: the first in the order of their
+        registration. Empty where none does."""
+        backend = way.backend or next((call.backend for call in self.compiled.calls), None)
+        names = [name for name in dict.fromkeys(n.rpartition(".")[0] for n in self.eager.course.start) if name]
+        path, left = "", MOST_MODULES
+        while True:
+            depth = path.count(".") + 2 if path else 1
+            below = dict.fromkeys(".".join(name.split(".")[:depth]) for name in names)
+            inside = [n for n in below if (not path or n.startswith(f"{path}.")) and n != path][:left]
+            left -= len(inside)
+            alone = (replace(way, backend=backend, alone=name) for name in inside)
+            inner = next((one.alone for one in alone if self._made(one).difference is not None), None)
+            if inner is None:
+                return path
+            path = inner
+
+    def _made_eager(self) -> Made:
+        """In float64, or in the loop's own precision where it raises in float64 without a mode; without a look at its
+        operations where it raises under one: single precision and random numbers are expected then."""
+        refusal = ""
+        for double, seen in ((True, True), (True, False), (False, True), (False, False)):
+            if double > self._double:
+                continue
+            operations = Operations()
+            if not seen:
+                operations.lowest, operations.draws = torch.float32, {"unknown": None}
+            way = Way(compiled=False, double=double, random=self._random, bare=self._bare)
+            around: Any = (lambda: operations) if seen else contextlib.nullcontext  # noqa: B023
+            try:
+                made = make(self._evidence, self.knob, way, Course(), around)
+            except (UserCodeError, UsageError) as error:
+                refusal = refusal or str(error)
+                continue
+            if made.raised is None:
+                self._double, self._operations = double, operations
+                return made
+            refusal = refusal or f"fit raised {made.raised.summary}"
+        raise CannotDecide(f"without compiling, in a run of this check, {refusal}")
+
+    def _made(self, way: Way, around: Any = contextlib.nullcontext, bound: float | None = None) -> Made:
+        way = replace(way, double=way.double and self._double, random=self._random, bare=self._bare)
+        course = Course(self._bound if bound is None else bound, self.eager.course)
+        try:
+            return make(self._evidence, self.knob, way, course, around)
+        except (UserCodeError, UsageError) as refusal:
+            raise CannotDecide(f"with {self.knob}={way.compiled} the loop could not be run: {refusal}") from refusal
 
     def _made_bare(self) -> bool:
         """Both runs once more, built under no mode, where the loop calls what it compiles while it is built: a
-        compiler leaves out what runs under one."""
+        compiler ignores what runs under one."""
         if not self._double or self._bare:
             return False
         try:
-            if not self._runs.compiles_in_building(self._own):
+            if not compiles_in_building(self._evidence, self.knob, self._own):
                 return False
             self._bare = True
-            self.eager = self._eager()
+            self.eager = self._made_eager()
             self.compiled = self._made(self._own)
         except (CannotDecide, UserCodeError, UsageError):
             self._bare = False
@@ -124,33 +364,45 @@ class Parity:
         return True
 
     @property
-    def precision(self) -> str:
+    def _precision(self) -> str:
         return str(self._operations.lowest).removeprefix("torch.")
 
     @property
-    def bound(self) -> float:
+    def _bound(self) -> float:
         """Relative: rounding of the lowest precision seen."""
         return ROUNDING * float(torch.finfo(self._operations.lowest).eps)
 
     @property
-    def ran_compiled(self) -> bool:
+    def _place(self) -> str:
+        """The line that compiles."""
+        return self.compiled.calls[0].place if self.compiled.calls else ""
+
+    def _where(self, raised: Raised) -> str:
+        return str(raised.place) if raised.place.file else self._place
+
+    @property
+    def _drawn(self) -> str:
+        return ", ".join([*self._operations.draws][:3])
+
+    @property
+    def _ran_compiled(self) -> bool:
         """Whether anything that was compiled was run."""
         traced = any(call.how != "torch.compile" and not call.dropped for call in self.compiled.calls)
         return traced or bool(self.compiled.compilations or self.compiled.breaks or self.compiled.built_compiling)
 
     def require_compared(self) -> None:
-        """Raise ``CannotDecide`` where nothing was compiled, or not by the loop's own backend."""
-        if not self.ran_compiled and all(call.dropped for call in self.compiled.calls):
-            called = "was called, and what it returned was dropped" if self.compiled.calls else "was not called"
+        """Raise ``CannotDecide`` where nothing was compiled, or nothing could be compared."""
+        if not self._ran_compiled and all(call.dropped for call in self.compiled.calls):
+            called = "was called, and its result was freed" if self.compiled.calls else "was not called"
             accelerator = "; an Accelerator made before keeps its dynamo_backend: use adapters.fresh_accelerator"
             raise CannotDecide(
-                f"with {self.knob}=True nothing was compiled: torch.compile {called} (it may be on another device only"
+                f"with {self.knob}=True nothing was compiled: torch.compile {called} (perhaps on another device only"
                 f"{accelerator if 'accelerate' in sys.modules else ''})",
                 needs="compile=",
             )
-        if self.bound >= 1.0:
+        if self._bound >= 1.0:
             raise CannotDecide(
-                f"the loop computes in {self.precision} also where float64 is asked for: its rounding hides what a "
+                f"the loop computes in {self._precision} also where float64 is asked for: its rounding hides what a "
                 "compiler may change"
             )
         if self.compiled.course.compared == 0:
@@ -167,247 +419,68 @@ class Parity:
                 "loop trains as the eager one does"
             )
 
-    def _eager(self) -> Made:
-        """In float64, or in the loop's own precision where it raises in float64 without a mode; without a look at its
-        operations where it raises under one. What these draw, and how precise they are, is not known then."""
-        refusal = ""
-        for double, seen in ((True, True), (True, False), (False, True), (False, False)):
-            if double > self._double:
-                continue
-            operations = Operations() if seen else Operations.unknown()
-            around = (lambda loop: operations) if seen else (lambda loop: contextlib.nullcontext())  # noqa: B023
-            try:
-                way = Way(compiled=False, double=double, random=self._random, bare=self._bare)
-                made = self._runs.make(way, Course(), around)
-            except (UserCodeError, UsageError) as error:
-                refusal = refusal or str(error)
-                continue
-            if made.raised is None:
-                self._double, self._operations = double, operations
-                return made
-            refusal = refusal or f"fit raised {made.raised.summary}"
-        raise CannotDecide(f"without compiling, in a run of this check, {refusal}")
+    def advice(self) -> Iterator[Finding]:
+        """Of a loop that trains the same compiled: graph breaks, and functions that are compiled again and again."""
+        made, advice = self.compiled, {"level": "advice"}
+        if made.calls and not self._ran_compiled:
+            yield self._found("never_runs", (f"{made.calls[0].how}()",), calls=len(made.calls), **advice)
+        breaks = [(one, _line(one.stack)) for one in made.breaks]
+        breaks = [
+            (one, line)
+            for one, line in breaks
+            if not any(word in one.reason.lower() or f"{word}(" in line for word in NECESSARY)
+        ]
+        # those in the project's own code; where there are none, those in libraries other than torch
+        own = [(one, line) for one, line in breaks if any(layer(file) == 2 for file, _ in one.stack)]
+        reasons: dict[str, str] = {}
+        for one, line in own or [pair for pair in breaks if pair[1]]:
+            reasons.setdefault(line, f"{one.reason[0].lower()}{one.reason[1:]}")
+        facts = {"breaks": len(made.breaks), "lines": len(reasons), "several": len(reasons) > 1, **advice}
+        for line, reason in list(reasons.items())[:MOST]:
+            yield self._found("graph_breaks", ("torch.compile()",), where=line, reason=reason, **facts)
+        again: dict[tuple[str, str], list[tuple[int, Compilation]]] = {}
+        for step, new in made.compilations:
+            if new.again and step >= SETTLED:
+                name = new.function.removeprefix("torch_dynamo_resume_in_").partition("_at_")[0]
+                again.setdefault((new.file, name), []).append((step, new))
+        for (_, name), compiled in list(again.items())[:MOST]:
+            steps, new = sorted({step for step, _ in compiled}), compiled[0][1]
+            if len(steps) < 2:
+                continue  # the last batch is smaller, or a phase begins
+            at = new.at if new.at[0] else (new.file, new.line)
+            facts = {"times": str(len(steps)), "steps": ", ".join(str(step + 1) for step in steps), "guard": new.again}
+            facts |= {"most": str(recompile_limit()), "where": str(place_of(*at)) if at[0] else self._place, **advice}
+            yield self._found("recompilations", (name,), **facts)
 
-    def _made(self, way: Way, around: Any = lambda loop: contextlib.nullcontext(), bound: float | None = None) -> Made:
-        way = replace(way, double=way.double and self._double, random=self._random, bare=self._bare)
-        course = Course(self.bound if bound is None else bound, self.eager.course)
-        try:
-            return self._runs.make(way, course, around)
-        except (UserCodeError, UsageError) as refusal:
-            raise CannotDecide(f"with {self.knob}={way.compiled} the loop could not be run: {refusal}") from refusal
-
-    def _verdict(self) -> Verdict | None:
-        """None where the compiled loop trains as the eager one does."""
-        made, course = self.compiled, self.compiled.course
-        if made.raised is not None:
-            return self._refused(made.raised)
-        if self._result_dropped():
-            return Verdict(cause="result_dropped")
-        apart = course.difference
-        if made.parted and apart is not None and apart.without:
-            return Verdict(cause="copy_compiled", difference=apart)
-        if options := self._options_apart():
-            wrapped = any("_orig_mod." in name for name in course.names)
-            cause = "prefix_hides_parameters" if wrapped else "other_computation"
-            return Verdict(cause=cause, difference=apart, options=options)
-        if made.not_loaded[1] and not self._made(Way(compiled=True, eager=True)).not_loaded[1]:
-            return Verdict(cause="prefix_hides_parameters", not_loaded=made.not_loaded)
-        if course.not_alike:
-            raise CannotDecide(
-                f"with {self.knob}=True the loop has other parameters than without, so that they cannot be compared: "
-                f"{course.not_alike}"
-            )
-        return None if apart is None else self._narrowed(apart)
-
-    def _refused(self, raised: Raised) -> Verdict | None:
-        """Of a compiled loop that raises: it must do so in its own precision as well, and not where nothing is
-        compiled."""
-        eager = self._made(Way(compiled=True, eager=True))
-        if eager.raised is not None:
-            if self._raises_by_itself(eager.raised):
-                return Verdict(cause="other_computation", raised=eager.raised)
-            raise CannotDecide(
-                f"with {self.knob}=True fit raises {eager.raised.summary}, also where torch.compile stands aside"
-            )
-        if by_wrapper := self._because_of_the_wrapper(raised):
-            return Verdict(cause=by_wrapper, raised=raised)
-        if not self._instead and any(word in f"{raised.summary} {raised.message}" for word in NO_COMPILER):
-            self._instead = raised.summary[:200]
-            self._own = replace(self._own, backend="aot_eager", everywhere=True)
-            self.compiled = self._made(self._own)
-            return self._verdict()
-        if self._double:  # in the loop's own precision, then
-            self._double = False
-            self.eager = self._eager()
-            self.compiled = self._made(self._own)
-            return self._verdict()
-        cause = "operator_misdeclared" if (broken := self._misdeclared()) is not None else "compiling_raises"
-        return Verdict(cause=cause, raised=raised, broken=broken)
-
-    def _raises_by_itself(self, raised: Raised) -> bool:
-        """Whether torch refuses what the loop does with the knob on, in its own precision as well: not the machine,
-        and not a statement of the project's that raises."""
-        said = f"{raised.summary} {raised.message}".lower()
-        if not self.compiled.refused_by_torch or any(word in said for word in NOT_HERE):
-            return False
-        own = [self._made(Way(compiled=c, eager=c, double=False), bound=1.0).raised for c in (True, False)]
-        return own[0] is not None and own[0].summary == raised.summary and own[1] is None
-
-    def _result_dropped(self) -> bool:
-        if not self.compiled.calls or self.ran_compiled:
-            return False
-        calls = self._made(replace(self._own, collected=True)).calls
-        return any(call.trains for call in calls) and all(call.dropped for call in calls)
-
-    def _options_apart(self) -> tuple[tuple[str, str, Any, Any], ...]:
-        mine, other = self.eager.course.options, self.compiled.course.options
-        found: list[tuple[str, str, Any, Any]] = []
-        for name in dict.fromkeys((*mine, *other)):
-            if name in mine and name in other:
-                found += [(name, o, value, other[name].get(o)) for o, value in mine[name].items()]
-            elif self.eager.course.held_from_start and self.compiled.course.held_from_start:
-                found.append((name, "in an optimizer", name in mine, name in other))
-        return tuple((name, option, value, its) for name, option, value, its in found if not _same(value, its))
-
-    def _narrowed(self, apart: Difference) -> Verdict | None:
-        """The cause of a difference, by one change at a time."""
-        if self._operations.draws:
-            without = self._apart_without_dropout()
-            if without is None:
-                return None
-            apart = without
-        self._require_repeatable()
-        if self._operations.draws:
-            if self._draws_again():
-                return Verdict(cause="drawn_again", difference=apart)
-            raise CannotDecide(
-                f"the loop draws random numbers ({self.drawn}), which a compiled loop may draw in another order: draw "
-                "them before what is compiled, and pass them in, to have the two compared"
-            )
-        self._require_more_than_rounding(apart)
-        as_written = self._made(Way(compiled=True, eager=True)).course.difference
-        if as_written is not None:
-            return Verdict(cause="other_computation", difference=as_written)
-        if by_wrapper := self._because_of_the_wrapper():
-            return Verdict(cause=by_wrapper, difference=apart)
-        stale = apart.step > 0 or self.compiled.built_compiling
-        if stale and self._made(replace(self._own, anew=True)).course.difference is None:
-            return Verdict(cause="stale_value", difference=apart)
-        stage, way = self._stage()
-        if stage == "capture" and (asked := self._asks_whether_compiled()):
-            return Verdict(cause="asks_whether_compiled", difference=apart, asked=asked)
-        if stage != "capture" and (broken := self._misdeclared()) is not None:
-            return Verdict(cause="operator_misdeclared", difference=apart, stage=stage, broken=broken)
-        cause = {"capture": "capture_differs", "autograd": "traced_backward_differs", "code": "generated_code_differs"}
-        return Verdict(cause=cause[stage], difference=apart, stage=stage, module=self._module(way))
-
-    def _because_of_the_wrapper(self, raised: Raised | None = None) -> str:
-        """The cause, where the loop differs, or raises the same, with torch's wrapper around the model and nothing
-        compiled; else empty."""
-        if not self.compiled.calls:
-            return ""
-        wrapped = self._made(Way(compiled=True, wrapped=True))
-        alike = None if wrapped.raised is None or raised is None else wrapped.raised.summary == raised.summary
-        if not (alike if wrapped.raised is not None else wrapped.course.difference is not None):
-            return ""
-        named = self._made(Way(compiled=True, wrapped=True, plain_names=True))
-        by_names = named.raised is None and named.course.difference is None
-        return "prefix_hides_parameters" if by_names else "wrapper_changes"
-
-    def _asks_whether_compiled(self) -> str:
-        """The line that asks torch whether it is compiled, where the loop trains as the eager one once it is told that
-        it is not."""
-        places: dict[str, None] = {}
-        self._made(Way(compiled=False), lambda loop: places_that_ask(places))
-        if not places:
-            return ""
-        told = self._made(self._own, lambda loop: answered_no())
-        return next(iter(places)) if told.raised is None and told.course.difference is None else ""
-
-    def _misdeclared(self) -> BrokenPromise | None:
-        """The first operator of the project's own that does something else than it declares."""
-        operators = OwnOperators()
-        self._made(Way(compiled=False), lambda loop: operators)
-        return operators.broken
-
-    def _apart_without_dropout(self) -> Difference | None:
-        """The two runs once more without dropout: a compiler need not draw in the same order."""
-        self._random = False
-        self.eager = self._eager()
-        compiled = self._made(self._own)
-        if compiled.raised is not None:
-            raise CannotDecide("without dropout fit raises, and with it the compiled loop draws other numbers")
-        return compiled.course.difference
-
-    @property
-    def drawn(self) -> str:
-        """The operations that draw."""
-        return ", ".join(list(self._operations.draws)[:3])
-
-    def _draws_again(self) -> bool:
-        """Whether each later step draws once it is compiled, and none does without: not in another order, but more."""
-        without = self.eager.course.drew[1:]
-        compiled = self._made(self._own, bound=math.inf).course.drew[1:]
-        return len(without) > 1 and len(compiled) > 1 and all(compiled) and not any(without)
-
-    def _require_repeatable(self) -> None:
-        if self._made(Way(compiled=False)).course.difference is not None:
-            raise Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")
-
-    def _require_more_than_rounding(self, apart: Difference) -> None:
-        """Of a loop that computes below float64: the same loop in float64 shows what rounding alone changes."""
-        if self._operations.lowest is torch.float64:
+    def saved(self) -> Iterator[Finding]:
+        """A fault where the compiled loop does not restore what it has saved and the other does; else advice where the
+        loop that is not compiled does not restore it: a project may load with compiling only."""
+        if not {"save", "load"} <= self._evidence.offers or not self.compiled.calls:
             return
-        wide = Way(compiled=False, random=self._random)
-        try:
-            course = Course(0.0, self.eager.course)
-            self._runs.make(wide, course, lambda loop: promoting())
-        except (UserCodeError, UsageError):
+        own = restored(self._evidence, self.knob, saves=True, loads=True)
+        other = restored(self._evidence, self.knob, saves=False, loads=False) if own and own.left else None
+        if own and other and (left := tuple(name for name in own.left if name not in other.left)):
+            facts: dict[str, Any] = {"where": own.place, "change": own.place, "parameters": len(left)}
+            yield self._found("checkpoint_not_restored", left, **facts)
             return
-        rounding = course.difference.found.difference if course.difference is not None else 0.0
-        if not apart.found.difference > MARGIN * rounding:
-            raise CannotDecide(
-                f"the compiled loop differs by {share(apart.found.difference)} from the eager one, and rounding to "
-                f"{self.precision} alone changes {share(rounding)} of the gradient"
-            )
+        if not any(PREFIX in name for name in self.compiled.course.names):
+            return
+        plain = restored(self._evidence, self.knob, saves=True, loads=False, returned=True)
+        if plain and plain.prefixed and (plain.left or plain.refused):
+            names = plain.left or tuple(plain.prefixed)
+            facts = {"keys": str(len(plain.prefixed)), "refused": plain.refused, "several": len(names) > 1}
+            facts |= {"variant": "without compiling", "level": "advice"}
+            yield self._found("checkpoint_not_restored", names, **facts)
 
-    def _stage(self) -> tuple[str, Way]:
-        """What changes the result first, with the way that shows it."""
-        for stage, backend in (("capture", "eager"), ("autograd", "aot_eager")):
-            way = replace(self._own, backend=backend, everywhere=not self.compiled.calls)
-            made = self._made(way)
-            if made.raised is None and made.course.difference is not None:
-                return stage, way
-        return "code", self._own
 
-    def _module(self, way: Way) -> str:
-        """The innermost module that, compiled alone, differs from the eager run as well: the first in the order of
-        their registration. Empty where none does."""
-        backend = way.backend or next((call.backend for call in self.compiled.calls), None)
-        path, left = "", MOST_MODULES
-        while True:
-            inside = self._inside(path)[:left]
-            left -= len(inside)
-            alone = (name for name in inside if self._differs(replace(way, backend=backend, alone=name)))
-            found = next(alone, None)
-            if found is None:
-                return path
-            path = found
-
-    def _differs(self, way: Way) -> bool:
-        made = self._made(way)
-        return made.raised is None and made.course.difference is not None
-
-    def _inside(self, path: str) -> list[str]:
-        """The modules below one that hold parameters of their own or of others, by their plain names."""
-        names = dict.fromkeys(name.rpartition(".")[0] for name in self.eager.course.start)
-        depth = path.count(".") + 2 if path else 1
-        below = dict.fromkeys(".".join(name.split(".")[:depth]) for name in names if name)
-        return [name for name in below if (not path or name.startswith(f"{path}.")) and name != path]
+def _line(stack: tuple[tuple[str, int], ...]) -> str:
+    """The nearest line of the project's, or of a library; empty where torch's own code alone is in the graph."""
+    own = [at for at in stack if layer(at[0]) == 2] or [at for at in stack if layer(at[0]) == 1]
+    return str(place_of(*own[-1])) if own else ""
 
 
 def _same(value: Any, its: Any) -> bool:
-    """Whether two options are equal; a rate in a tensor is rounded."""
+    """Whether two options are equal; a learning rate in a tensor is rounded."""
     if isinstance(value, tuple) and isinstance(its, tuple):
         return len(value) == len(its) and all(map(_same, value, its))
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, its))

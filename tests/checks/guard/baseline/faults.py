@@ -47,15 +47,15 @@ class PostNorm(Block):
 
 changed(
     "dropout_moved_before_the_activation",
-    "output_differs",
+    "steps_differ",
     decoder(of_blocks(DroppedBefore, dropout=0.3)),
     decoder(of_blocks(Block, dropout=0.3)),
     "block.dropout",
 )
-changed("norm_after_the_branch", "output_differs", decoder(of_blocks(PostNorm)), decoder(), "block.attention.q")
+changed("norm_after_the_branch", "steps_differ", decoder(of_blocks(PostNorm)), decoder(), "block.attention.q")
 changed(
     "tanh_in_place_of_relu",
-    "output_differs",
+    "steps_differ",
     table(functools.partial(Table, activation=torch.tanh)),
     table(),
     "fc2",
@@ -73,7 +73,7 @@ def left_in_evaluation(model, optimizer, batches, criterion):
 
 changed(
     "batch_norm_in_evaluation_mode",
-    "output_differs",
+    "steps_differ",
     pictures(fit=left_in_evaluation),
     pictures(),
     "norm",
@@ -107,7 +107,7 @@ changed(
     table(from_scratch(0.02)),
     table(from_scratch(0.2)),
     "fc1.weight",
-    mentions=("spread 0.02",),
+    mentions=("deviation 0.02",),
     quick=True,
 )
 changed(
@@ -134,15 +134,14 @@ def left_padded():
 
 changed(
     "padding_on_the_other_side",
-    "data_differs",
+    "steps_differ",
     decoder(batch=left_padded),
     decoder(batch=right_padded),
     "batch[0]",
-    quick=True,
 )
 changed(
     "fewer_rows",
-    "data_differs",
+    "setup_differs",
     table(batch=lambda: data.labelled(rows=8)),
     table(),
     "batch[0]",
@@ -158,15 +157,14 @@ def summed(scores, targets):
     return F.cross_entropy(scores, targets, reduction="sum")
 
 
-changed("labels_shifted_once_more", "loss_differs", decoder(criterion=unshifted), decoder(), "loss")
+changed("labels_shifted_once_more", "steps_differ", decoder(criterion=unshifted), decoder(), "loss")
 changed(
     "sum_in_place_of_mean",
-    "loss_differs",
+    "steps_differ",
     table(criterion=summed),
     table(),
     "loss",
     mentions=("16 times as large", "cross_entropy(sum)"),
-    quick=True,
 )
 
 
@@ -187,7 +185,7 @@ class Straight(torch.autograd.Function):
 
 changed(
     "embedding_detached",
-    "gradient_differs",
+    "steps_differ",
     decoder(DetachedEmbedding),
     decoder(),
     "embed.weight",
@@ -195,12 +193,11 @@ changed(
 )
 changed(
     "relu_whose_gradient_passes_straight_through",
-    "gradient_differs",
+    "steps_differ",
     table(functools.partial(Table, activation=Straight.apply)),
     table(),
     "fc1.weight",
     "fc1.bias",
-    quick=True,
 )
 
 
@@ -227,15 +224,14 @@ def rate_by_hand(first):
 
 changed(
     "rate_by_hand_one_step_late",
-    "rate_differs",
+    "steps_differ",
     table(fit=rate_by_hand(0)),
     table(fit=rate_by_hand(1)),
     "fc1.weight",
-    quick=True,
 )
 changed(
     "another_rate",
-    "rate_differs",
+    "steps_differ",
     table(optimizer=by(adamw, lr=1e-3)),
     table(optimizer=by(adamw, lr=3e-3)),
     "fc2.bias",
@@ -243,7 +239,7 @@ changed(
 )
 changed(
     "scheduler_before_the_optimizer",
-    "calls_differ",
+    "setup_differs",
     decoder(fit=schedule_first, scheduler=warm_up(1)),
     decoder(scheduler=warm_up(1)),
     mentions=("between backward() and step()",),
@@ -267,11 +263,10 @@ class Scaled(torch.optim.SGD):
 
 changed(
     "decay_by_the_rate_squared",
-    "update_differs",
+    "steps_differ",
     table(optimizer=by(Scaled, lr=0.1, power=2)),
     table(optimizer=by(Scaled, lr=0.1, power=1)),
     "fc1.weight",
-    quick=True,
 )
 
 
@@ -286,29 +281,27 @@ def decayed(biases):
 
 changed(
     "decay_on_the_biases",
-    "group_differs",
+    "setup_differs",
     table(optimizer=decayed(0.01)),
     table(optimizer=decayed(0.0)),
     "fc1.bias",
     mentions=("weight_decay", "0.01"),
     quick=True,
 )
-changed("larger_eps_of_adam", "group_differs", decoder(optimizer=by(adamw, eps=1e-6)), decoder(), mentions=("eps",))
-changed("without_betas", "group_differs", table(optimizer=by(adamw, betas=(0.9, 0.95))), table(), mentions=("betas",))
+changed("larger_eps_of_adam", "setup_differs", decoder(optimizer=by(adamw, eps=1e-6)), decoder(), mentions=("eps",))
+changed("without_betas", "setup_differs", table(optimizer=by(adamw, betas=(0.9, 0.95))), table(), mentions=("betas",))
 changed(
     "adam_in_place_of_sgd",
-    "optimizer_differs",
+    "setup_differs",
     table(optimizer=by(torch.optim.Adam, lr=0.1)),
     table(optimizer=by(torch.optim.SGD, lr=0.1)),
-    quick=True,
 )
 changed(
     "head_not_in_the_optimizer",
-    "left_out_of_optimizer",
+    "setup_differs",
     table(optimizer=lambda model: adamw(model.fc1.parameters())),
     table(),
     "fc2.weight",
-    quick=True,
 )
 
 
@@ -318,7 +311,7 @@ class Frozen(Table):
         self.fc1.requires_grad_(False)
 
 
-changed("first_layer_frozen", "frozen_differs", table(Frozen), table(), "fc1.weight", quick=True)
+changed("first_layer_frozen", "setup_differs", table(Frozen), table(), "fc1.weight")
 
 
 def zeroed_late(model, optimizer, batches, criterion):
@@ -334,8 +327,8 @@ def unclipped(model, optimizer, batches):
         optimizer.step()
 
 
-changed("gradients_not_zeroed", "calls_differ", table(fit=zeroed_late), table(), "zero_grad()", quick=True)
-changed("clip_gone", "calls_differ", decoder(fit=unclipped), decoder(fit=clipped), "clip_grad_norm_()")
+changed("gradients_not_zeroed", "setup_differs", table(fit=zeroed_late), table(), "zero_grad()")
+changed("clip_gone", "setup_differs", decoder(fit=unclipped), decoder(fit=clipped), "clip_grad_norm_()")
 
 
 def after_many_steps(optimizer):
@@ -346,26 +339,23 @@ def no_schedule(model, optimizer, batches, criterion=token_loss, scheduler=None)
     train(model, optimizer, batches, criterion)
 
 
-changed("scheduler_gone", "scheduler_differs", table(), table(scheduler=after_many_steps), quick=True)
+changed("scheduler_gone", "setup_differs", table(), table(scheduler=after_many_steps))
 changed(
     "shorter_cosine",
-    "scheduler_differs",
+    "setup_differs",
     decoder(scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20)),
     decoder(scheduler=cosine),
     mentions=("T_max",),
 )
 changed(
     "other_momentum_of_running_statistics",
-    "buffer_differs",
+    "steps_differ",
     pictures(functools.partial(Pictures, momentum=0.01)),
     pictures(),
     "norm.running_mean",
-    quick=True,
 )
-changed("wider", "parameters_differ", table(wide), table(), "fc1.weight", quick=True)
-changed(
-    "head_untied", "parameters_differ", decoder(Decoder), decoder(Tied), "head.weight", mentions=("tensor of its own",)
-)
+changed("wider", "setup_differs", table(wide), table(), "fc1.weight")
+changed("head_untied", "setup_differs", decoder(Decoder), decoder(Tied), "head.weight", mentions=("tensor of its own",))
 
 
 def in_bfloat16(model, optimizer, batches, criterion):
@@ -421,7 +411,7 @@ def skipping(model, optimizer, batches, criterion):
 
 changed(
     "two_updates_skipped",
-    "calls_differ",
+    "setup_differs",
     table(fit=skipping),
     table(),
     "step()",
@@ -443,7 +433,7 @@ def clipping(limit, of=None):
 
 changed(
     "clip_of_a_copy",
-    "gradient_differs",
+    "steps_differ",
     table(fit=clipping(0.01, of=copy.deepcopy)),
     table(fit=clipping(0.01)),
     mentions=("clip_grad_norm_() finds a norm of 0",),
@@ -456,7 +446,7 @@ def idle_schedule(model, optimizer, batches, criterion, scheduler):
 
 changed(
     "scheduler_built_and_not_stepped",
-    "calls_differ",
+    "setup_differs",
     table(fit=idle_schedule, scheduler=lambda own: torch.optim.lr_scheduler.StepLR(own, 5)),
     table(scheduler=lambda own: torch.optim.lr_scheduler.StepLR(own, 5)),
     "StepLR.step()",
@@ -473,7 +463,7 @@ def twice(model, optimizer, batches):
 
 changed(
     "two_forwards_with_dropout",
-    "output_differs",
+    "steps_differ",
     decoder(of_blocks(Block, dropout=0.2), fit=twice),
     decoder(of_blocks(Block, dropout=0.2)),
     "block.dropout",
@@ -490,7 +480,7 @@ def shifted(model, optimizer, batches):
 
 changed(
     "inputs_shifted_in_the_loop",
-    "output_differs",
+    "steps_differ",
     decoder(fit=shifted),
     decoder(),
     "embed",

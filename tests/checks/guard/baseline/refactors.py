@@ -207,7 +207,7 @@ class Convolved(Table):
         return self.fc2(F.relu(self.fc1(x.unsqueeze(-1))).squeeze(-1))
 
 
-refactor("convolution_of_one_position", table(), table(Convolved), "fc1.weight is laid out otherwise as fc1.weight")
+refactor("convolution_of_one_position", table(), table(Convolved), "fc1.weight is now fc1.weight with another layout")
 
 
 class Layers(nn.Sequential):

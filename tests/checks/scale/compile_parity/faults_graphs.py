@@ -82,7 +82,7 @@ def traced(*, in_python):
 pair(
     "traced_with_an_example_of_zeros",
     CHECK,
-    "capture_differs",
+    "compiled_code_differs",
     where="torch.jit.trace(model",
     faulty=traced(in_python=True),
     fixed=traced(in_python=False),
@@ -175,10 +175,9 @@ def sharp(function):
 pair(
     "short_cut_by_the_type_of_a_tensor",
     CHECK,
-    "traced_backward_differs",
+    "compiled_code_differs",
     faulty=sharp(sharpened),
     fixed=sharp(squared),
-    quick=True,
 )
 
 
@@ -199,7 +198,7 @@ def cheaper(kind):
 pair(
     "backend_with_an_approximate_activation",
     CHECK,
-    "generated_code_differs",
+    "compiled_code_differs",
     culprits=("encoder",),
     where="torch.compile(model, backend=cheaper",
     faulty=compiling(
@@ -208,7 +207,6 @@ pair(
     fixed=compiling(
         lambda model, compile: torch.compile(model, backend=cheaper("none")) if compile else model,
     ),
-    quick=True,
 )
 
 
@@ -329,7 +327,7 @@ def counting(*, inside):
 pair(
     "buffer_counted_and_read_in_one_graph",
     CHECK,
-    "traced_backward_differs",
+    "compiled_code_differs",
     where="torch.compile(model, backend=BACKEND)",
     faulty=counting(inside=True),
     fixed=counting(inside=False),
@@ -354,11 +352,10 @@ class Projected(Classifier):
 pair(
     "random_directions_in_a_cache_of_python",
     CHECK,
-    "drawn_again",
+    "compiled_code_differs",
     culprits=("randn",),
     faulty=lambda compile=False: _projected(compile, kept=False),
     fixed=lambda compile=False: _projected(compile, kept=True),
-    quick=True,
 )
 
 
@@ -393,12 +390,11 @@ def penalized(*, always):
 pair(
     "other_features_where_it_is_compiled",
     CHECK,
-    "asks_whether_compiled",
+    "compiled_code_differs",
     where="if self.always or not torch.compiler.is_compiling():",
     culprits=("torch.compiler.is_compiling()",),
     faulty=penalized(always=False),
     fixed=penalized(always=True),
-    quick=True,
 )
 
 

@@ -38,7 +38,7 @@ def kept(model, compile):
 pair(
     "result_of_compile_not_kept",
     CHECK,
-    "result_dropped",
+    "never_runs",
     where="torch.compile(model, backend=BACKEND)",
     culprits=("torch.compile()",),
     faulty=compiling(dropped),
@@ -77,7 +77,6 @@ pair(
     where="self.compiled = torch.compile(model",
     faulty=trained(calls_compiled=False),
     fixed=trained(calls_compiled=True),
-    quick=True,
 )
 
 
@@ -249,7 +248,7 @@ def saving(through):
 pair(
     "state_saved_with_the_names_of_a_compiled_model",
     CHECK,
-    "checkpoint_needs_compile",
+    "checkpoint_not_restored",
     level="advice",
     culprits=("head.weight",),
     faulty=saving(lambda model: model),
@@ -426,5 +425,4 @@ pair(
     culprits=("head.weight",),
     faulty=resumed(strips=False),
     fixed=resumed(strips=True),
-    quick=True,
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.checks.scale.compile_parity.course import Course
+from pytest_trainloop.checks.scale.compile_parity.compared import Course
 from pytest_trainloop.loop import TrainLoop
 
 
@@ -26,12 +26,12 @@ def course_of(gradient, other=None, *, lr=0.1):
 
 
 @pytest.mark.parametrize(
-    ("second", "lr", "what"),
+    ("second", "lr", "part"),
     [(2.0, 0.1, None), (2.0 + 1e-13, 0.1, None), (2.5, 0.1, "gradients"), (2.0, 0.2, "weights")],
 )
-def test_what_differs_first(second, lr, what):
+def test_what_differs_first(second, lr, part):
     found = course_of([1.0, second], course_of([1.0, 2.0]), lr=lr).difference
-    assert (found and (found.step, found.what, found.names)) == (what and (0, what, ("weight",)))
+    assert (found and (found.step, found.part, found.names)) == (part and (0, part, ("weight",)))
 
 
 def test_another_update_where_the_gradient_is_rounding_is_no_difference():
