@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.batch.accumulation_equivalence.causes import CAUSES, found
-from pytest_trainloop.checks.batch.accumulation_equivalence.windows import (
-    CLOSE,
-    WINDOWS,
-    Accumulation,
-    Split,
-    agreements,
-)
+from pytest_trainloop.checks.batch.accumulation_equivalence.windows import CLOSE, WINDOWS, Accumulation
 from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.step_gradients import StepGradients, combined
+from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.compositions.step_runs import bound, separable
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import code_of
@@ -34,6 +28,7 @@ from pytest_trainloop.wording import some
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Split
     from pytest_trainloop.compositions.step_gradients import StepGradient
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
@@ -117,20 +112,18 @@ def listed(weights: Sequence[float]) -> str:
 
 
 def weigh(split: Split) -> Weighing:
-    """The weights in the first window. Raises ``CannotDecide`` where examples interact, or where the loop draws random
-    numbers from generators that torch does not seed."""
-    made = split.by
-    one_batch = made.weighted(split.one, split.optimizer, split.composition)
-    made.require_repeatable(split)
+    """The weights in the first window. Raises ``CannotDecide`` where examples interact."""
+    by, optimizer, composition = split.by, split.optimizer, split.composition
+    one_batch = by.weighted(split.one, optimizer, composition)
     if one_batch.residual > separable(split.bound):
-        drawn = some(made.drawn_otherwise(), most=2)
+        drawn = "" if by.cut.split_batch else some(by.gradients.drawn_otherwise(), most=2)
         raise CannotDecide(
             "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
             f"({one_batch.residual:.1e} of it lies outside), so that accumulation need not be equal"
             f"{f'; the loop draws {drawn}, where it is not known which row has what' if drawn else ''}"
         )
-    got = made.weighted(split.many, split.optimizer, split.composition)
-    by_counts = made.counts(one_batch, split.composition) is not None
+    got = by.weighted(split.many, optimizer, composition)
+    by_counts = by.counts(one_batch, composition) is not None
     return Weighing(one_batch.weights, got.weights, got.residual, by_counts)
 
 
@@ -143,6 +136,7 @@ def proven(evidence: Evidence, wrong: Sequence[Split], splits: Sequence[Split]) 
     if len(wrong) == len(splits) > 1 and _power(wrong):
         # k or 1/k times the gradient at every k: proof, whether examples interact or not
         return _scaled(evidence, wrong, splits, float(first.accumulate ** _power(wrong)), {})
+    first.by.require_repeatable(first)
     weighing = weigh(first)
     backwards = first.by.run(Composition(first.composition.rows[::-1]))
     noise = compare.first_step_difference(first.one, backwards, first.optimizer)
@@ -323,15 +317,19 @@ def fixed_window(evidence: Evidence) -> Finding | None:
         if not 2 <= k <= min(MOST, len(rows)) or not k * (seen.rounds - 1) < seen.items < k * (seen.rounds + 1):
             return None
         # the rows with the fewest and the most valid targets are among them
-        weighed = _weighed(gradients, Composition((*rows[: k - 1], rows[-1]), (1,) * k))
+        composition = Composition((*rows[: k - 1], rows[-1]), (1,) * k)
+        whole, many = gradients.at(composition.whole()), gradients.at(composition)
+        if not (whole.finite and many.finite) or gradients.differ(whole, many) <= gradients.bound(whole, many):
+            return None
+        split = Accumulation(gradients).between(whole.record, many.record, composition)
+        weighing = weigh(split)
     except CannotDecide:
         return None
-    if weighed is None:
-        return None
-    split, weighing = weighed
     repair = (
         f"{CAUSES['mean_of_means'].repair}; with a keyword accumulate=1 that is passed on to the loop it is a fault"
     )
+    if weighing.residual > OUTSIDE:
+        return None
     if weighing.pattern == "means" and weighing.by_counts:
         made = split.found("mean_of_means", level="advice", repair=repair, **weighing.facts())
     elif said := _by_place(weighing):
@@ -345,27 +343,6 @@ def fixed_window(evidence: Evidence) -> Finding | None:
         smallest=str(split.composition),
         composition=split.composition.told(),
     )
-
-
-def _weighed(gradients: StepGradients, composition: Composition) -> tuple[Split, Weighing] | None:
-    """How rows weigh in a window of micro-batches and in one of whole batches; None where both agree, or where rows
-    interact."""
-    whole, many = gradients.at(composition.whole()), gradients.at(composition)
-    limit = gradients.bound(whole, many)
-    if not (whole.finite and many.finite) or gradients.differ(whole, many) <= limit:
-        return None
-    shares = gradients.shares(composition.rows)
-    for optimizer in whole.gradients:
-        full, got = (combined(made, shares, optimizer) for made in (whole, many))
-        if full is None or got is None:
-            continue
-        if max(full.residual, got.residual) > separable(limit):
-            return None
-        by_counts = gradients.cut.valid.explaining(full.weights, [(row,) for row in composition.rows]) is not None
-        apart = tuple(agreements(whole.record, many.record, optimizer, 1))
-        split = Split(Accumulation(gradients), composition, False, whole.record, many.record, optimizer, apart)
-        return split, Weighing(full.weights, got.weights, got.residual, by_counts)
-    return None
 
 
 def of_declared_loss(evidence: Evidence) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ from pytest_trainloop.tracing.made_at import MadeAt
 from pytest_trainloop.wording import direction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.gradients.compare import Agreement
@@ -173,7 +173,7 @@ class Accumulation:
     """The comparisons over one cut of the batches. It holds no state besides the runs that were made."""
 
     def __init__(self, gradients: StepGradients) -> None:
-        self._gradients = gradients
+        self.gradients = gradients
         self.cut = gradients.cut
         self.told: Split | None = None
         """What was reported."""
@@ -195,7 +195,7 @@ class Accumulation:
         return cls(StepGradients(_cut(evidence), StepRuns.of_loss(evidence), 1, splits=False))
 
     def cut_as(self, cut: MicroBatches) -> Accumulation:
-        return Accumulation(self._gradients.cut_as(cut))
+        return Accumulation(self.gradients.cut_as(cut))
 
     def at_each_size(self) -> list[Split]:
         """The comparison at each number of micro-batches that the rows allow.
@@ -267,14 +267,20 @@ class Accumulation:
                 f"with accumulate={k} the loop made {many.steps} steps over {due * k} micro-batches, where {one.steps} "
                 "are due: it counts its windows in another way, or collects more batches before it steps"
             )
-        windows = {o: agreements(one, many, o, due) for o in stepping}
+        judged = [o for o in stepping if not self._steps_with_each(one, many, o, composition)]
+        return self.between(one, many, composition, judged, loop_splits)
+
+    def between(
+        self, one: Record, many: Record, composition: Composition, judged: Sequence[int] = (), loop_splits: bool = False
+    ) -> Split:
+        """The comparison of two runs, by the one of these optimizers, or of all, whose gradients differ most."""
+        windows = {o: agreements(one, many, o, len(self.cut.batches)) for o in judged or compare.optimizers(one)}
 
         def apart(optimizer: int) -> float:
             same = compare.step_count(one, optimizer) == compare.step_count(many, optimizer)
             return max((a.difference for a in windows[optimizer]), default=0.0) if same else float("inf")
 
-        judged = [o for o in stepping if not self._steps_with_each(one, many, o, composition)]
-        worst = max(judged, key=apart)
+        worst = max(windows, key=apart)
         return Split(self, composition, loop_splits, one, many, worst, tuple(windows[worst]))
 
     def _steps_with_each(self, one: Record, many: Record, optimizer: int, composition: Composition) -> bool:
@@ -304,10 +310,6 @@ class Accumulation:
         """The valid targets of each micro-batch, where they weigh so in one batch."""
         return self.cut.valid.explaining(one_batch.weights, [part.rows for part in composition.split()])
 
-    def drawn_otherwise(self) -> tuple[str, ...]:
-        """Random draws of which it is not known which row has what."""
-        return () if self.cut.split_batch is not None else self._gradients.drawn_otherwise()
-
     def require_repeatable(self, split: Split) -> None:
         """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""
         for fit_seed in (None, RESEEDED):
@@ -323,20 +325,20 @@ class Accumulation:
                         "two identical runs of the loop differ: see determinism, and seed what draws there"
                     )
                 raise CannotDecide(
-                    f"the loop draws random numbers from python's or numpy's generators{self._gradients.outside_draw()}"
+                    f"the loop draws random numbers from python's or numpy's generators{self.gradients.outside_draw()}"
                     ": with another seed for fit the gradient differs; draw them with torch to have windows compared"
                 )
 
     def parts(self, composition: Composition) -> list[Record]:
         """Runs on one micro-batch each."""
-        made = [part.record for part in self._gradients.parts(composition)]
+        made = [part.record for part in self.gradients.parts(composition)]
         for record in made:
             self._require_returned(record, composition)
         return made
 
     def run(self, composition: Composition, *, may_raise: bool = False, **how: Any) -> Record:
         """The run over windows composed so. Raises ``CannotDecide`` where ``fit`` raises on them, unless it may."""
-        record = self._gradients.windows(composition, **how)
+        record = self.gradients.windows(composition, **how)
         if not may_raise:
             self._require_returned(record, composition)
         return record
@@ -346,11 +348,11 @@ class Accumulation:
             return
         given, k = self.cut.which(composition.rows), len(composition.parts)
         if k > 1:
-            knob = f" with accumulate={k}" if self._gradients.splits else ""
+            knob = f" with accumulate={k}" if self.gradients.splits else ""
             given = f"{given.removeprefix('a copy of ')} in {k} parts{knob}"
         give = self.cut.what_to_give()
         raise Refused(
-            f"{self._gradients.calls} raised {record.raised.summary} on {given}, and not on the loop's own batches"
+            f"{self.gradients.calls} raised {record.raised.summary} on {given}, and not on the loop's own batches"
             f"{f'; give {give} if these are no batches for it' if give else ''}",
             needs=give.partition(" ")[0],
         )
