@@ -1,32 +1,33 @@
 """The outputs of the model depend on the batch.
 
 What it does
-    It runs the loop for two steps as it is, and again with all rows of the batch replaced by its first row, and by its
-    last; then the same for one tensor after the other. It compares the outputs of models and the losses.
+    It runs the loop for two steps as it is. It runs it again with the first row of the batch in place of all rows, and
+    with the last; then the same for one tensor after the other. It compares the outputs of models and the losses.
 
 Why is this bad?
-    A variable that is overwritten, ids that a cast turns into zeros, a modality that is never added: the model learns
-    the mean of the labels, and its loss falls as far as that goes.
+    A variable is overwritten, a cast turns ids into zeros, or a modality is never added. The model then learns the mean
+    of the labels, and its loss falls as far as that goes.
 
 How it decides
     Seeds, weights and all other tensors are the same, so results are equal bit for bit or they depend on what was
     replaced. Weights are moved a little first: nothing passes a layer that starts at zero.
-    It is a fault where no output of any model depends on anything in the batch, although rows differ, and some
-    tensor of the batch makes no difference to the losses either. Outputs are compared as long as the weights are
-    the same: a discriminator may read the batch after a first step of the generator, which does not. (A model that
-    is called without the batch, as a picture that is optimised or equations at fixed points, has no such tensor;
-    one without weight matrices is a baseline.)
-    One tensor that a model is called with and nothing depends on is a fault where a second observation says that it was
-    to be used: a layer that trains and never runs takes just such inputs; it is a mask (by its name, with two values,
-    one of them zero) and other values behind it change the loss; or the project declares it, as in
-    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``; a declared one also where no model is
-    called with it. Else it is advice: models are called with
-    whole batches that hold ids of rows, edges' features or times of day, and share signatures of which they need a
-    part.
-    A tensor that no model is called with is advice where no call of torch is given it and its name is that of a part of
-    a loss: ``advantages``, and ``done`` where a next state is read.
-    A loop that makes its own data (an environment, a ``get_batch()`` inside ``fit``) is judged by what its models are
-    called with, in the place of the batch.
+
+    It is a fault if no output of any model depends on the batch, although rows differ, and some tensor of the batch
+    changes no loss either. Outputs are compared as long as the weights are the same: a discriminator may read the batch
+    after a first step of the generator, which does not. A model that is called without the batch (a picture that is
+    optimised, equations at fixed points) is not judged, nor is one without weight matrices: it is a baseline.
+
+    A single tensor that a model is called with and nothing depends on is advice. Models are called with whole batches
+    that hold row ids, edge features or times of day, and need a part of them. It is a fault if a second observation
+    says that the tensor should be used: a trainable layer that takes such inputs never runs; other values behind a mask
+    (by its name, or of 0 and 1) change the loss; or the project declares it, as in
+    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. A declared tensor need not reach a model.
+
+    A tensor that no model is called with is advice if no call of torch is given it and its name is that of a part of a
+    loss: ``advantages``, and ``done`` where a next state is read.
+
+    If a loop makes its own data (an environment, a ``get_batch()`` inside ``fit``), the inputs of its models take the
+    place of the batch.
 
 Faulty
     >>> def forward(self, x):
