@@ -331,25 +331,22 @@ class InputRuns:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or watch.backward is not None:
                 return None
+            fresh: dict[int, torch.Tensor] = {}
+            numbered: dict[int, torch.Tensor] = {}
             with watch.suspended(), torch.no_grad():
-                given = list(self._numbered(watch, module, named_arguments(module, args, kwargs)))
-                fresh = {id(tensor): tensor.clone() for _, tensor in given}
-                prepare({number: fresh[id(tensor)] for number, tensor in given})
+                for path, t in nested.paths(named_arguments(module, args, kwargs)):
+                    if has_values(t) and not t.requires_grad and t.layout is torch.strided and not t.is_nested:
+                        name = f"{nested.shown(path)} of {watch.table.path_of(module) or type(module).__name__}"
+                        number = next((n for n, known in self._named.items() if known == name), len(self._named))
+                        self._named[number] = name
+                        numbered[number] = fresh.setdefault(id(t), t.clone())
+                prepare(numbered)
                 return nested.mapped(
                     (args, kwargs), lambda _path, t: fresh.get(id(t), t), lambda value: isinstance(value, torch.Tensor)
                 )
 
         with before_calls(watch, enter):
             yield
-
-    def _numbered(self, watch: Watch, module: nn.Module, given: dict[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
-        known = {name: number for number, name in self._named.items()}
-        for path, t in nested.paths(given):
-            if has_values(t) and not t.requires_grad and t.layout is torch.strided and not t.is_nested:
-                name = f"{nested.shown(path)} of {watch.table.path_of(module) or type(module).__name__}"
-                number = known.setdefault(name, len(known))
-                self._named[number] = name
-                yield number, t
 
 
 def named(batch: Any) -> Iterator[tuple[int, str]]:
