@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
-from pytest_trainloop.checks.batch.accumulation_equivalence.diagnosis import OUTSIDE
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import OUTSIDE
+from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Accumulation
 from pytest_trainloop.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops.corpus import ODD, PAIRS
@@ -27,9 +27,10 @@ def residuals(evidence: Evidence) -> dict[int, float]:
     """By number of micro-batches."""
     made = evidence.shared(Accumulation.of)
     found = {}
-    for k in made.sizes():
+    for k in made.cut.sizes():
         try:
-            found[k] = made.one_batch(made.split(k)).residual
+            split = made.split(k)
+            found[k] = made.weighted(split.one, split.optimizer, split.composition).residual
         except CannotDecide as reason:
             print(f"  {k} micro-batches: {reason}")
     return found

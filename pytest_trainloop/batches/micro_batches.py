@@ -82,6 +82,11 @@ class MicroBatches:
         totals = counts.totals(shared, rows, valid.counts)
         return cls(batches, axis, loop.split_batch, valid, shared, totals, declared)
 
+    @classmethod
+    def uncut(cls, loop: TrainLoop, count: int) -> MicroBatches:
+        """Batches of a loop that only counts them: each stands for any rows."""
+        return cls(_copies(loop, count, False), 0, lambda batch, k: [batch] * k, _ANY_ROWS, {}, {}, whole=True)
+
     def of_whole_batches(self) -> MicroBatches:
         """The same with batches that only the project's own function cuts."""
         return replace(self, whole=True, valid=_ANY_ROWS, shared={}, totals={})
@@ -168,25 +173,6 @@ class MicroBatches:
                 raise
             return False
         return True
-
-
-class UncutBatches(MicroBatches):
-    """Batches of a loop that only counts them: each stands for any rows."""
-
-    @classmethod
-    def of(
-        cls,
-        loop: TrainLoop,
-        _seen: Record,
-        count: int,
-        *,
-        example: bool = False,
-        axis: int | None = None,  # noqa: ARG003 (no rows are taken)
-    ) -> UncutBatches:
-        return cls(_copies(loop, count, example), 0, None, _ANY_ROWS, {}, {})
-
-    def taken(self, batch: Any, rows: Sequence[int]) -> Any:
-        return batch
 
 
 def _copies(loop: TrainLoop, count: int, example: bool) -> list[Any]:

@@ -255,13 +255,6 @@ class StepGradients:
     def _knobs(self, accumulate: int) -> tuple[tuple[str, int], ...]:
         return (("accumulate", accumulate),) if self._splits else ()
 
-    def filled(self, composition: Composition) -> Composition:
-        """The same rows, again from the first, until there are as many as the batch has: a loop may take no other
-        number."""
-        rows = composition.rows
-        count = max(self.rows, len(rows))
-        return Composition(tuple(rows[i % len(rows)] for i in range(count)), change=composition.change)
-
     def differ(self, a: StepGradient, b: StepGradient) -> float:
         """The relative difference of two gradients, of the optimizer for which it is largest; infinite where one of
         them is refused, or an optimizer reads one on one side only."""
@@ -272,10 +265,6 @@ class StepGradients:
     def bound(self, *made: StepGradient) -> float:
         """How far gradients that are equal may differ by rounding."""
         return bound(*(m.record for m in made))
-
-    def shares(self, rows: Sequence[int], change: Any = None) -> list[StepGradient]:
-        """The gradient of each of these rows alone."""
-        return [self.at(Composition((row,), change=change)) for row in rows]
 
 
 def combined(whole: StepGradient, parts: Sequence[StepGradient], optimizer: int) -> Combination | None:

@@ -46,9 +46,6 @@ class Variation:
     """The numbers of the rows of each item, where what is drawn for each is to be its own; else all draw the same."""
 
 
-AS_IT_IS = Variation()
-
-
 class StepRuns:
     """Runs in float64 with nothing drawn; in the loop's own precision where the first ones raise in float64 only."""
 
@@ -101,11 +98,7 @@ class StepRuns:
         other._start, other._double, other._goes_through, other.axes = prepare, self._double, True, self.axes
         return other
 
-    def known(self, key: Hashable, varied: Variation = AS_IT_IS) -> Record | None:
-        """The run with this key, if it was made."""
-        return self._records.get((key, varied))
-
-    def made(self, key: Hashable, items: Callable[[], Sequence[Any]], varied: Variation = AS_IT_IS) -> Record:
+    def made(self, key: Hashable, items: Callable[[], Sequence[Any]], varied: Variation) -> Record:
         """The run over these items, known by its key; one in which ``fit`` raised is returned as well.
 
         Raises ``UserCodeError`` where a declared loss raises on the loop's own batches too: no other check calls it.

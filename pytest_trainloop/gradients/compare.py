@@ -143,11 +143,6 @@ def made_by_library(event: Event) -> bool:
     return bool(event.site) and layer(event.site[0][0]) == 1 and place_of(*event.site[0]) == event.place
 
 
-def library_of_step(record: Record, optimizer: int) -> str:
-    """The framework whose code made the optimizer's first step: none where it was not handed to it."""
-    return next((library_around(s) for s in steps_of(record, optimizer)), "")
-
-
 def step_place(record: Record, optimizer: int) -> str:
     """The line of the optimizer's first step."""
     return next((str(s.place) for s in steps_of(record, optimizer)), "")

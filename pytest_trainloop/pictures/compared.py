@@ -252,15 +252,15 @@ def checkpointed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 def accumulated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """Accumulated gradients beside those of one batch, where ``accumulation_equivalence`` found that they differ."""
-    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+    from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Accumulation
 
     asked = facts.findings("accumulation_equivalence") and "accumulate" in facts.evidence.knobs
     found = facts.ask(Accumulation.of) if asked else None
     if found is not None and found.told is not None:
-        made, split = found.told
+        split = found.told
         yield from _tensors(
             facts,
-            facts.ask(lambda _evidence: made.tensors_apart(split)) or {},
+            facts.ask(lambda _evidence: split.tensors_apart()) or {},
             key="accumulated",
             check="accumulation_equivalence",
             title=f"Gradients accumulated over {split.accumulate} parts, relative to those of one batch",

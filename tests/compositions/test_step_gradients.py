@@ -66,7 +66,7 @@ def test_a_row_keeps_its_noise_in_every_composition():
     seen = noisy(knob=False, draw=torch.randn_like)
     gradients = seen.shared(StepGradients.of)
     whole = gradients.at(Composition((0, 1, 2)))
-    made = combined(whole, gradients.shares((0, 1, 2)), 0)
+    made = combined(whole, gradients.parts(Composition((0, 1, 2), (1, 1, 1))), 0)
     assert made.weights == pytest.approx([1 / 3] * 3)
     assert made.residual < 1e-12
     assert gradients.differ(whole, gradients.at(Composition((2, 0, 1)))) < gradients.bound(whole)
@@ -85,7 +85,7 @@ def test_a_row_keeps_its_noise_in_every_composition():
 )
 def test_noise_of_other_shapes_adds_up_as_well(draw):
     gradients = noisy(knob=False, draw=draw).shared(StepGradients.of)
-    made = combined(gradients.at(Composition((0, 1, 2))), gradients.shares((0, 1, 2)), 0)
+    made = combined(gradients.at(Composition((0, 1, 2))), gradients.parts(Composition((0, 1, 2), (1, 1, 1))), 0)
     assert made.residual < 1e-12
     assert not gradients.drawn_otherwise()
 
@@ -107,12 +107,8 @@ def test_noise_with_rows_behind_its_first_axis_is_the_same_for_all_with_the_knob
     assert made.residual < 1e-12
 
 
-def test_a_loop_that_refuses_few_rows_says_so_and_takes_them_filled_up():
+def test_a_loop_that_refuses_few_rows_says_so():
     gradients = made(least=8)
     few = Composition((2, 3))
     assert "at least 8 rows" in gradients.at(few).refused
     assert gradients.differ(gradients.at(few), gradients.at(few)) == float("inf")
-    assert gradients.filled(few).rows == (2, 3) * 4
-    found = gradients.at(gradients.filled(few))
-    assert not found.refused
-    assert gradients.bound(found) < 1e-9

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import api
-from pytest_trainloop.checks.batch.accumulation_equivalence.terms import Reductions
 from pytest_trainloop.checks.batch.edge_batches.embedding_range import LookUps
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.checks.batch.every_row_teaches import flags
@@ -71,7 +70,6 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         Lines(),
         Tracer(),
         weights.Reads(),
-        Reductions(),
         LookUps(),
         Squeezes(),
     ]

@@ -1,32 +1,33 @@
 """The outputs of the model depend on the batch.
 
 What it does
-    It runs the loop for two steps as it is, and again with all rows of the batch replaced by its first row, and by its
-    last; then the same for one tensor after the other. It compares the outputs of models and the losses.
+    It runs the loop for two steps as it is. It runs it again with the first row of the batch in place of all rows, and
+    with the last; then the same for one tensor after the other. It compares the outputs of models and the losses.
 
 Why is this bad?
-    A variable that is overwritten, ids that a cast turns into zeros, a modality that is never added: the model learns
-    the mean of the labels, and its loss falls as far as that goes.
+    A variable is overwritten, a cast turns ids into zeros, or a modality is never added. The model then learns the mean
+    of the labels, and its loss falls as far as that goes.
 
 How it decides
     Seeds, weights and all other tensors are the same, so results are equal bit for bit or they depend on what was
     replaced. Weights are moved a little first: nothing passes a layer that starts at zero.
-    It is a fault where no output of any model depends on anything in the batch, although rows differ, and some
-    tensor of the batch makes no difference to the losses either. Outputs are compared as long as the weights are
-    the same: a discriminator may read the batch after a first step of the generator, which does not. (A model that
-    is called without the batch, as a picture that is optimised or equations at fixed points, has no such tensor;
-    one without weight matrices is a baseline.)
-    One tensor that a model is called with and nothing depends on is a fault where a second observation says that it was
-    to be used: a layer that trains and never runs takes just such inputs; it is a mask (by its name, with two values,
-    one of them zero) and other values behind it change the loss; or the project declares it, as in
-    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``; a declared one also where no model is
-    called with it. Else it is advice: models are called with
-    whole batches that hold ids of rows, edges' features or times of day, and share signatures of which they need a
-    part.
-    A tensor that no model is called with is advice where no call of torch is given it and its name is that of a part of
-    a loss: ``advantages``, and ``done`` where a next state is read.
-    A loop that makes its own data (an environment, a ``get_batch()`` inside ``fit``) is judged by what its models are
-    called with, in the place of the batch.
+
+    It is a fault if no output of any model depends on the batch, although rows differ, and some tensor of the batch
+    changes no loss either. Outputs are compared as long as the weights are the same: a discriminator may read the batch
+    after a first step of the generator, which does not. A model that is called without the batch (a picture that is
+    optimised, equations at fixed points) is not judged, nor is one without weight matrices: it is a baseline.
+
+    A single tensor that a model is called with and nothing depends on is advice. Models are called with whole batches
+    that hold row ids, edge features or times of day, and need a part of them. It is a fault if a second observation
+    says that the tensor should be used: a trainable layer that takes such inputs never runs; other values behind a mask
+    (by its name, or of 0 and 1) change the loss; or the project declares it, as in
+    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. A declared tensor need not reach a model.
+
+    A tensor that no model is called with is advice if no call of torch is given it and its name is that of a part of a
+    loss: ``advantages``, and ``done`` where a next state is read.
+
+    If a loop makes its own data (an environment, a ``get_batch()`` inside ``fit``), the inputs of its models take the
+    place of the batch.
 
 Faulty
     >>> def forward(self, x):
@@ -52,98 +53,99 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.registry import Cause, check, finding_maker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.checks.batch.input_dependence.passes import BatchTensor, UnusedInputs
+    from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
+
+_WHY = (
+    "{layer:?: its submodule {layer}, which is trainable and takes such inputs, is never called|}"
+    "{hidden:?: with other values in {hidden} where it is 0, the loss changes|}"
+    "{declared:?: uses= declares that it is needed|}"
+)
 
 CAUSES = {
     "inputs_ignored": Cause(
         proof="with any rows in the batch the model's outputs are the same, bit for bit",
+        summary="no output of the model depends on {own_data:?what it is called with|the batch}",
+        measured="with any one row in place of all others outputs are the same, bit for bit; unused: {listed}",
+        shown_by="the same weights and seeds; the rows of these tensors differ",
         repair="follow the input from the batch to the first layer: it is overwritten, cast to zeros or left out",
         explains=(*LEARNING, "batch_independence", "causality", "padding_invariance"),
     ),
     "input_ignored": Cause(
         proof="with any rows in one tensor outputs and losses are the same, bit for bit",
+        summary="the model receives {name}, and nothing depends on it" + _WHY,
+        measured="with the first or the last row in place of all others outputs and losses are the same, bit for bit",
+        shown_by="weights, seeds and all other tensors were the same",
         repair="use it; or leave it out of the call",
+        variants={
+            "unread": {"summary": "the batch has {name}, and nothing reads it" + _WHY},
+            "not passed": {"summary": "nothing depends on {name}, and no model is called with it" + _WHY},
+        },
         source="https://github.com/facebookresearch/fairseq/issues/1339",
     ),
 }
+found = finding_maker(CAUSES)
 
 
 @check(needs={"run"}, causes=CAUSES, rank=60)
 def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
+    from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns, idle_layer
 
-    runs = evidence.shared(InputRuns)
-    found = runs.unused(uses)
-    _require_known(uses, runs.names)
-    if found is None:
-        return
-    if found.no_input_used:
-        names = tuple(tensor.name for tensor in found.tensors)
+    runs = InputRuns(evidence)
+    unused = runs.unused(uses)
+    _require_known(uses, runs)
+    at = runs.unchanged.place
+    if unused and runs.blind:
+        names = tuple(tensor.name for tensor in unused)
         listed = " and ".join(", ".join(names).rsplit(", ", 1))
-        yield Finding(
-            cause="inputs_ignored",
-            summary=f"no output of the model depends on {'what it is called with' if runs.own_data else 'the batch'}",
-            measured=f"with any one row in place of all others outputs are the same, bit for bit; unused: {listed}",
-            shown_by="the same weights and seeds; the rows of these tensors differ",
-            culprits=names,
-            where=found.place,
-        )
+        yield found("inputs_ignored", at, names, own_data=runs.own_data, listed=listed)
         return
-    for tensor in found.tensors:
-        yield _ignored(evidence, found, tensor, uses)
+    mask, hidden = runs.read_behind(unused, uses) or (None, None)
+    for tensor in unused:
+        name = tensor.name
+        layer = idle_layer(evidence.run(), tensor)
+        behind = hidden.name if hidden is not None and tensor == mask and not layer else ""
+        declared = name in uses and not layer and not behind
+        variant, repair = "", f"use {name}; or leave it out of the call"
+        if tensor.unread and name not in uses:
+            variant, repair = "unread", f"use {name} in the loss; or leave it out of the batch"
+        elif not tensor.passed:
+            variant = "not passed"
+            repair = f"hand {name} over, and not another tensor in its place; or leave it out of uses="
+        if layer:
+            repair = f"call {layer} with {name} and use the result; or name it in frozen="
+        elif behind:
+            repair = f"leave out of attention, sums and means what {name} masks; or leave it out of the call"
+        elif not declared:
+            repair += f"; if it must be used, declare that: input_dependence={{'uses': [{name!r}]}} in the marker"
+        yield found(
+            "input_ignored",
+            at,
+            (name, layer) if layer else (name,),
+            variant,
+            level="fault" if layer or behind or declared else "advice",
+            repair=repair,
+            name=name,
+            layer=layer,
+            hidden=behind,
+            declared=declared,
+        )
 
 
-def _require_known(uses: Sequence[str], names: Sequence[str]) -> None:
-    from pytest_trainloop.errors import UsageError
-
+def _require_known(uses: Sequence[str], runs: InputRuns) -> None:
     if isinstance(uses, str):
         raise UsageError(f"input_dependence got uses={uses!r}; a list of names is needed: uses=[{uses!r}]")
+    names = [tensor.name for tensor in runs.inputs]
     for name in uses:
         if name not in names:
             raise UsageError(
                 f"input_dependence got uses={name!r}, which is no input whose rows differ; those are "
                 f"{', '.join(names) or 'none'}"
             )
-
-
-def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses: Sequence[str]) -> Finding:
-    from pytest_trainloop.checks.batch.input_dependence.idle_layers import idle_layer
-
-    name = tensor.name
-    summary, shown = f"the model receives {name}, and nothing depends on it", ""
-    culprits: tuple[str, ...] = (name,)
-    repair = f"use {name}; or leave it out of the call"
-    if tensor.unread and name not in uses:
-        summary = f"the batch has {name}, and nothing reads it"
-        repair = f"use {name} in the loss; or leave it out of the batch"
-    elif not tensor.passed:
-        summary = f"nothing depends on {name}, and no model is called with it"
-        repair = f"hand {name} over, and not another tensor in its place; or leave it out of uses="
-    layer = idle_layer(evidence.run(), tensor)
-    if layer:
-        shown = f"its submodule {layer}, which is trainable and takes such inputs, is never called"
-        culprits, repair = (name, layer), f"call {layer} with {name} and use the result; or name it in frozen="
-    elif found.hidden is not None and tensor == found.mask:
-        shown = f"with other values in {found.hidden.name} where it is 0, the loss changes"
-        repair = f"leave out of attention, sums and means what {name} masks; or leave it out of the call"
-    elif name in uses:
-        shown = "uses= declares that it is needed"
-    else:
-        repair += f"; if it must be used, declare that: input_dependence={{'uses': [{name!r}]}} in the marker"
-    return Finding(
-        cause="input_ignored",
-        level="fault" if shown else "advice",
-        summary=f"{summary}: {shown}" if shown else summary,
-        measured="with the first or the last row in place of all others outputs and losses are the same, bit for bit",
-        shown_by="weights, seeds and all other tensors were the same",
-        culprits=culprits,
-        where=found.place,
-        repair=repair,
-    )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop import members, nested
 from pytest_trainloop.errors import CannotDecide, Refused, UsageError, UserCodeError
 from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.gradients.flat import flat
@@ -27,14 +27,16 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, is_functorch
 from pytest_trainloop.runs import checkpoint_bypass
 from pytest_trainloop.runs.batch_stream import first_batches
-from pytest_trainloop.runs.moments import Moment
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.process_state import preserved, random_states, restore_random
 from pytest_trainloop.runs.shared_draws import draws
 from pytest_trainloop.runs.user_traceback import user_error
 from pytest_trainloop.whose import reraise_ours, reraise_raised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.events import Place, Site
@@ -45,6 +47,49 @@ MOST = 64
 """Roots of a run that are read, at most."""
 
 NEEDED = "a mapping of each term's name to its value, or to (weight, value), is needed"
+
+
+class Moment:
+    """A moment of a run to which the loop's code can be taken back: the random states, and what modules hold besides
+    weights (buffers, other tensors, counters)."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.random, self._modules = random_states(), list(modules)
+        self._kept = [_copied(_held(module)) for module in self._modules]
+        for kept in self._kept:
+            kept.pop("training", None)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was at that moment, and at the end as before the block. Tensors are exchanged, not written to: a graph
+        that is yet to be backpropagated may have kept them."""
+        now = [_held(module) for module in self._modules]
+        with preserved():
+            try:
+                self._put([_copied(kept) for kept in self._kept])
+                restore_random(self.random)
+                yield
+            finally:
+                self._put(now)
+
+    def _put(self, states: Iterable[Mapping[str, Any]]) -> None:
+        for module, state in zip(self._modules, states, strict=True):
+            for name, value in state.items():
+                if name in vars(module):
+                    vars(module)[name] = value
+                else:
+                    setattr(module, name, value)
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    buffers = {n: b for n, b in members.named_buffers(module, recurse=False) if not torch.nn.parameter.is_lazy(b)}
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
+    tensors = {name: v for name, v in vars(module).items() if isinstance(v, torch.Tensor) and not v.requires_grad}
+    return buffers | plain | tensors
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
 @dataclass(slots=True)

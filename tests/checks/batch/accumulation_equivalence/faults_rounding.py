@@ -12,7 +12,7 @@ from tests.loops.pairs import pair
 BATCH_SIZE = 32
 
 
-def loop(weight, reduction="mean"):
+def loop(weight):
     """A loop that weighs each micro-batch's loss by a function of the micro-batch and of the number of them."""
 
     def make(accumulate=1):
@@ -21,7 +21,7 @@ def loop(weight, reduction="mean"):
 
         def fit(batches):
             for number, (x, y) in enumerate(batches, start=1):
-                loss = F.cross_entropy(model(x), y, reduction=reduction)
+                loss = F.cross_entropy(model(x), y)
                 (loss * weight(x, accumulate)).backward()
                 if number % accumulate == 0:
                     optimizer.step()
@@ -43,14 +43,4 @@ pair(
     faulty=loop(lambda x, accumulate: (BATCH_SIZE // accumulate) / BATCH_SIZE),
     fixed=loop(lambda x, accumulate: 1 / accumulate),
     quick=True,
-)
-
-# The same with summed losses: each is brought to a mean, and weighed again.
-pair(
-    "mean_weighed_by_rounded_size",
-    "accumulation_equivalence",
-    "count_rounded_down",
-    level="advice",
-    faulty=loop(lambda x, accumulate: 1 / len(x) * (BATCH_SIZE // accumulate) / BATCH_SIZE, "sum"),
-    fixed=loop(lambda x, accumulate: 1 / (accumulate * len(x)), "sum"),
 )

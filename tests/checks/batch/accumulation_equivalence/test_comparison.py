@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.checks.batch.accumulation_equivalence.check import _explained
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.compare import Agreement
 
 RANDOM = np.random.default_rng()
 
@@ -112,10 +108,3 @@ def test_the_users_own_split_is_used():
 
     assert result_of(right, split_batch=split).outcome == "passed"
     assert 2 in cuts
-
-
-def test_a_difference_that_the_order_of_rows_makes_too_decides_nothing():
-    split = SimpleNamespace(steps_too_early=False, windows=(Agreement(1.1, 0.9, 0.3),), bound=2e-13)
-    made = SimpleNamespace(weigh=lambda split: None, difference_when_reversed=lambda split: 0.01)
-    with pytest.raises(CannotDecide, match="reversing the rows of one batch changes the gradient"):
-        _explained(None, made, [split], [split])

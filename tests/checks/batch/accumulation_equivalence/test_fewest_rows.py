@@ -1,4 +1,4 @@
-"""The fewest rows over which windows of micro-batches still show a fault."""
+"""The fewest rows over which windows of micro-batches still show a fault, and faults that no pair has."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
-from pytest_trainloop.checks.batch.accumulation_equivalence.fewest_rows import fewest_rows
-from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop import TrainLoop, check_loop
 
 TAGS = 5
 COUNTS = [4, 7, 4, 2, 7, 7, 3, 7]
 
 
-def evidence(divide=lambda loss, k, rows: loss / k, *, rows=8, counts=None, fewest=1, **fields):
+def undivided(loss, k, number):
+    return loss
+
+
+def divided(loss, k, number):
+    return loss / k
+
+
+def finding(divide=undivided, *, rows=8, counts=None, fewest=1, window=lambda k: k, **fields):
     def make(accumulate=1):
         model = nn.Linear(3, TAGS)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def fit(batches):
-            for i, (x, y) in enumerate(batches, start=1):
+            for number, (x, y) in enumerate(batches):
                 if len(x) < fewest:
                     raise ValueError(f"at least {fewest} rows")
-                loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-                divide(loss, accumulate, len(x)).backward()
-                if i % accumulate == 0:
+                divide(F.cross_entropy(model(x).flatten(0, -2), y.flatten()), accumulate, number).backward()
+                if (number + 1) % window(accumulate) == 0:
                     optimizer.step()
                     optimizer.zero_grad()
 
@@ -35,30 +39,31 @@ def evidence(divide=lambda loss, k, rows: loss / k, *, rows=8, counts=None, fewe
         beyond = torch.arange(7) >= torch.tensor(counts or [7] * rows)[:, None]
         return TrainLoop(model=model, optimizer=optimizer, batch=(x, y.masked_fill(beyond, -100)), fit=fit, **fields)
 
-    return Evidence(make, knobs={"accumulate": "accumulate"})
+    return check_loop(make, only=["accumulation_equivalence"], raises=False).results[0].findings[0]
 
 
-def smallest(given, k, *, by_counts=False):
-    made = given.shared(Accumulation.of)
-    return fewest_rows(given, made, made.split(k), by_counts=by_counts)[1]
+@pytest.mark.parametrize(
+    ("divide", "given", "cause", "text"),
+    [
+        (lambda loss, k, number: loss / (number % k + 1), {}, "loss_not_divided", "divided by its place in the window"),
+        (undivided, {"counts": COUNTS}, "loss_not_divided", "all weigh the same, and in the mean 2.00 times"),
+        (lambda loss, k, number: loss / min(k, 2), {}, "update_differs", "3 micro-batches give 1.5 times"),
+        (undivided, {"window": lambda k: 1}, "stepped_inside_window", "the knob does not reach it"),
+    ],
+    ids=["place", "unequal", "constant", "unused"],
+)
+def test_the_cause_of_a_fault_that_no_pair_has(divide, given, cause, text):
+    found = finding(divide, **given)
+    assert found.cause == cause
+    assert text in found.summary
 
 
-def not_divided(loss, k, rows):
-    return loss
-
-
-@pytest.mark.parametrize("k", [2, 4])
-def test_a_sum_is_shown_by_one_row_in_each_micro_batch(k):
-    assert smallest(evidence(not_divided), k) == "rows " + " | ".join(f"[{row}]" for row in range(k))
+def test_a_sum_is_shown_by_one_row_in_each_micro_batch():
+    assert finding().smallest == "rows [0] | [1]"
 
 
 def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
-    assert (
-        smallest(evidence(counts=COUNTS), 2, by_counts=True)
-        == "rows [3] | [7], a smaller example with 2 and 7 valid targets"
-    )
-    four = "rows [3] | [7] | [6] | [5], a smaller example with 2, 7, 3, 7 valid targets"
-    assert smallest(evidence(counts=COUNTS), 4, by_counts=True) == four
+    assert finding(divided, counts=COUNTS).smallest == "rows [3] | [7], a smaller example with 2 and 7 valid targets"
 
 
 @pytest.mark.parametrize(
@@ -70,11 +75,11 @@ def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
     ],
 )
 def test_a_loop_that_refuses_few_rows_is_shown_more(fewest, rows, expected):
-    assert smallest(evidence(not_divided, fewest=fewest, rows=rows), 2) == expected
+    assert finding(fewest=fewest, rows=rows).smallest == expected
 
 
 def test_batches_that_the_project_cuts_are_told_by_their_sizes():
     def halves(batch, k):
         return zip(*(tensor.chunk(k) for tensor in batch), strict=True)
 
-    assert smallest(evidence(not_divided, split_batch=halves), 2) == "2 rows as [1, 1]"
+    assert finding(split_batch=halves).smallest == "2 rows as [1, 1]"
