@@ -140,7 +140,7 @@ class Check:
 WORDED = frozenset({"summary", "measured", "shown_by", "repair", "tried", "do_not"})
 """The texts of a finding that a variant of its cause may word otherwise."""
 
-_GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by"})
+_GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by", "smallest", "composition"})
 """Fields of a finding that whoever finds it may know better than its cause."""
 
 

@@ -9,8 +9,8 @@ import torch
 
 from pytest_trainloop import api
 from pytest_trainloop.checks.batch.accumulation_equivalence.terms import Reductions
-from pytest_trainloop.checks.batch.edge_batches.embedding_range import LookUps
-from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
+from pytest_trainloop.checks.batch.edge_batches.content import LookUps
+from pytest_trainloop.checks.batch.edge_batches.runs import Squeezes
 from pytest_trainloop.checks.batch.every_row_teaches import flags
 from pytest_trainloop.checks.batch.segment_independence.rollouts import StepValues
 from pytest_trainloop.checks.learning.activations_alive import units
