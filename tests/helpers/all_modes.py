@@ -11,7 +11,7 @@ from pytest_trainloop import api
 from pytest_trainloop.checks.batch.accumulation_equivalence.terms import Reductions
 from pytest_trainloop.checks.batch.edge_batches.content import LookUps
 from pytest_trainloop.checks.batch.edge_batches.runs import Squeezes
-from pytest_trainloop.checks.batch.every_row_teaches import flags
+from pytest_trainloop.checks.batch.every_row_teaches.calls import Indices
 from pytest_trainloop.checks.batch.segment_independence.rollouts import StepValues
 from pytest_trainloop.checks.learning.activations_alive import units
 from pytest_trainloop.checks.learning.weight_decay_groups import l2_in_loss
@@ -52,7 +52,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     given = [
         NonFiniteOrigins(),
         Calls(),
-        flags._Indices(),
+        Indices(),
         comparisons.FirstSteps(),
         kept.ThreeBatches(steps=3),
         StepValues(torch.Size([4]), lambda: None),

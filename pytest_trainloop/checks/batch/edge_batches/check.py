@@ -1,32 +1,30 @@
 """One row, a row without labels, the loader's last batch: the loop takes what an epoch ends with.
 
 What it does
-    It runs the loop over batches that may end an epoch, two steps each, composed of the example batch: one of its rows
-    alone; the last batch of the project's ``DataLoader``, where that is smaller; a row in which nothing counts (all
-    labels ignored, a mask of zeros); a row of length one, cut to its length; a row that ends in the declared padding.
-    Values are never made up, and a batch that the project's own rows cannot make is not composed.
+    It runs the loop for two steps on each batch that may end an epoch, made from the example batch: one row alone; the
+    last batch of the project's ``DataLoader``, if it is smaller; a row in which nothing counts (all labels ignored, a
+    mask of zeros); a row of length one, cut to its length; a row that ends in the declared padding. No values are
+    invented: a batch that cannot be made from the project's own rows is not tried.
 
 Why is this bad?
-    The batch comes once in an epoch, hours after the start. ``squeeze()`` removes the row axis with it, and what was
-    (1, classes) is broadcast or fails far from there. The mean over no labels is NaN, and one step with it makes every
-    weight NaN.
+    Such a batch comes once in an epoch, hours after the start. ``squeeze()`` then removes the row axis too: outputs of
+    shape (1, classes) are broadcast, or raise far from there. The mean over no labels is NaN, and one step with it
+    makes every weight NaN.
 
 How it decides
-    Many right loops raise on one row or make NaN of it (batch norm, contrastive losses, a standard deviation over rows)
-    since their loaders never give one. So that alone is no fault. It is one where the project's own ``DataLoader`` ends
-    an epoch with such a batch, and the loop raises or its weights become NaN; or where an observation shows that one
-    row was meant to work: the loop is run on one row again with ``squeeze`` removing only what it removes from a full
-    batch. If it then goes through, and in float64 the gradient of two rows is the sum of those of each alone, or a mean
-    of them (see accumulation_equivalence), that call lost the row axis. A loader with ``drop_last`` gives no such
-    batch, nor does one for a quasi-Newton method, which gets all data; a loader whose last batch is larger makes the
-    finding advice. So does a loop that raises on one row where no loader is given: whether one comes is not known, and
-    it would be noticed.
-    A row in which nothing counts must exist in the example batch. Weights that become NaN are a fault if such a row can
-    be a batch: the loader may leave any one row, or nothing counts in a quarter of the rows and ``accumulate`` splits
-    them; else advice. Length one is looked at where such a row exists and the project's batches differ in width, as
-    they do where each is padded to its longest row; it is a fault if the loader may leave any one row, else advice.
+    Many correct loops raise on one row or make NaN of it (batch norm, contrastive losses, a standard deviation over
+    rows), since their loaders never give one. It is a fault in two cases. The project's own ``DataLoader`` ends an
+    epoch with such a batch, and the loop raises or its weights become NaN. Or one row was meant to work: it is run
+    again with ``squeeze`` removing only what it removes from a full batch, the loop goes through, and in float64 the
+    gradient of two rows is the sum or a mean of the gradients of each row (see accumulation_equivalence).
+    ``drop_last`` gives no such batch, nor does a quasi-Newton method, which gets all data. It is advice if the loader's
+    last batch has more rows, or if the loop raises on one row and no loader is given.
+    A row in which nothing counts must exist in the example batch. NaN weights are a fault if such a row can be a batch:
+    the loader may leave any one row, or nothing counts in a quarter of the rows and ``accumulate`` splits them. Length
+    one is tried if such a row exists and the project's batches differ in width. It is a fault if the loader may leave
+    any one row. Both are advice otherwise.
     A padding id beyond the table is a fault if the loop raises ``IndexError`` on it. What a loop does on purpose (a
-    batch that it skips, an ``assert``, an exception of its own) is right.
+    batch that it skips, an ``assert``, an exception of its own) is correct.
 
 Faulty
     >>> class Net(nn.Linear):
