@@ -92,7 +92,9 @@ def always_zero(evidence: Evidence) -> Iterator[Finding]:
     made = [(call, _made_zero(call)) for call in _makers(seen.roots[0])]
     call, why = made[0] if made else (None, None)
     proven = why is not None and all(other for _, other in made)
-    if call is None or why is None or not proven or not reached(step_seen(evidence, _with(why), **once)[1]):
+    if why is not None and proven:
+        proven = reached(step_seen(evidence, Calls(others={why[1].number: why[2]}), **once)[1])
+    if call is None or why is None or not proven:
         where = f" from {call.name} on ({call.place})" if call is not None and call.place.file else ""
         raise CannotDecide(f"the loss is exactly 0 on every batch given{where}: give {_SIGNAL}", needs=_SIGNAL)
     cause, source, _ = why
@@ -111,10 +113,6 @@ def always_zero(evidence: Evidence) -> Iterator[Finding]:
         facts["change"] = str(source.place)
     variant = "all" if cut else "several" if hinge and entries > 1 else ""
     yield found(cause, call, (written(source) if cut else call.name,), variant, **facts)
-
-
-def _with(why: tuple[str, Call, Callable[..., Any]]) -> Calls:
-    return Calls(others={why[1].number: why[2]})
 
 
 def _all_zero(record: Record) -> bool:
