@@ -67,7 +67,7 @@ _WEIGHED = functions.MULTIPLICATIONS | functions.DIVISIONS | functions.CLASS_LOS
 
 def always_zero(evidence: Evidence) -> Iterator[Finding]:
     """The loss is exactly 0 with no gradient, on every batch and under every seed. It is followed back to the calls
-    that made 0 of something else; what is done otherwise there on a further run shows the cause.
+    that made 0 of something else. A further run with the first of these calls replaced shows the cause.
 
     Raises ``CannotDecide`` where another batch may have another loss.
     """
@@ -152,7 +152,7 @@ def _makers(root: Value) -> Iterator[Call]:
 
 
 def _made_zero(call: Call) -> tuple[str, Call, Callable[..., Any]] | None:
-    """What made 0 of the call's inputs: the cause, the call that is to be done otherwise, and how."""
+    """What made 0 of the call's inputs: the cause, the call to replace, and what takes its place."""
     if call.name in _MARGIN_LOSSES:
         return "hinge_never_active", call, lambda func, args, kwargs: func(*args, **{**kwargs, "margin": 1e3})
     largest = [v.largest for v in call.inputs if v.history]
