@@ -95,8 +95,9 @@ class Ending:
             return batches.collate_fn(several(indices) if several else [batches.dataset[index] for index in indices])
         except Exception as error:  # of the project's data set or collate function
             reraise_ours(error)
-            reason = f"the loader's last batch cannot be composed: {type(error).__name__}: {error}"
-            raise CannotDecide(reason) from error
+            raise CannotDecide(
+                f"the loader's last batch cannot be composed: {type(error).__name__}: {error}"
+            ) from error
 
 
 class SqueezeCall(NamedTuple):
@@ -262,20 +263,15 @@ class Edges:
                     enough=lambda record: record.rounds >= steps,
                     may_raise=True,
                 )
-        except UserCodeError as error:
-            return Outcome(words, composition, error.error.summary)
-        except UsageError as error:
-            return Outcome(words, composition, str(error))
-        if (raised := record.raised) is not None:
+        except (UserCodeError, UsageError) as error:
+            return Outcome(words, composition, error.error.summary if isinstance(error, UserCodeError) else str(error))
+        raised, stepped = record.raised, record.steps > 0
+        if raised is not None:
             by_loop = raised.place.code.startswith(("raise", "assert "))
-            return Outcome(words, composition, raised.summary, str(raised.place), by_loop, bool(record.steps))
-        return Outcome(
-            words,
-            composition,
-            steps=bool(record.steps),
-            nonfinite=tuple(p.name for p in became_nonfinite(record)),
-            nonfinite_loss=any(not math.isfinite(root.value) for b in record.backwards() for root in b.roots),
-        )
+            return Outcome(words, composition, raised.summary, str(raised.place), by_loop, stepped)
+        lost = tuple(parameter.name for parameter in became_nonfinite(record))
+        infinite = any(not math.isfinite(root.value) for b in record.backwards() for root in b.roots)
+        return Outcome(words, composition, steps=stepped, nonfinite=lost, nonfinite_loss=infinite)
 
 
 def lengths_of(batch: Any, loop: TrainLoop) -> tuple[tuple[int, ...], int]:
