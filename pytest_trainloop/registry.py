@@ -140,7 +140,7 @@ class Check:
 WORDED = frozenset({"summary", "measured", "shown_by", "repair", "tried", "do_not"})
 """The texts of a finding that a variant of its cause may word otherwise."""
 
-_GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by"})
+GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by", "smallest", "composition"})
 """Fields of a finding that whoever finds it may know better than its cause."""
 
 
@@ -156,7 +156,7 @@ def finding_maker(causes: Mapping[str, Cause]) -> Callable[..., Finding]:
         from pytest_trainloop.finding import Finding
 
         known = causes[cause]
-        given = {name: facts.pop(name) for name in _GIVEN & facts.keys()}
+        given = {name: facts.pop(name) for name in GIVEN & facts.keys()}
         facts["names"] = names = tuple(culprits)
         texts = {name: getattr(known, name) for name in ("summary", "measured", "shown_by")}
         texts |= known.variants[variant] if variant else {}

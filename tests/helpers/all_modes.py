@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import api
-from pytest_trainloop.checks.batch.edge_batches.embedding_range import LookUps
-from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
-from pytest_trainloop.checks.batch.every_row_teaches import flags
+from pytest_trainloop.checks.batch.edge_batches.content import LookUps
+from pytest_trainloop.checks.batch.edge_batches.runs import Squeezes
+from pytest_trainloop.checks.batch.every_row_teaches.calls import Indices
 from pytest_trainloop.checks.batch.segment_independence.rollouts import StepValues
 from pytest_trainloop.checks.learning.activations_alive import units
-from pytest_trainloop.checks.learning.weight_decay_groups import l2_in_loss
+from pytest_trainloop.checks.learning.weight_decay_groups import first_steps
 from pytest_trainloop.checks.loss.learnable_targets import comparisons
 from pytest_trainloop.checks.loss.loss_at_init import first_loss
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLosses
@@ -51,12 +51,12 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     given = [
         NonFiniteOrigins(),
         Calls(),
-        flags._Indices(),
+        Indices(),
         comparisons.FirstSteps(),
         kept.ThreeBatches(steps=3),
         StepValues(torch.Size([4]), lambda: None),
         units._Activations(own_data=True),
-        l2_in_loss._Squares(cut=False),
+        first_steps._Squares(cut=False),
         RootTerms(),
         InitialLosses(),
         first_loss._FirstBackward(),

@@ -1,4 +1,4 @@
-"""Runs of the loop over batches that an epoch may end with: one row, the loader's last, rows in which nothing counts.
+"""The batches that an epoch may end with, and runs over them: one row, the loader's last batch, odd rows alone.
 
 Batches are composed of the project's own example by taking rows and cutting time: no value is made up. Each is given
 to a fresh loop, again and again, for two steps.
@@ -6,45 +6,148 @@ to a fresh loop, again and again, for two steps.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.padding import Proof, padding_ids, read_paddings
 from pytest_trainloop.batches.valid_targets import rows_without
-from pytest_trainloop.checks.batch.edge_batches.last_batch import Ending, ending, last_batch
-from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
-from pytest_trainloop.recording.record import Record
+from pytest_trainloop.recording.seams import passed_on
+from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.records.finiteness import became_nonfinite
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
+from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.wording import be, some
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from contextlib import AbstractContextManager
+
     from pytest_trainloop.compositions.step_runs import Contexts
-    from pytest_trainloop.finding import SmallestBatch
-    from pytest_trainloop.loop import Padding, TrainLoop
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
     from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin
-
-Compose = Callable[["TrainLoop"], Any]
-"""Makes a batch for a fresh loop, where it is none of rows of the example."""
 
 STEPS = 2
 """Optimizer steps of a run: the second is made with what the first has left."""
 
 COMPARED = 3
 """Batches whose widths are compared."""
+
+MOST = 1_000_000
+"""Rows of a data set whose order is read, at most."""
+
+Compose = Callable[["TrainLoop"], Any]
+"""Makes a batch for a fresh loop, where it is none of rows of the example."""
+
+Key = tuple[str, int, int]
+"""The file and the instruction of a call, and how many calls came from there before it."""
+
+
+class Ending:
+    """How a loader ends an epoch. Of a loader with an order of its own only ``drops`` is known."""
+
+    def __init__(self, batches: Any, *, all_data: bool = False) -> None:
+        sampler = batches.batch_sampler if isinstance(batches, DataLoader) else None
+        self.drops = all_data or bool(getattr(batches if sampler is None else sampler, "drop_last", False))
+        """Whether no batch comes that is not full."""
+        self.data = self.batch_size = 0
+        self.shuffles = False
+        """Whether another epoch ends with other rows."""
+        self._last: tuple[Any, ...] = ()
+        if type(sampler) is BatchSampler and hasattr(batches.dataset, "__getitem__"):
+            with contextlib.suppress(TypeError, NotImplementedError):
+                self.data = len(sampler.sampler)  # type: ignore[arg-type]
+        if isinstance(sampler, BatchSampler) and 0 < self.data <= MOST:
+            self.batch_size, self.shuffles = sampler.batch_size, type(sampler.sampler) is not SequentialSampler
+            self._last = tuple(sampler.sampler)[-(self.data % self.batch_size or self.batch_size) :]
+        self.rows = len(self._last)
+        self.leaves_one = not self.drops and self.rows == 1 < self.batch_size
+        self.leaves_any = self.leaves_one and self.shuffles
+        """Whether any row may be the one that is left."""
+        self.leaves_none = self.drops or (self.rows > 0 and not self.leaves_one)
+        """Whether it is known that no batch of one row comes."""
+
+    def last_batch(self, batches: Any) -> Any:
+        """What the loader makes of the last rows. Raises ``CannotDecide`` where its data set does not give them."""
+        indices, several = list(self._last), getattr(batches.dataset, "__getitems__", None)
+        try:
+            return batches.collate_fn(several(indices) if several else [batches.dataset[index] for index in indices])
+        except Exception as error:  # of the project's data set or collate function
+            reraise_ours(error)
+            raise CannotDecide(
+                f"the loader's last batch cannot be composed: {type(error).__name__}: {error}"
+            ) from error
+
+
+class SqueezeCall(NamedTuple):
+    """One call of ``squeeze``: the shape of its input, the axes that it removed, and how the user writes it."""
+
+    shape: tuple[int, ...]
+    removed: frozenset[int]
+    call: str
+    place: Place
+
+
+class Squeezes(WatchingMode):
+    """``calls`` are those of the last run. Those that ``instead`` holds remove the axes that they removed there.
+
+    Without a dim ``squeeze`` removes every axis of size 1, the row axis among them once a batch has one row;
+    ``squeeze(0)`` does so by name.
+    """
+
+    def __init__(self, instead: Mapping[Key, SqueezeCall] | None = None) -> None:
+        super().__init__()
+        self.instead = instead or {}
+        self._passed: Counter[tuple[str, int]] = Counter()
+        self.calls: dict[Key, SqueezeCall] = {}
+
+    def contexts(self, watch: Watch) -> Iterable[AbstractContextManager[Any]]:
+        self._passed, self.calls = Counter(), {}
+        return super().contexts(watch)
+
+    def active(self) -> bool:
+        """Inside steps and backward passes too: each call is counted, and does what it did in the other run."""
+        return not self.watch.is_suspended
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = sys._getframe(2)
+        if name not in ("squeeze", "squeeze_") or not layer(frame.f_code.co_filename):
+            return passed_on(func, args, kwargs)  # torch's own calls
+        tensor = args[0] if args else kwargs["input"]
+        shape, given = tuple(tensor.shape), args[1:] or (kwargs.get("dim", ()),)
+        dims = tuple(given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given)
+        named = {d % len(shape) for d in dims} if shape and all(isinstance(d, int) for d in dims) else set()
+        removed = frozenset(d for d, size in enumerate(shape) if size == 1 and (not dims or d in named))
+        at = frame.f_code.co_filename, frame.f_lasti
+        key = (*at, self._passed[at])
+        self._passed[at] += 1
+        with self.watch.suspended():
+            self.calls[key] = SqueezeCall(shape, removed, f"{name}({', '.join(map(str, dims))})", here()[0])
+        other = self.instead.get(key)
+        if other is None or len(other.shape) != len(shape):
+            return passed_on(func, args, kwargs)
+        return func(tensor, tuple(sorted(other.removed))) if other.removed else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +156,6 @@ class Outcome:
 
     words: str
     """What the batch is."""
-    record: Record
     composition: Composition | None = None
     """The same as data, where it is composed of rows of the example."""
     raised: str = ""
@@ -61,48 +163,36 @@ class Outcome:
     where: str = ""
     raised_by_loop: bool = False
     """Whether the project's own code raised it, by ``raise`` or ``assert``."""
+    steps: bool = False
+    """Whether an optimizer made a step."""
     nonfinite: tuple[str, ...] = ()
     """Weights that were finite before the run."""
     nonfinite_loss: bool = False
     """Whether backward was called on a loss that is not finite."""
     origin: NonFiniteOrigin | None = None
     """The first operation whose result is not finite."""
-    squeezes: Squeezes = field(default_factory=Squeezes)
-
-    @property
-    def told(self) -> SmallestBatch | None:
-        return None if self.composition is None else self.composition.told()
 
     @property
     def ok(self) -> bool:
         return not self.raised and not self.nonfinite
 
+    @property
+    def failure(self) -> str:
+        if self.raised:
+            return f"fit raises {self.raised}"
+        return f"{some(self.nonfinite)} {be(self.nonfinite)} not finite after a step"
 
-@dataclass(slots=True)
+
 class Edges:
-    """The example batch, what is known of other batches, and the runs over what is composed of it."""
+    """The example batch, what is known of other batches, and the runs over what is composed of it.
 
-    gradients: StepGradients
-    plan: RunPlan
-    windows: RunPlan | None
-    """The plan of a run that accumulates over two micro-batches."""
-    run_plan: Callable[[RunPlan], Record]
-    ending: Ending
-    padding: Padding | None
-    lengths: tuple[int, ...]
-    """The length of each row, where the batch shows it."""
-    padded_to: int
-    widths_differ: bool
-    """Whether other batches are padded to other lengths."""
-    nothing_counts_in: dict[int, int]
-    """Rows in which nothing counts, each with the number of its entries."""
-    _one_row: Outcome | None = None
+    Raises ``CannotDecide`` where no batch can be composed.
+    """
 
-    @classmethod
-    def of(cls, evidence: Evidence) -> Edges:
-        """Raises ``CannotDecide`` where no batch can be composed."""
+    def __init__(self, evidence: Evidence) -> None:
         seen, loop = evidence.run(), evidence.fresh_loop()
-        windows = evidence.plan(accumulate=2) if "accumulate" in evidence.knobs else None
+        self._evidence, self._plan = evidence, evidence.plan()
+        self.windows = evidence.plan(accumulate=2) if "accumulate" in evidence.knobs else None
         if seen.raised is not None or became_nonfinite(seen):
             raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
         if not seen.steps:
@@ -111,99 +201,40 @@ class Edges:
             raise CannotDecide(
                 "split_batch= splits the batch: give batch_dim= to have single rows taken from it", needs="batch_dim="
             )
-        gradients, plan = evidence.shared(StepGradients.of), evidence.plan()
-        batch, cut = gradients.batch, gradients.cut
-        if isinstance(batch, list) and not any(isinstance(item, torch.Tensor) for item in batch):
+        self.gradients = evidence.shared(StepGradients.of)
+        self.batch, self.count, cut = self.gradients.batch, self.gradients.rows, self.gradients.cut
+        if isinstance(self.batch, list) and not any(isinstance(item, torch.Tensor) for item in self.batch):
             raise CannotDecide("the batch is a list of items, and rows are taken along an axis of tensors only")
+        self.padding, self.squeezes = loop.padding, Squeezes()
         with preserved():
-            given = loop.batches
-            lengths, padded_to = lengths_of(batch, loop)
-            widths = {padded_to}
-            if 1 in lengths and given is not None:
-                widths.update(lengths_of(b, loop)[1] for b in first_batches(loop, COMPARED))
-            return cls(
-                gradients=gradients,
-                plan=plan,
-                windows=windows,
-                run_plan=evidence.rerun,
-                ending=Ending(drops=True) if _takes_all_data(seen) else ending(given),
-                padding=loop.padding,
-                lengths=lengths,
-                padded_to=padded_to,
-                widths_differ=len(widths - {0}) > 1,
-                nothing_counts_in=rows_without(batch, nested.rows(batch, cut.axis), cut.axis, loop.padding, seen),
-            )
-
-    @property
-    def batch(self) -> Any:
-        """The example."""
-        return self.gradients.batch
-
-    @property
-    def count(self) -> int:
-        """The rows of the example."""
-        return self.gradients.rows
-
-    @property
-    def first(self) -> Composition:
-        """A row in which something counts, alone."""
-        return Composition((self.counting[0],))
-
-    @property
-    def counting(self) -> list[int]:
+            # a quasi-Newton method works on one and the same function at every step: that of the whole data set
+            all_data = any(optimizer.kind == "LBFGS" for optimizer in seen.optimizers)
+            self.ending = Ending(loop.batches, all_data=all_data)
+            self.lengths, self.padded_to = lengths_of(self.batch, loop)
+            others = first_batches(loop, COMPARED) if 1 in self.lengths and loop.batches is not None else []
+            widths = {self.padded_to, *(lengths_of(batch, loop)[1] for batch in others)}
+            self.widths_differ = len(widths - {0}) > 1
+            self.empty_rows = rows_without(self.batch, nested.rows(self.batch, cut.axis), cut.axis, loop.padding, seen)
+        order = cut.valid.order[::-1] if cut.valid.counts else cut.valid.order
+        self.counting = [row for row in order if row not in self.empty_rows] or list(order)
         """The rows in which something counts, the fullest first; all of them where each lacks something."""
-        valid = self.gradients.cut.valid
-        order = valid.order[::-1] if valid.counts else valid.order
-        return [row for row in order if row not in self.nothing_counts_in] or list(order)
+        self.first = Composition((self.counting[0],))
+        self.whole = Composition(tuple(range(self.count)))
 
-    @property
+    @cached_property
     def one_row(self) -> Outcome:
-        """The run over ``first``."""
-        if self._one_row is None:
-            squeezes = Squeezes()
-            outcome = self.outcome("1 row", self.first, squeezes.contexts)
-            self._one_row = replace(outcome, squeezes=squeezes)
-        return self._one_row
-
-    def leftover(self) -> Outcome | None:
-        """The loader's last batch, where it has fewer rows than the others."""
-        end = self.ending
-        if end.drops or end.last is None or not end.rows < min(end.batch_size, self.count):
-            return None
-        words = "1 row" if end.rows == 1 else f"{end.rows} rows"
-        if end.shuffles:
-            rows = tuple(self.counting[: end.rows])
-            return self.among_full(words, Composition(rows)) if len(rows) == end.rows else None
-        return self.among_full(words, lambda loop: last_batch(loop.batches, end))
-
-    @property
-    def may_be_empty(self) -> bool:
-        """Whether nothing may count in a whole batch: any row may be left over, or nothing counts in a quarter of the
-        rows and the loop splits its batches."""
-        split = self.windows is not None and 4 * len(self.nothing_counts_in) >= self.count
-        return bool(self.nothing_counts_in) and (self.ending.leaves_any or split)
-
-    def nothing_counts(self) -> Outcome | None:
-        """A row in which nothing counts, alone; in a loop that accumulates, the second of two in its window."""
-        if not self.nothing_counts_in or not self.one_row.ok:
-            return None
-        row, entries = next(iter(self.nothing_counts_in.items()))
-        counting = f"0 of its {entries} entries count" if entries > 1 else "it has no label"
-        if self.windows is None or self.ending.leaves_any:
-            return self.among_full(f"row {row} alone: {counting}", Composition((row,)))
-        words = f"row {row} as one of two micro-batches: {counting}"
-        return self.among_full(words, Composition((row,)), self.windows)
+        """The run over a row in which something counts, with ``squeezes`` on."""
+        return self.outcome("1 row", self.first, self.squeezes.contexts)
 
     def among_full(self, words: str, made_of: Composition | Compose, plan: RunPlan | None = None) -> Outcome:
         """Full batches and this one in turn: what a loop sets up from its first batch, or sums over a window, is as in
         an epoch. Where values are not finite, the run is made again to find the first operation that made one."""
-        found = self.outcome(words, made_of, full=True, plan=plan)
-        if not found.nonfinite and not found.nonfinite_loss:
-            return found
+        outcome = self.outcome(words, made_of, full=True, plan=plan)
+        if not outcome.nonfinite and not outcome.nonfinite_loss:
+            return outcome
         origins = NonFiniteOrigins()
         self.outcome(words, made_of, origins.contexts, full=True, plan=plan)
-        origin = origins.first
-        return replace(found, origin=origin, where=str(origin.place) if origin else "")
+        return replace(outcome, origin=origins.first, where=str(origins.first.place) if origins.first else "")
 
     def outcome(
         self,
@@ -213,7 +244,6 @@ class Edges:
         *,
         full: bool = False,
         plan: RunPlan | None = None,
-        **changes: Any,
     ) -> Outcome:
         """The loop over this batch, again and again; with ``full``, over a full batch before each."""
         composition = made_of if isinstance(made_of, Composition) else None
@@ -223,30 +253,25 @@ class Edges:
             return itertools.cycle([*([self.batch] if full else []), *made])
 
         steps = 2 * STEPS if full else STEPS
-        made = replace(
-            plan or self.plan, stream=stream, contexts=contexts, enough=lambda r: r.rounds >= steps, may_raise=True
-        )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about the shapes and deviations of single values
-                record = self.run_plan(replace(made, **changes))
-        except UserCodeError as error:
-            return Outcome(words, Record(), composition, error.error.summary)
-        except UsageError as error:
-            return Outcome(words, Record(), composition, str(error))
-        if record.raised is None:
-            nonfinite_loss = any(not math.isfinite(root.value) for b in record.backwards() for root in b.roots)
-            nonfinite = tuple(p.name for p in became_nonfinite(record))
-            return Outcome(words, record, composition, nonfinite=nonfinite, nonfinite_loss=nonfinite_loss)
-        place = record.raised.place
-        return Outcome(
-            words, record, composition, record.raised.summary, str(place), place.code.startswith(("raise", "assert "))
-        )
-
-
-def _takes_all_data(record: Record) -> bool:
-    """Whether an optimizer works on one and the same function at every step, which is the whole data set's."""
-    return any(optimizer.kind == "LBFGS" for optimizer in record.optimizers)
+                record = self._evidence.rerun(
+                    plan or self._plan,
+                    stream=stream,
+                    contexts=contexts,
+                    enough=lambda record: record.rounds >= steps,
+                    may_raise=True,
+                )
+        except (UserCodeError, UsageError) as error:
+            return Outcome(words, composition, error.error.summary if isinstance(error, UserCodeError) else str(error))
+        raised, stepped = record.raised, record.steps > 0
+        if raised is not None:
+            by_loop = raised.place.code.startswith(("raise", "assert "))
+            return Outcome(words, composition, raised.summary, str(raised.place), by_loop, stepped)
+        lost = tuple(parameter.name for parameter in became_nonfinite(record))
+        infinite = any(not math.isfinite(root.value) for b in record.backwards() for root in b.roots)
+        return Outcome(words, composition, steps=stepped, nonfinite=lost, nonfinite_loss=infinite)
 
 
 def lengths_of(batch: Any, loop: TrainLoop) -> tuple[tuple[int, ...], int]:

@@ -59,7 +59,7 @@ CAUSES = {
     "target_out_of_reach": _seen(
         proof="targets lie outside of what the last function can give",
         summary="{beyond:share} of the targets lie outside of what {names} can give ({ends})",
-        measured="{outside} of {count} targets; they go from {smallest:.4g} to {largest:.4g}",
+        measured="{outside} of {count} targets; they go from {lowest:.4g} to {highest:.4g}",
         shown_by=(
             "even the best output of {names} is {least:.3g} from them in root mean square; their mean, one number for "
             "all, is {constant:.3g} from them"

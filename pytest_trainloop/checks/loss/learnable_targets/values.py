@@ -156,8 +156,8 @@ def out_of_reach(evidence: Evidence) -> Iterator[Finding]:
             count=len(targets),
             least=least,
             constant=constant,
-            smallest=float(targets.min()),
-            largest=float(targets.max()),
+            lowest=float(targets.min()),
+            highest=float(targets.max()),
         )
 
 

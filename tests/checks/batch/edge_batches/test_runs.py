@@ -1,4 +1,4 @@
-"""Batches that an epoch ends with: how a loader composes them, and where none can be made."""
+"""What is known of a loader's last batch, and where none can be composed."""
 
 from __future__ import annotations
 
@@ -10,68 +10,72 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from pytest_trainloop.checks.batch.edge_batches.last_batch import ending, last_batch
-from pytest_trainloop.checks.batch.edge_batches.runs import Edges
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.runs.evidence import Evidence
-from tests.loops.plain import loop
-
-
-def rows(count):
-    return TensorDataset(torch.arange(count).float())
+from pytest_trainloop.api import check_loop
+from tests.loops import data
+from tests.loops.plain import cross_entropy, loop
 
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter(range(13))
+        return iter(ROWS)
+
+
+class Fetched(TensorDataset):
+    def __getitems__(self, indices):
+        return [tuple(t[index] for t in self.tensors) for index in indices]
+
+    def __getitem__(self, index):
+        raise RuntimeError("one by one")
+
+
+class Absent(TensorDataset):
+    def __getitem__(self, index):
+        if index == len(ROWS) - 1:
+            raise KeyError("no such file")
+        return super().__getitem__(index)
+
+
+TENSORS = data.labelled(rows=401)
+ROWS = TensorDataset(*TENSORS)
+
+
+def normed():
+    """It raises on one row."""
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+def judged(batches, batch=tuple(t[:8] for t in TENSORS), model=normed, loss_of=cross_entropy):
+    made = check_loop(lambda: loop(model(), batch, loss_of, batches=batches), only=["edge_batches"], raises=False)
+    return made.results[0]
+
+
+def linear():
+    return nn.Linear(4, 4)
 
 
 @pytest.mark.parametrize(
     "given",
     [
         None,
-        [1, 2],
-        lambda n: [1] * n,
-        DataLoader(Stream(), batch_size=4),
-        DataLoader(rows(5), batch_sampler=[[0, 1], [2]]),
+        DataLoader(Stream(), batch_size=8),
+        DataLoader(ROWS, batch_sampler=[range(n, n + 8) for n in range(0, 400, 8)]),
     ],
+    ids=["none", "iterable", "own_sampler"],
 )
 def test_of_what_is_no_plain_loader_nothing_is_known(given):
-    end = ending(given)
-    assert end.last is None
-    assert not end.drops
-    assert not end.leaves_one
-    assert not end.leaves_none
-
-
-def test_the_last_batch_is_what_the_loader_gives():
-    loader = DataLoader(rows(13), batch_size=5)
-    assert torch.equal(last_batch(loader, ending(loader))[0], list(loader)[-1][0])
-
-
-class Fetched(TensorDataset):
-    def __getitems__(self, indices):
-        return [(self.tensors[0][indices].sum(),)]
-
-
-class Absent(TensorDataset):
-    def __getitem__(self, index):
-        raise KeyError("no such file")
+    result = judged(given)
+    assert (result.outcome, result.needs) == ("skipped", "batches=")
 
 
 def test_a_dataset_is_asked_as_the_loader_asks_it():
-    loader = DataLoader(Fetched(torch.arange(7.0)), batch_size=5)
-    assert torch.equal(last_batch(loader, ending(loader))[0], torch.tensor([11.0]))
+    (found,) = judged(DataLoader(Fetched(*TENSORS), batch_size=8)).findings
+    assert (found.cause, found.smallest) == ("leftover_batch", "1 row")
 
 
 def test_a_dataset_that_does_not_give_the_batch_decides_nothing():
-    loader = DataLoader(Absent(torch.arange(7.0)), batch_size=5)
-    with pytest.raises(CannotDecide, match="no such file"):
-        last_batch(loader, ending(loader))
-
-
-def edges(batch, loss):
-    return Edges.of(Evidence(lambda: loop(nn.Linear(4, 3), batch, loss)))
+    result = judged(DataLoader(Absent(*TENSORS), batch_size=8))
+    assert result.outcome == "skipped"
+    assert "no such file" in result.reason
 
 
 def item_by_item(model, batch):
@@ -88,13 +92,13 @@ def item_by_item(model, batch):
     ],
 )
 def test_where_no_row_can_be_taken_nothing_is_decided(batch, reason):
-    with pytest.raises(CannotDecide, match=reason):
-        edges(batch, item_by_item)
+    result = judged(None, batch, linear, item_by_item)
+    assert result.outcome == "skipped"
+    assert reason in result.reason
 
 
 def test_filters_of_warnings_are_as_they_were():
     before = list(warnings.filters)
-    assert edges(
-        (torch.randn(6, 4), torch.arange(6)), lambda model, batch: model(batch[0]).squeeze().std(0).sum()
-    ).one_row.ok
+    spread = judged(None, (torch.randn(6, 4), torch.arange(6)), linear, lambda m, b: m(b[0]).std(0).sum())
+    assert spread.outcome == "skipped"
     assert list(warnings.filters) == before
