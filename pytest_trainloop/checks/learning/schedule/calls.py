@@ -436,6 +436,17 @@ def given(record: Record) -> Iterator[Finding]:
                 calls=len(made),
             )
     for scheduler in record.schedulers:
+        milestones = re.findall(r"([\d.e+-]+): ", scheduler.settings.get("milestones", ""))
+        between = [text for text in milestones if float(text) % 1]
+        if scheduler.kind == "MultiStepLR" and scheduler.from_torch and scheduler.calls and between:
+            yield found(
+                "milestones_not_whole",
+                next(iter(calls_of(record, scheduler)), ""),
+                ("milestones",),
+                **{"kinds": ("attribute",), "change": line_of(scheduler), "kind": scheduler.kind},
+                **{"milestones": some(between), "all": ", ".join(milestones), "count": len(between)},
+            )
+    for scheduler in record.schedulers:
         cosine = scheduler.kind.startswith("CosineAnnealing")
         least = _numbers(scheduler.settings.get("eta_min" if cosine else "min_lrs" if scheduler.plateau else "", ""))
         own = [g.known[0] for g in groups_of(record, scheduler.optimizer) if g.known]
@@ -522,8 +533,9 @@ def _metric(value: ast.expr) -> str:
     if isinstance(value, ast.Call):
         if _name(value.func) in ("float", "mean") and len(value.args) == 1:
             return _metric(value.args[0])
-        own = isinstance(value.func, ast.Attribute) and value.func.attr in PLAIN and not value.args
-        return _metric(value.func.value) if own and isinstance(value.func, ast.Attribute) else ""
+        if isinstance(value.func, ast.Attribute) and value.func.attr in PLAIN and not value.args:
+            return _metric(value.func.value)
+        return value.func.id if isinstance(value.func, ast.Name) else ""  # accuracy(model, held_out)
     if isinstance(value, ast.Subscript):
         key = value.slice
         return str(key.value) if isinstance(key, ast.Constant) and isinstance(key.value, str) else _metric(value.value)

@@ -162,6 +162,15 @@ CAUSES = {
         repair="eta_min (or min_lr) far below lr: 0, or a hundredth of it",
         source="https://github.com/Vision-CAIR/MiniGPT-4/issues/444",
     ),
+    "milestones_not_whole": _built(
+        proof="milestones of MultiStepLR are no whole numbers, and it compares them with a count of calls",
+        summary="{kind} never reaches {milestones}: calls are counted in whole numbers",
+        measured="milestones {all}; the rate stays as it is at {count:milestone}",
+        shown_by="torch looks up the number of the call among the milestones, and no call has such a number",
+        repair="milestones=[int(part * total) for part in parts]",
+        explains=LEARNING,
+        source="https://github.com/Pointcept/Pointcept/issues/379",
+    ),
     # Rates that no step uses, and keys that nobody reads.
     "schedule_overwritten": _seen(
         proof="each rate that the scheduler sets is replaced, by a line or by another scheduler, before a step uses it",
@@ -323,6 +332,63 @@ CAUSES = {
         shown_by="with the answer yes, the same code puts {names} into that group",
         source="https://github.com/huggingface/lerobot/pull/280",
     ),
+    # The shape of the curve.
+    "factors_multiply": Cause(
+        proof="the quotients of successive rates are a warm-up or a decay: each call multiplies the last rate",
+        summary=(
+            "each call of {kind} multiplies the rate of the call before by the factor of {rises:?a warm-up|a decay}: "
+            "after {calls:call} the learning rate is {last:.2g}, {part:.2g} of its first"
+        ),
+        measured="{drawn}; the factors are {quotients}",
+        shown_by="the quotients of successive rates are exactly {form}",
+        repair="multiply the base rate: [base * factor for base in self.base_lrs], not group['lr'] or super().get_lr()",
+        change=("scheduler", "seen"),
+        explains=LEARNING,
+        source="https://github.com/potterhsu/easy-faster-rcnn.pytorch/issues/26",
+    ),
+    "rate_is_the_factor": Cause(
+        proof="LambdaLR multiplies each base rate by a factor whose highest value is that base rate",
+        summary="the lambda of {kind} returns the learning rate, and {kind} multiplies it by lr={base:g}: {peak:.3g}",
+        measured="the highest factor of every group is its own lr: {drawn}",
+        shown_by="the highest rate of every group is its lr squared, to 1e-9",
+        repair="return the factor alone: lambda step: decay ** step, without the learning rate",
+        change=("scheduler",),
+        explains=LEARNING,
+        source="https://github.com/lhoyer/MIC/issues/60",
+    ),
+    "never_falls": _plan(
+        proof=f"{_ALONE}the rate is constant to the end and then 0, or rises from 0 to the base rate at the last step",
+        summary="{kind} keeps the learning rate at {first:.2g} for {calls} calls, and then sets it to {last:.2g}",
+        measured="{drawn}",
+        shown_by="stepped forward without training the rate changes at call {end} only",
+        variants={
+            "rises": {
+                "summary": "the learning rate of {kind} rises from 0 to its base rate {last:.2g} in all {calls} calls "
+                "and does not fall",
+                "shown_by": "stepped forward without training the rate grows by {step:.2g} at each call",
+            }
+        },
+        repair="multiply the base rate by what is left: 1 - step / total, computed with / and for every step",
+        explains=LEARNING,
+        source="https://github.com/meetps/pytorch-semseg/issues/151",
+    ),
+    "group_falls_to_zero": _plan(
+        proof="one group's rate falls to 0 for good while the warm-up of the others ends",
+        summary="the learning rate of group {group} ({held}) falls to 0 in the warm-up of the others and stays there",
+        measured="group {group}: {drawn}; group {other}: {others}",
+        shown_by="at call {end} group {group} comes to 0 for good, and group {other} to its highest rate {peak:.2g}",
+        repair="end that warm-up at the base rate: factor = start + (1 - start) * step / warmup",
+        explains=("every_param_moves",),
+        source="https://github.com/MultimediaTechLab/YOLO/issues/122",
+    ),
+    "dips_for_one_call": _plan(
+        proof="the rate falls to half or less at one call, and the next call takes it back",
+        summary="the learning rate of {kind} is {low:.2g} at call {end} alone: {before:.2g} before, {after:.2g} after",
+        measured="{drawn}",
+        shown_by="in {calls} calls this happens once: where one part of the schedule hands over to the next",
+        repair="have the second scheduler begin where the first one ends: step() it once at the end of the warm-up",
+        source="https://github.com/ildoonet/pytorch-gradual-warmup-lr/issues/26",
+    ),
     # The curve of the whole training, against its plan.
     "counts_something_else": _plan(
         proof="the schedule ends after as many calls as there are of one unit, and is called once for each of another",
@@ -374,7 +440,7 @@ CAUSES = {
         summary=(
             "{kind} is over after {end} of {calls} calls: the rest of the training has a learning rate of {last:.2g}"
         ),
-        measured="{rates}",
+        measured="{drawn}",
         shown_by="stepped forward without training no rate changes after call {end}; {told}",
         variants={
             "first pass": {
@@ -393,7 +459,7 @@ CAUSES = {
         summary=(
             "{kind} is at its lowest after {end} of {calls} calls, and its rate rises again to {part:.0%} of the peak"
         ),
-        measured="{rates}",
+        measured="{drawn}",
         shown_by="stepped forward without training the rate falls until call {end} and rises from there; {told}",
         variants={
             "first pass": {
@@ -412,7 +478,7 @@ CAUSES = {
             "{kind} comes to its lowest point at call {end}, and the training ends at call {calls}, at {part:.0%} of "
             "the peak"
         ),
-        measured="{rates}",
+        measured="{drawn}",
         shown_by="stepped forward without training the rate falls until call {end}; {told}",
         repair="build it for as many calls as the training makes",
         source="https://github.com/vllm-project/speculators/pull/1104",

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.causes import found
-from pytest_trainloop.checks.learning.schedule.rates import held_in
+from pytest_trainloop.checks.learning.schedule.rates import held_in, learns
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.projection import CYCLIC, Projections
+from pytest_trainloop.runs.rates_by_hand import RatesByHand
 from pytest_trainloop.wording import count, some
 
 if TYPE_CHECKING:
@@ -64,20 +67,24 @@ LENGTHS = {
 def planned(evidence: Evidence) -> Iterator[Finding]:
     """Faults and advice on the length of every schedule. Raises ``CannotDecide`` where only the plan is missing, or
     where nothing could be projected."""
-    projections = evidence.shared(Projections.of)
+    record, projections = evidence.run(), evidence.shared(Projections.of)
     undecided = [projections.why] if projections.why else []
-    silent = True
-    for one in projections.schedulers:
-        rules = (_of_fit(one), _of_another_unit(one), _of_windows(one), _of_plan(evidence.run(), one), _of_names(one))
+    said: set[tuple[str, str]] = set()
+    for one in (*projections.schedulers, *evidence.shared(RatesByHand.of).projected):
+        rules = [_of_shape(record, one), _of_another_unit(one), _of_plan(record, one)]
+        if by_scheduler := one in projections.schedulers:
+            rules[1:1] = [_of_fit(one)]
+            rules[3:3] = [_of_windows(one)]
+            rules.append(_of_names(one))
         findings = next((made for rule in rules if (made := list(rule))), [])  # the first rule that finds something
-        yield from findings
-        silent = silent and not findings
-        if one.planned is None and one.horizon and not findings and not _sized_by_fit(one):
+        yield from (f for f in findings if (f.cause, f.where) not in said)  # one line may write for two optimizers
+        said |= {(f.cause, f.where) for f in findings}
+        if one.planned is None and one.horizon and not findings and by_scheduler and not _sized_by_fit(one):
             times = f"once a {one.unit}" if one.unit else "now and then"
             give = f"{'epochs= (passes' if one.unit == 'pass' else 'steps= (optimizer steps'} of the real run)"
             known = f"{one.kind}, called {times}, is projected to its end at call {one.horizon}"
             undecided.append(f"{known}; give {give} to have it judged")
-    if undecided and silent:
+    if undecided and not said:
         raise CannotDecide("; ".join(undecided), needs="steps=")
 
 
@@ -94,10 +101,14 @@ def _otherwise(one: Projected, built: Unit | str, numbers: str, why: str, repair
     return _finds(one, "counts_something_else", length=length, numbers=numbers, why=why, repair=repair, **facts)
 
 
-def _rates_text(one: Projected, calls: int) -> str:
-    """The rate at the start, in the middle and at the end of so many calls, in the group with the highest."""
-    at = {call: one.curve.rate(call)[one.curve.leading] for call in (0, calls // 2, calls)}
-    return "learning rate " + ", ".join(f"{rate:.2g} at call {call}" for call, rate in at.items())
+def _drawn(one: Projected, calls: int, group: int | None = None) -> str:
+    """The rate at the start, in the middle and at the end of so many calls, and a picture of all of them; of the group
+    with the highest."""
+    group = one.curve.leading if group is None else group
+    points = [one.curve.rate(round(n * calls / 7))[group] for n in range(8)]
+    blocks = "".join("▁▂▃▄▅▆▇█"[round(7 * max(point, 0.0) / (max(points) or 1.0))] for point in points)
+    at = {call: one.curve.rate(call)[group] for call in (0, calls // 2, calls)}
+    return f"learning rate {blocks} " + ", ".join(f"{rate:.2g} at call {call}" for call, rate in at.items())
 
 
 def _sized_by_fit(one: Projected) -> bool:
@@ -106,6 +117,112 @@ def _sized_by_fit(one: Projected) -> bool:
         return True
     ends = [size.horizon for size in one.sizes]
     return one.made_in_fit and bool(ends) and (len(ends) == 1 or ends[0] != ends[1])
+
+
+# The shape alone.
+
+
+def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
+    """What is wrong with a curve whatever its length; of most a plan makes advice a fault."""
+    curve, calls = one.curve, one.planned
+    level = "fault" if calls is not None and not one.by_data and not _sized_by_fit(one) else "advice"
+    end = min(calls or one.horizon or curve.end, curve.end)
+    group, rates = curve.leading, curve.group(curve.leading)
+    peak, cyclic = max(rates), any(name in one.kind for name in CYCLIC)
+    if peak <= 0 or cyclic or end < LEAST_END or curve.calls[: end + 1] != list(range(end + 1)):
+        return
+    bases = record.optimizers[one.optimizer].peak_lrs if one.optimizer < len(record.optimizers) else ()
+    facts: dict[str, Any] = {"calls": end, "drawn": _drawn(one, end), "end": end, "last": rates[end], "first": rates[0]}
+    if form := _multiplied(rates[: end + 1]):
+        quotients = ", ".join(f"{b / a:.3g}" for a, b in itertools.pairwise(rates[:5]))
+        facts |= {"part": rates[end] / rates[0], "quotients": quotients, "form": form, "rises": "warm-up" in form}
+        yield _finds(one, "factors_multiply", **facts)
+    elif (
+        one.kind == "LambdaLR"
+        and len(bases) == len(curve.rates[0])
+        and all(
+            0 < base < 1 and math.isclose(max(curve.group(g)), base * base, rel_tol=1e-9)
+            for g, base in enumerate(bases)
+        )
+    ):
+        yield _finds(one, "rate_is_the_factor", base=bases[group], peak=peak, **facts)
+    elif (still := _constant_until(rates)) >= LEAST_END and max(rates[still:]) <= GONE**3 * peak and still + 1 >= end:
+        # a whole number of parts, as 1 - step // total: the step of a staircase is no end (odd: milestones_in_steps)
+        facts |= {"calls": still, "end": still, "last": rates[still], "level": level, "drawn": _drawn(one, still)}
+        yield _finds(one, "never_falls", **facts)
+    elif calls and rates[0] == 0 and group < len(bases) and _line_to(rates[:calls], bases[group]):
+        # a range test goes on beyond the base rate, or ends somewhere else (odd: range_test_of_rates)
+        yield _finds(one, "never_falls", "rises", level=level, step=rates[1], **{**facts, "last": bases[group]})
+    else:
+        yield from _of_one_group(record, one, end, level)
+        dips = [n for n in range(1, end) if 2 * rates[n] <= min(rates[n - 1], rates[n + 1]) > peak / 100]
+        if len(dips) == 1 and rates[dips[0] + 1] <= 2 * rates[dips[0] - 1]:
+            at = dips[0]
+            facts |= {"before": rates[at - 1], "low": rates[at], "after": rates[at + 1], "level": level}
+            yield _finds(one, "dips_for_one_call", **{**facts, "end": at})
+
+
+def _multiplied(rates: list[float]) -> str:
+    """What the quotients of successive rates are, where they are themselves a warm-up that ends at 1, or a decay; empty
+    where they are not.
+
+    The quotients of a linear decay over n calls are 1 - 1/(n - k): their second difference is 2/n of the first or more,
+    which no straight line has.
+    """
+    quotients = [b / a for a, b in itertools.pairwise(rates) if a > 0][:2000]
+    rising = list(itertools.takewhile(lambda quotient: quotient < 1 - 1e-12, quotients))
+    after = quotients[len(rising) : len(rising) + 3]
+    ends = bool(after) and all(math.isclose(quotient, 1, rel_tol=1e-12) for quotient in after)
+    if ends and len(rising) >= 4 and rising[-1] > rising[0] and _is_line([*rising, 1.0]):
+        return f"the line of a warm-up from {rising[0]:.3g} to 1"
+    head = rising[:12]
+    forms = {f"(1 - step / total) ** {power:g}": [q ** (1 / power) for q in head] for power in (1, 0.9, 2, 0.5)}
+    forms["a cosine from 1 to 0"] = [math.acos(min(1.0, 2 * q - 1)) for q in head if q >= 0]
+    for form, line in forms.items():
+        if len(head) >= LEAST_END and _is_line(line) and abs(line[1] - line[0]) > 1e-5 and head[-1] < head[0]:
+            return form
+    return ""
+
+
+def _is_line(values: list[float]) -> bool:
+    """Whether successive values differ by one number, to a millionth of it."""
+    step = (values[-1] - values[0]) / (len(values) - 1)
+    return all(abs(b - a - step) <= 1e-6 * abs(step) for a, b in itertools.pairwise(values))
+
+
+def _line_to(rates: list[float], last: float) -> bool:
+    """Whether the rates grow in equal steps whose next one is this rate."""
+    return len(rates) >= LEAST_END and last > 0 and _is_line([*rates, last])
+
+
+def _constant_until(rates: list[float]) -> int:
+    """The first call with another rate than the first; 0 where there is none."""
+    return next((call for call, rate in enumerate(rates) if rate != rates[0]), 0)
+
+
+def _of_one_group(record: Record, one: Projected, end: int, level: str) -> Iterator[Finding]:
+    """A group whose rate comes to 0 for good at the very call at which the warm-up of another one ends."""
+    curve = one.curve
+    optimizer = record.optimizers[one.optimizer] if one.optimizer < len(record.optimizers) else None
+    for group in range(len(curve.rates[0])) if optimizer is not None else ():
+        rates = curve.group(group)[: end + 1]
+        zero = len(rates) - len(list(itertools.takewhile(lambda rate: rate == 0, reversed(rates))))
+        # layers that are frozen one after the other (FreezeOut) have no warm-up that ends with it
+        other = next((g for g in range(len(curve.rates[0])) if curve.rate(0)[g] < curve.rate(zero)[g] / 2), None)
+        if not 2 <= zero <= end / 2 or other is None or abs(curve.peak_at(other) - zero) > 1 or optimizer is None:
+            continue
+        names = held_in(record, optimizer, group)
+        if learns(record, optimizer, group):
+            facts: dict[str, Any] = {
+                "group": group,
+                "held": some(names),
+                "other": other,
+                "peak": max(curve.group(other)),
+                "end": zero,
+            }
+            drawn = {"drawn": _drawn(one, 2 * zero, group), "others": _drawn(one, 2 * zero, other)}
+            yield _finds(one, "group_falls_to_zero", culprits=tuple(names[:8]), level=level, **facts, **drawn)
+            return
 
 
 # Against the training that fit makes.
@@ -268,7 +385,7 @@ def _of_another_unit(one: Projected) -> Iterator[Finding]:
         if unit != one.unit and counted is not None and abs(counted - end) <= 1 and far:
             others = count(counted, unit)
             repair = f"build it for {calls} calls, or call it once a {unit}"
-            numbers = f"its end is at call {end} of {calls}; {_rates_text(one, calls)}"
+            numbers = f"its end is at call {end} of {calls}; {_drawn(one, calls)}"
             why = f"the training has {others} and {count(calls, one.unit)}"
             length = f"{end} calls, as the training has {others}"
             yield _otherwise(one, length, numbers, why, repair, more=f"{calls} times")
@@ -291,7 +408,7 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
         "told": f"{calls} calls in the whole training, one a {one.unit}",
         "peak": peak,
     }
-    facts |= {"rates": _rates_text(one, calls), "last": last, "end": end}
+    facts |= {"drawn": _drawn(one, calls), "last": last, "end": end}
     if one.raises_at is not None and one.raises_at < calls:
         facts |= {"call": one.raises_at, "message": one.message[:250], "level": "advice" if one.by_data else "fault"}
         yield _finds(one, "runs_out", **facts)
@@ -312,7 +429,13 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     if end is not None and end == low and curve.settles != end and one.raises_at is None and low < calls - 1:
         again = max(curve.group_between(group, low, calls))
         if again > max(2 * GONE * peak, 2 * curve.rate(low)[group]):
-            yield _finds(one, "rises_again", level="advice", part=again / peak, **facts)
+            # Once more up after the length of one epoch, where the first rise was a short warm-up: no cycle, which
+            # would rise as it rose before (odd: cycles_through_the_training).
+            passes, warm = one.plan.passes or 1, curve.rates[0][group] < peak / 2
+            epoch = passes > 1 and one.unit == "step" and abs(low * passes - calls) <= passes
+            slower = curve.rate(low + peak_at)[group] < 0.9 * peak
+            level = "fault" if warm and epoch and slower else "advice"
+            yield _finds(one, "rises_again", level=level, part=again / peak, **facts)
             return
     lowest = min(curve.group_since(group, peak_at))
     if low >= 2 * calls and last > peak / 2 and lowest <= GONE * peak and end is not None:
