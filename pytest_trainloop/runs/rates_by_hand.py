@@ -233,7 +233,10 @@ class RatesByHand:
                 if (given := function.following(number)) is None:
                     break
                 result = again(*given)
-                curve.rates.append(tuple(part * result for part in parts) or rates_of(optimizer))
+                now = tuple(part * result for part in parts) if parts else rates_of(optimizer)
+                if any(isinstance(rate, complex) or math.isnan(rate) for rate in now):
+                    break
+                curve.rates.append(now)
                 curve.calls.append(curve.end + 1)
         except Exception as error:  # of a function that has come to its end
             reraise_ours(error)

@@ -10,7 +10,7 @@ import linecache
 import math
 import re
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.causes import FALLS, PLAIN, RISES, TURNED, found
 from pytest_trainloop.errors import BrokenRun, CannotDecide
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 FEWEST = 3
 """Steps, or calls, that make a rule of what is seen."""
-
-STEPPED = ("optim", "scaler", "ema", "env", "prof", "bar")
-"""What stands before ``.step(`` that is no scheduler."""
-
-COUNTED = ("milestones", "step_size", "T_max", "total_steps", "total_iters", "T_0")
-"""Settings of torch's schedulers that count calls."""
 
 
 def calls_of(record: Record, scheduler: Scheduler) -> list[SchedulerStep]:
@@ -60,6 +54,14 @@ def line_of(scheduler: Scheduler) -> str:
     return str(scheduler.place or "")
 
 
+def about(
+    scheduler: Scheduler, cause: str, at: object, culprits: tuple[str, ...] = (), variant: str = "", /, **facts: Any
+) -> Finding:
+    """A finding on a scheduler: on the call of its ``step()``, where no other culprit is given."""
+    facts = {"kind": scheduler.kind, **facts}
+    return found(cause, at, culprits or (f"{scheduler.kind}.step()",), variant, **facts)
+
+
 def drives_another(record: Record) -> Iterator[Finding]:
     """Schedulers that move the rates of an optimizer which another one has replaced."""
     for scheduler in record.schedulers:
@@ -78,15 +80,15 @@ def drives_another(record: Record) -> Iterator[Finding]:
             held = all(g.constant for g in groups) and len(groups[0].values) >= FEWEST
             if not moved or not held or any(s.at > since for s in steps_of(record, left.index)):
                 continue
-            yield found(
-                "drives_another",
-                moved[0],
-                (f"{scheduler.kind}.step()",),
-                change=line_of(scheduler),
-                **{"kind": scheduler.kind, "left": left.steps, "other": other.kind, "rate": numbers(groups)},
-                **{"calls": len(moved), "first": moved[0].before[0], "last": moved[-1].after[0]},
-                **{"steps": other.steps, "held": some(record.names(shared))},
-            )
+            facts: dict[str, Any] = {
+                "left": left.steps,
+                "other": other.kind,
+                "rate": numbers(groups),
+                "change": line_of(scheduler),
+            }
+            facts |= {"calls": len(moved), "first": moved[0].before[0], "last": moved[-1].after[0]}
+            facts |= {"steps": other.steps, "held": some(record.names(shared))}
+            yield about(scheduler, "drives_another", moved[0], **facts)
             break
 
 
@@ -117,17 +119,11 @@ def two_on_one(record: Record) -> Iterator[Finding]:
         if not equal and one.kind in ("LinearLR", "ConstantLR"):
             continue
         left = without[0]
-        yield found(
-            "two_on_one",
-            second[0],
-            (f"{one.kind}.step()",),
-            level="fault" if equal else "advice",
-            change=line_of(other),
-            repair=f"build the second {one.kind} on {whose(left)}",
-            **{"kind": one.kind, "driven": whose(record.optimizers[one.optimizer or 0]), "without": whose(left)},
-            **{"equal": equal, "steps": left.steps, "rate": numbers(groups_of(record, left.index))},
-            **{"one": called(one), "other": called(other), "one_calls": one.calls, "other_calls": other.calls},
-        )
+        facts: dict[str, Any] = {"repair": f"build the second {one.kind} on {whose(left)}", "without": whose(left)}
+        facts |= {"driven": whose(record.optimizers[one.optimizer or 0]), "equal": equal, "steps": left.steps}
+        facts |= {"level": "fault" if equal else "advice", "rate": numbers(groups_of(record, left.index))}
+        facts |= {"one": called(one), "other": called(other), "one_calls": one.calls, "other_calls": other.calls}
+        yield about(one, "two_on_one", second[0], change=line_of(other), **facts)
         return
 
 
@@ -157,21 +153,19 @@ def never_called(evidence: Evidence) -> Iterator[Finding]:
         certain = gone or (bool(why) and not evidence.shared(WholeFit.of).may_call)
         instead = next((f.where for f in twice if f.culprits == (f"{scheduler.kind}.step()",)), "")
         said.add(instead or record.step_line())
-        yield found(
-            "never_called",
-            instead or record.step_line(),
-            (f"{scheduler.kind}.step()",),
-            "" if certain else "may come",
-            level="fault" if certain else "advice",
-            kinds=("missing call",),
-            shown_by=why or "fit may be one epoch of a loop that calls it",
-            change=instead or (record.step_line() if certain and scheduler.gone is None else line_of(scheduler)),
-            repair="call the one that is never called on this line: it calls the other a second time"
-            if instead
-            else _cadence(scheduler),
-            **{"kind": scheduler.kind, "steps": optimizer.steps, "optimizer": optimizer.kind, "why": why},
-            rate=groups[0].known[0] if groups and groups[0].known else 0.0,
-        )
+        change = instead or (record.step_line() if certain and scheduler.gone is None else line_of(scheduler))
+        facts: dict[str, Any] = {
+            "level": "fault" if certain else "advice",
+            "kinds": ("missing call",),
+            "change": change,
+        }
+        facts |= {"why": why, "shown_by": why or "fit may be one epoch of a loop that calls it"}
+        facts |= {"steps": optimizer.steps, "optimizer": optimizer.kind, "repair": _cadence(scheduler)}
+        facts |= {"rate": groups[0].known[0] if groups and groups[0].known else 0.0}
+        if instead:
+            facts["repair"] = "call the one that is never called on this line: it calls the other a second time"
+        at, variant = instead or record.step_line(), "" if certain else "may come"
+        yield about(scheduler, "never_called", at, (), variant, **facts)
     yield from (f for f in twice if f.where not in said)
 
 
@@ -185,19 +179,14 @@ def _called_twice(record: Record) -> Iterator[Finding]:
             continue
         if len(lines) == 1 and len(both := next(iter(lines))) == 2:
             first, second = (f"{place.file}:{place.line}" for place in both)
-            made = scheduler.place
-            yield found(
-                "called_twice",
-                both[1],
-                (f"{scheduler.kind}.step()",),
-                **{"kind": scheduler.kind, "steps": len(steps), "calls": len(calls), "first": first, "second": second},
-                built="" if made is None else f"{made.file}:{made.line}",
-            )
+            facts: dict[str, Any] = {"steps": len(steps), "calls": len(calls), "first": first, "second": second}
+            yield about(scheduler, "called_twice", both[1], called=called(scheduler), **facts)
 
 
 def _cadence(scheduler: Scheduler) -> str:
     """Where the call belongs: what the settings count, nobody but the project knows."""
-    counted = next((name for name in COUNTED if name in scheduler.settings), None)
+    names = ("milestones", "step_size", "T_max", "total_steps", "total_iters", "T_0")
+    counted = next((name for name in names if name in scheduler.settings), None)
     if counted is None:
         return ""
     text = scheduler.settings[counted]
@@ -273,7 +262,8 @@ def _calls_in(file: str) -> dict[int, tuple[int, ...]]:
 
     def may_be_one(function: ast.expr) -> bool:
         if isinstance(function, ast.Attribute) and function.attr == "step":
-            return not any(word in ast.unparse(function.value).lower() for word in STEPPED)
+            others = ("optim", "scaler", "ema", "env", "prof", "bar")
+            return not any(word in ast.unparse(function.value).lower() for word in others)
         return any(word in _name(function).lower() for word in ("sched", "adjust", "epoch_end", "lr_step", "step_lr"))
 
     lines: dict[int, tuple[int, ...]] = {}
@@ -296,7 +286,7 @@ def _name(value: ast.expr) -> str:
     return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
 
 
-def counted_in_two_units(evidence: Evidence) -> Iterator[Finding]:
+def called_each_pass_too(evidence: Evidence) -> Iterator[Finding]:
     """One line calls the scheduler after each step, and another one at the end of each pass, in all passes of a whole
     run. A call that is given its epoch sets the position, and adds nothing to it."""
 
@@ -328,29 +318,26 @@ def counted_in_two_units(evidence: Evidence) -> Iterator[Finding]:
         alternate = all(a < b for a, b in itertools.pairwise(at for two in zip(steps, each, strict=True) for at in two))
         follows = all(max(a for a in each if a < at) > max(s for s in steps if s < at) for at in last)
         if alternate and follows:
-            yield found(
-                "counted_in_two_units",
-                often,
-                (f"{scheduler.kind}.step()",),
-                **{"kind": scheduler.kind, "steps": len(each), "passes": len(last), "called": called(scheduler)},
-                **{"first": f"{often.file}:{often.line}", "second": f"{seldom.file}:{seldom.line}"},
-            )
+            facts: dict[str, Any] = {"steps": len(each), "calls": len(last), "called": called(scheduler)}
+            facts |= {"first": f"{often.file}:{often.line}", "second": f"{seldom.file}:{seldom.line}"}
+            yield about(scheduler, "called_twice", often, (), "each pass", **facts)
             return
 
 
 def rebuilt(evidence: Evidence) -> Iterator[Finding]:
     """Optimizers and schedulers that are built again for every step, or every pass, and so begin again."""
     record = evidence.run()
-    single = [o for o in record.optimizers if o.steps == 1 and not o.declared and _has_moments(o)]
+    # without moments one step of each of many is no other training than many steps of one
+    plain = ("SGD", "ASGD", "LBFGS", "Rprop")
+    single = [o for o in record.optimizers if o.steps == 1 and not o.declared and o.from_torch]
+    momenta = {o.index: {s.get("momentum", "0") for s in o.settings} - {"0", "0.0"} for o in single}
+    single = [o for o in single if o.kind not in plain or momenta[o.index]]
     for _, alike in itertools.groupby(single, key=lambda o: (o.kind, o.parameters, o.settings)):
         row = list(alike)
-        held = set(row[0].parameters)
+        held, stepped = set(row[0].parameters), sum(bool(o.steps) for o in record.optimizers)
         # an inner loop sets the weights itself, and begins again on purpose (odd: inner_optimizer_of_each_task)
-        if (
-            FEWEST < len(row) == sum(bool(o.steps) for o in record.optimizers)
-            and not record.moved_outside_steps() & held
-        ):
-            facts = {"kind": row[0].kind, "built": len(row), "held": some(record.names(held))}
+        if FEWEST < len(row) == stepped and not record.moved_outside_steps() & held:
+            facts: dict[str, Any] = {"kind": row[0].kind, "built": len(row), "held": some(record.names(held))}
             yield found("optimizer_rebuilt", steps_of(record, row[0].index)[0], (row[0].kind,), **facts)
     for optimizer in record.optimizers:
         built = [s for s in record.schedulers if s.optimizer == optimizer.index and s.at and not s.inner]
@@ -361,7 +348,8 @@ def rebuilt(evidence: Evidence) -> Iterator[Finding]:
         inside = sum(any(a.at < at < b.at for at in groups[0].at) for a, b in itertools.pairwise(built))
         # a decay that goes on from the rate that it finds (odd: decay_built_for_each_step)
         if inside >= FEWEST and len({c.after for s in built for c in calls_of(record, s)}) == 1:
-            yield _rebuilt(built[0], "", built=len(built), steps=len(groups[0].values), rate=groups[0].known[-1])
+            line, facts = line_of(built[0]), {"steps": len(groups[0].values), "rate": groups[0].known[-1]}
+            yield about(built[0], "scheduler_rebuilt", line, change=line, built=len(built), **facts)
     if not evidence.repeatable or not any(s.at and s.place and _in_a_loop(s.place) for s in record.schedulers):
         return
     whole = evidence.shared(WholeFit.of)
@@ -374,126 +362,100 @@ def rebuilt(evidence: Evidence) -> Iterator[Finding]:
     calls = each.pop()
     for key in ("total_steps", "T_max", "total_iters"):
         if calls and built[0].settings.get(key) == repr(calls * made):
-            yield _rebuilt(built[0], "each pass", built=made, key=key, size=calls * made, each=calls)
+            line, facts = line_of(built[0]), {"built": made, "key": key, "size": calls * made, "each": calls}
+            yield about(built[0], "scheduler_rebuilt", line, (), "each pass", change=line, **facts)
             return
-
-
-def _has_moments(optimizer: Optimizer) -> bool:
-    """Whether one step of each of many is another training than many steps of one."""
-    momentum = any(s.get("momentum", "0") not in ("0", "0.0") for s in optimizer.settings)
-    return optimizer.from_torch and (optimizer.kind not in ("SGD", "ASGD", "LBFGS", "Rprop") or momentum)
-
-
-def _rebuilt(one: Scheduler, variant: str, **facts: object) -> Finding:
-    line = line_of(one)
-    return found("scheduler_rebuilt", line, (f"{one.kind}.step()",), variant, change=line, kind=one.kind, **facts)
 
 
 def _in_a_loop(place: Place) -> bool:
     """Whether a loop stands around a line, in its function."""
-    loops = (
-        n for n in ast.walk(_parsed("".join(linecache.getlines(place.file)))) if isinstance(n, (ast.For, ast.While))
-    )
+    nodes = ast.walk(_parsed("".join(linecache.getlines(place.file))))
+    loops = (n for n in nodes if isinstance(n, (ast.For, ast.While)))
     return any(n.lineno < place.line <= (n.end_lineno or 0) for n in loops)
 
 
 def given(record: Record) -> Iterator[Finding]:
     """Schedulers whose settings, or whose argument, contradict what they are for."""
+    calls = {s.number: [c for c in calls_of(record, s) if not math.isnan(c.value)] for s in record.schedulers}
+    losses = {s: all(_near(c.value, *_last_losses(record, c)) for c in made) for s, made in calls.items()}
+    mode = [f for s in record.schedulers for f in _mode_of_the_loss(record, s, calls[s.number], losses[s.number])]
+    yield from mode or [f for s in record.schedulers for f in _mode_by_name(s, calls[s.number])]
     for scheduler in record.schedulers:
-        groups = groups_of(record, scheduler.optimizer)
+        made, first = calls[scheduler.number], next(iter(calls_of(record, scheduler)), "")
+        facts: dict[str, Any] = {"change": line_of(scheduler), "kinds": ("attribute",)}
         if scheduler.shares and scheduler.calls:
             name, change = scheduler.shares[0], scheduler.function or line_of(scheduler)
-            yield found(
-                "lambdas_share_a_variable",
-                line_of(scheduler),
-                (name,),
-                **{"kinds": ("attribute",), "change": change, "repair": f"lambda step, {name}={name}: ..."},
-                **{"groups": len(groups), "kind": scheduler.kind},
+            facts |= {
+                "groups": len(groups_of(record, scheduler.optimizer)),
+                "repair": f"lambda step, {name}={name}: ...",
+            }
+            yield about(
+                scheduler, "lambdas_share_a_variable", line_of(scheduler), (name,), **{**facts, "change": change}
             )
-    calls = {s.number: [c for c in calls_of(record, s) if not math.isnan(c.value)] for s in record.schedulers}
-    losses = {number: all(_is_last_loss(record, c) for c in made) for number, made in calls.items()}
-    plateaus = [s for s in record.schedulers if s.plateau and calls[s.number]]
-    yield from _mode(record, plateaus, calls, losses)
-    for scheduler in plateaus:
-        made = calls[scheduler.number]
+        milestones = re.findall(r"([\d.e+-]+): ", scheduler.settings.get("milestones", ""))
+        between = [text for text in milestones if float(text) % 1]
+        if scheduler.kind == "MultiStepLR" and scheduler.from_torch and scheduler.calls and between:
+            facts |= {"milestones": some(between), "all": ", ".join(milestones), "count": len(between)}
+            yield about(scheduler, "milestones_not_whole", first, ("milestones",), **facts)
+        yield from _bound(record, scheduler, first, facts)
         roots = [_last_losses(record, c) for c in made]
         still = len({c.value for c in made}) == 1 and len({tuple(r) for r in roots}) == len(made) >= FEWEST
-        if still and any(_near(made[0].value, v) for v in roots[0]):
+        if scheduler.plateau and still and _near(made[0].value, *roots[0]):
             facts = {"value": made[0].value, "calls": len(made), "first": roots[0][-1], "last": roots[-1][-1]}
-            yield found("plateau_metric_stands_still", made[1], ("ReduceLROnPlateau.step()",), **facts)
-    for scheduler in record.schedulers:
-        made = calls[scheduler.number]
+            yield about(scheduler, "plateau_metric_stands_still", made[1], **facts)
         if scheduler.plateau or len(made) < 2 or any(c.value == int(c.value) for c in made if math.isfinite(c.value)):
             continue
         # fractions of an epoch, as documented (odd: restarts_in_fractions_of_an_epoch)
         falls = any(b.value < a.value for a, b in itertools.pairwise(made))
         if losses[scheduler.number] or (falls and scheduler.kind != "CosineAnnealingWarmRestarts"):
-            yield found(
-                "metric_as_epoch",
-                made[0],
-                (f"{scheduler.kind}.step()",),
-                **{"kind": scheduler.kind, "values": _first(made), "losses": losses[scheduler.number]},
-                calls=len(made),
-            )
-    for scheduler in record.schedulers:
-        milestones = re.findall(r"([\d.e+-]+): ", scheduler.settings.get("milestones", ""))
-        between = [text for text in milestones if float(text) % 1]
-        if scheduler.kind == "MultiStepLR" and scheduler.from_torch and scheduler.calls and between:
-            yield found(
-                "milestones_not_whole",
-                next(iter(calls_of(record, scheduler)), ""),
-                ("milestones",),
-                **{"kinds": ("attribute",), "change": line_of(scheduler), "kind": scheduler.kind},
-                **{"milestones": some(between), "all": ", ".join(milestones), "count": len(between)},
-            )
-    for scheduler in record.schedulers:
-        cosine = scheduler.kind.startswith("CosineAnnealing")
-        least = _numbers(scheduler.settings.get("eta_min" if cosine else "min_lrs" if scheduler.plateau else "", ""))
-        own = [g.known[0] for g in groups_of(record, scheduler.optimizer) if g.known]
-        base = _numbers(scheduler.settings.get("base_lrs", "")) or own
-        if scheduler.optimizer is None or not scheduler.calls or not least or not any(base):
-            continue
-        if all(low > rate for low, rate in zip(least * len(base), base, strict=False)):
-            yield found(
-                "bound_above_rate",
-                next(iter(calls_of(record, scheduler)), ""),
-                ("eta_min" if cosine else "min_lr",),
-                "" if cosine else "min_lr",
-                **{"kinds": ("attribute",), "change": line_of(scheduler), "kind": scheduler.kind},
-                **{"least": least[0], "most": max(base), "base": base[0]},
-            )
+            facts = {"values": _first(made), "losses": losses[scheduler.number], "calls": len(made)}
+            yield about(scheduler, "metric_as_epoch", made[0], **facts)
 
 
-def _mode(
-    record: Record, plateaus: list[Scheduler], calls: dict[int, list[SchedulerStep]], losses: dict[int, bool]
+def _bound(record: Record, scheduler: Scheduler, first: object, facts: dict[str, Any]) -> Iterator[Finding]:
+    cosine = scheduler.kind.startswith("CosineAnnealing")
+    least = _numbers(scheduler.settings.get("eta_min" if cosine else "min_lrs" if scheduler.plateau else "", ""))
+    own = [g.known[0] for g in groups_of(record, scheduler.optimizer) if g.known]
+    base = _numbers(scheduler.settings.get("base_lrs", "")) or own
+    if scheduler.optimizer is None or not scheduler.calls or not least or not any(base):
+        return
+    if all(low > rate for low, rate in zip(least * len(base), base, strict=False)):
+        facts = {**facts, "least": least[0], "most": max(base), "base": base[0]}
+        names, variant = (("eta_min",), "") if cosine else (("min_lr",), "min_lr")
+        yield about(scheduler, "bound_above_rate", first, names, variant, **facts)
+
+
+def _mode_of_the_loss(
+    record: Record, scheduler: Scheduler, made: Sequence[SchedulerStep], losses: bool
 ) -> Iterator[Finding]:
-    """``mode="max"`` with the loss that is minimized as the metric; else a mode that the metric's own name denies."""
-    maximizes, shown = any(o.maximizes for o in record.optimizers), False
-    for scheduler in plateaus:
-        made, change = calls[scheduler.number], line_of(scheduler)
-        # (odd: plateau_of_a_gain_that_is_maximized)
-        if scheduler.settings.get("mode") == "'max'" and len(made) > 1 and losses[scheduler.number] and not maximizes:
-            facts = {"values": _first(made), "calls": len(made), "kinds": ("attribute",), "change": change}
-            yield found("plateau_mode", made[0], ("mode",), **facts)
-            shown = True
-    for scheduler in () if shown else plateaus:
-        made, mode = calls[scheduler.number], scheduler.settings.get("mode", "").strip("'")
-        # the sign of the metric was turned (odd: plateau_by_negative_accuracy)
-        if any(c.value < 0 for c in made) or not any(c.value for c in made):
-            continue
-        name = argument_of(made[0].place.code)
-        better = direction(name)
-        if better and better != mode and {argument_of(c.place.code) for c in made} == {name}:
-            yield found(
-                "plateau_mode",
-                made[0],
-                ("mode",),
-                "by name",
-                **{"kinds": ("attribute",), "change": line_of(scheduler)},
-                repair=f'ReduceLROnPlateau(optimizer, mode="{better}")',
-                **{"mode": mode, "name": name, "rises": better == "max", "calls": len(made)},
-                values=", ".join(f"{c.value:.4g}" for c in made[:4]),
-            )
+    """``mode="max"`` with the loss that is minimized as the metric."""
+    highest = scheduler.plateau and scheduler.settings.get("mode") == "'max'" and len(made) > 1 and losses
+    # (odd: plateau_of_a_gain_that_is_maximized)
+    if highest and not any(o.maximizes for o in record.optimizers):
+        facts: dict[str, Any] = {
+            "values": _first(made),
+            "calls": len(made),
+            "kinds": ("attribute",),
+            "change": line_of(scheduler),
+        }
+        yield about(scheduler, "plateau_mode", made[0], ("mode",), **facts)
+
+
+def _mode_by_name(scheduler: Scheduler, made: Sequence[SchedulerStep]) -> Iterator[Finding]:
+    """A mode that the metric's own name denies."""
+    mode = scheduler.settings.get("mode", "").strip("'")
+    # the sign of the metric was turned (odd: plateau_by_negative_accuracy)
+    if not scheduler.plateau or any(c.value < 0 for c in made) or not any(c.value for c in made):
+        return
+    name = argument_of(made[0].place.code)
+    better = direction(name)
+    if better and better != mode and {argument_of(c.place.code) for c in made} == {name}:
+        facts: dict[str, Any] = {
+            "repair": f'ReduceLROnPlateau(optimizer, mode="{better}")',
+            "change": line_of(scheduler),
+        }
+        facts |= {"mode": mode, "name": name, "rises": better == "max", "calls": len(made), "values": _first(made)}
+        yield about(scheduler, "plateau_mode", made[0], ("mode",), "by name", kinds=("attribute",), **facts)
 
 
 def _first(calls: Sequence[SchedulerStep]) -> str:
@@ -509,17 +471,14 @@ def _numbers(text: str) -> list[float]:
     return [float(v) for v in (value if isinstance(value, list) else [value]) if isinstance(v, (int, float))]
 
 
-def _is_last_loss(record: Record, call: SchedulerStep) -> bool:
-    return any(_near(call.value, value) for value in _last_losses(record, call))
-
-
 def _last_losses(record: Record, call: SchedulerStep) -> list[float]:
     last = next((b for b in reversed(record.of(Backward)) if b.at < call.at), None)
     return [] if last is None else [root.value for root in last.roots]
 
 
-def _near(one: float, other: float) -> bool:
-    return math.isfinite(one) and math.isfinite(other) and abs(one - other) <= 1e-6 * max(abs(one), abs(other))
+def _near(one: float, *others: float) -> bool:
+    """Whether a number is one of these, to 1e-6."""
+    return any(math.isclose(one, other, rel_tol=1e-6) for other in others if math.isfinite(other))
 
 
 def argument_of(code: str) -> str:

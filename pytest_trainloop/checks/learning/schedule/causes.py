@@ -16,7 +16,6 @@ _ALL_GROUPS = 'for group in optimizer.param_groups: group["lr"] = ...'
 _ALONE = "stepped forward without training (only scheduler.step() is called), "
 
 CAUSES = {
-    # Which call moves which optimizer.
     "drives_another": _built(
         proof=(
             "the scheduler moves the rates of an optimizer that makes no step any more, and the one that steps holds "
@@ -60,20 +59,17 @@ CAUSES = {
         source="https://github.com/voicepaw/so-vits-svc-fork/pull/291",
     ),
     "called_twice": _seen(
-        proof="two lines call the same scheduler between each two steps of its optimizer",
+        proof="two lines call one scheduler: both between each two steps, or one at each step and one at each pass",
         summary="{kind} is called twice for each optimizer step, by two lines: its schedule runs double",
         measured="2 calls between each two of {steps:step}: {calls} in all",
-        shown_by="{first} and {second} both call the {kind}{built:? built at {built}|}",
-        repair="remove one of the two calls",
-    ),
-    "counted_in_two_units": _seen(
-        proof="one line calls the scheduler after each step, and another one calls it at the end of each pass as well",
-        summary=(
-            "{kind} is called once a step and once a pass as well: its count is neither that of the steps nor that of "
-            "the passes"
-        ),
-        measured="{steps} calls after {steps:step}, and {passes} calls at the end of {passes:pass}",
         shown_by="{first} and {second} both call {called}",
+        variants={
+            "each pass": {
+                "summary": "{kind} is called once a step and once a pass as well: its count is neither that of the "
+                "steps nor that of the passes",
+                "measured": "{steps} calls after {steps:step}, and {calls} calls at the end of {calls:pass}",
+            }
+        },
         repair="remove one of the two calls: keep the one in whose unit the settings count",
         explains=LEARNING,
         source="https://github.com/aimagelab/meshed-memory-transformer/issues/71",
@@ -113,7 +109,6 @@ CAUSES = {
         repair="bind the variable: lambda step, factor=factor: ...",
         source="https://github.com/peteryuX/retinaface-tf2/pull/34",
     ),
-    # What the scheduler is given.
     "plateau_mode": _built(
         proof="the mode is the one for the opposite of the metric: for the loss that is minimized, or by its name",
         summary='ReduceLROnPlateau(mode="max") is given the training loss: it lowers the rate where the loss falls',
@@ -171,7 +166,6 @@ CAUSES = {
         explains=LEARNING,
         source="https://github.com/Pointcept/Pointcept/issues/379",
     ),
-    # Rates that no step uses, and keys that nobody reads.
     "schedule_overwritten": _seen(
         proof="each rate that the scheduler sets is replaced, by a line or by another scheduler, before a step uses it",
         summary=(
@@ -229,43 +223,47 @@ CAUSES = {
         explains=LEARNING,
         source="https://github.com/pytorch/examples/issues/64",
     ),
-    # The curve of the watched run, group by group.
-    "base_rate_zero": Cause(
-        proof="the scheduler is built after its optimizer's rates have come to 0, and every step since is made at 0",
-        summary=(
-            "a new {kind} is built where the learning rate has come to 0, and goes on from there: all {after:step} "
-            "since are made at 0"
-        ),
-        measured="{before:step} with rates of up to {peak:g}, then {after:step} at 0",
-        shown_by="{kind} computes each rate from the one that it finds, and finds 0",
-        repair='before it is built: for group in optimizer.param_groups: group["lr"] = group["initial_lr"]; or build '
-        "CosineAnnealingWarmRestarts once",
-        explains=LEARNING,
-        change=("scheduler", "seen"),
-        source="https://github.com/pytorch/pytorch/issues/78003",
-    ),
-    "factor_zero": _built(
-        proof="a factor of 0 sets every rate to 0 from above half of its peak, and the steps go on at 0",
+    "zero_for_good": Cause(
+        proof="the rate of every group comes to 0 in one call, or where a new scheduler is built, and steps go on at 0",
         summary=(
             "{kind} has {factor}=0: from its call after step {before} on the learning rate is 0 for good, and "
             "{after:more step} are made"
         ),
-        measured="the rate goes from {rate:g} to 0 in one call; {after:step} at 0 follow",
+        measured="{before:step} with rates of up to {peak:g}, then {after:step} at 0",
         shown_by="each later rate is the last one times {factor}, or 0",
+        variants={
+            "built at 0": {
+                "summary": "a new {kind} is built where the learning rate has come to 0, and goes on from there: all "
+                "{after:step} since are made at 0",
+                "shown_by": "{kind} computes each rate from the one that it finds, and finds 0",
+                "repair": 'before it is built: for group in optimizer.param_groups: group["lr"] = '
+                'group["initial_lr"]; or build CosineAnnealingWarmRestarts once',
+            }
+        },
         repair="gamma=1 where the rate is to stay constant",
         explains=LEARNING,
-        source="https://github.com/LINCellularNeuroscience/VAME/issues/26",
+        change=("scheduler", "seen"),
+        source="https://github.com/pytorch/pytorch/issues/78003",
     ),
     "group_at_zero": _seen(
-        proof="the group's rate is 0 at all watched steps while gradients arrive and other groups learn",
+        proof="the group's rate is 0 at all watched steps, or all planned ones, and gradients arrive; others learn",
         summary="group {group} of {of} has a learning rate of 0 at all {steps:step}: {held} do not learn",
         measured=(
             "gradients that are not 0 arrive; group {other} learns at {rate:g}{line:?; this line writes the rate of "
             "group {other} of {of}|}"
         ),
         shown_by="frozen= of TrainLoop does not name them",
-        repair=f"write the rate of every group: {_ALL_GROUPS}",
+        variants={
+            "planned": {
+                "summary": "the learning rate of group {group} ({held}) is 0 in all {calls} calls of {kind}",
+                "measured": "0 at every call from 0 to {calls}{rises:?, and above 0 from call {rises} on|}; other "
+                "groups have up to {peak:.2g}",
+                "shown_by": "stepped forward without training no call gives it a rate, and gradients reach it",
+            }
+        },
+        repair=f"write the rate of every group: {_ALL_GROUPS}; frozen= where it is meant not to train",
         settle='frozen=("path",) where it is not to learn',
+        explains=("every_param_moves",),
     ),
     "zero_for_steps": _built(
         proof="the rate of every group is 0 for two steps or more, while gradients arrive",
@@ -332,7 +330,6 @@ CAUSES = {
         shown_by="with the answer yes, the same code puts {names} into that group",
         source="https://github.com/huggingface/lerobot/pull/280",
     ),
-    # The shape of the curve.
     "factors_multiply": Cause(
         proof="the quotients of successive rates are a warm-up or a decay: each call multiplies the last rate",
         summary=(
@@ -353,7 +350,7 @@ CAUSES = {
         shown_by="the highest rate of every group is its lr squared, to 1e-9",
         repair="return the factor alone: lambda step: decay ** step, without the learning rate",
         change=("scheduler",),
-        explains=LEARNING,
+        explains=("overfit_one_batch",),
         source="https://github.com/lhoyer/MIC/issues/60",
     ),
     "never_falls": _plan(
@@ -389,7 +386,6 @@ CAUSES = {
         repair="have the second scheduler begin where the first one ends: step() it once at the end of the warm-up",
         source="https://github.com/ildoonet/pytorch-gradual-warmup-lr/issues/26",
     ),
-    # The curve of the whole training, against its plan.
     "counts_something_else": _plan(
         proof="the schedule ends after as many calls as there are of one unit, and is called once for each of another",
         summary="{kind} is built for {length}, and is called once a {unit}{more:?: {more}|}",
@@ -483,21 +479,10 @@ CAUSES = {
         repair="build it for as many calls as the training makes",
         source="https://github.com/vllm-project/speculators/pull/1104",
     ),
-    "zero_throughout": Cause(
-        proof=f"{_ALONE}the group's rate is 0 at every call",
-        summary="the learning rate of group {group} ({held}) is 0 in all {calls} calls of {kind}",
-        measured=(
-            "0 at every call from 0 to {calls}{rises:?, and above 0 from call {rises} on|}; other groups have up to "
-            "{peak:.2g}"
-        ),
-        shown_by=("stepped forward without training no call gives it a rate, and gradients reach its parameters"),
-        change=("group",),
-        repair="give the group a rate, or take it out of the optimizer; frozen= where it is meant not to train",
-        explains=("every_param_moves",),
-    ),
 }
 
 found = finding_maker(CAUSES)
+OF_EVERY_CALL = frozenset({"kind"})  # of every finding on a scheduler
 
 RISES = frozenset(
     "acc accs accuracy accuracies auc auroc auprc f1 map miou iou dice psnr ssim bleu rouge meteor cider recall kappa "

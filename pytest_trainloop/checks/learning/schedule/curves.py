@@ -119,38 +119,37 @@ def _sized_by_fit(one: Projected) -> bool:
     return one.made_in_fit and bool(ends) and (len(ends) == 1 or ends[0] != ends[1])
 
 
-# The shape alone.
-
-
 def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
     """What is wrong with a curve whatever its length; of most a plan makes advice a fault."""
     curve, calls = one.curve, one.planned
     level = "fault" if calls is not None and not one.by_data and not _sized_by_fit(one) else "advice"
     end = min(calls or one.horizon or curve.end, curve.end)
     group, rates = curve.leading, curve.group(curve.leading)
-    peak, cyclic = max(rates), any(name in one.kind for name in CYCLIC)
+    peaks = [max(curve.group(g)) for g in range(len(curve.rates[0]))]
+    peak, cyclic = peaks[group], any(name in one.kind for name in CYCLIC)
+    still = next((call for call, rate in enumerate(rates) if rate != rates[0]), 0)
     if peak <= 0 or cyclic or end < LEAST_END or curve.calls[: end + 1] != list(range(end + 1)):
         return
-    bases = record.optimizers[one.optimizer].peak_lrs if one.optimizer < len(record.optimizers) else ()
+    bases: list[float] = []
+    if one.optimizer < len(record.optimizers):
+        optimizer = record.optimizers[one.optimizer]
+        bases = [a if a == a else b for a, b in zip(optimizer.peak_lrs, optimizer.first_lrs, strict=False)]
     facts: dict[str, Any] = {"calls": end, "drawn": _drawn(one, end), "end": end, "last": rates[end], "first": rates[0]}
-    if form := _multiplied(rates[: end + 1]):
+    if form := _multiplied(rates):
         quotients = ", ".join(f"{b / a:.3g}" for a, b in itertools.pairwise(rates[:5]))
         facts |= {"part": rates[end] / rates[0], "quotients": quotients, "form": form, "rises": "warm-up" in form}
         yield _finds(one, "factors_multiply", **facts)
     elif (
         one.kind == "LambdaLR"
-        and len(bases) == len(curve.rates[0])
-        and all(
-            0 < base < 1 and math.isclose(max(curve.group(g)), base * base, rel_tol=1e-9)
-            for g, base in enumerate(bases)
-        )
+        and len(bases) == len(peaks)
+        and all(0 < a < 1 and math.isclose(b, a * a, rel_tol=1e-9) for a, b in zip(bases, peaks, strict=True))
     ):
         yield _finds(one, "rate_is_the_factor", base=bases[group], peak=peak, **facts)
-    elif (still := _constant_until(rates)) >= LEAST_END and max(rates[still:]) <= GONE**3 * peak and still + 1 >= end:
+    elif still >= max(LEAST_END, end - 1) and max(rates[still : end + 1]) <= GONE**3 * peak:
         # a whole number of parts, as 1 - step // total: the step of a staircase is no end (odd: milestones_in_steps)
         facts |= {"calls": still, "end": still, "last": rates[still], "level": level, "drawn": _drawn(one, still)}
         yield _finds(one, "never_falls", **facts)
-    elif calls and rates[0] == 0 and group < len(bases) and _line_to(rates[:calls], bases[group]):
+    elif calls and rates[0] == 0 and group < len(bases) and bases[group] and _is_line([*rates[:calls], bases[group]]):
         # a range test goes on beyond the base rate, or ends somewhere else (odd: range_test_of_rates)
         yield _finds(one, "never_falls", "rises", level=level, step=rates[1], **{**facts, "last": bases[group]})
     else:
@@ -169,7 +168,7 @@ def _multiplied(rates: list[float]) -> str:
     The quotients of a linear decay over n calls are 1 - 1/(n - k): their second difference is 2/n of the first or more,
     which no straight line has.
     """
-    quotients = [b / a for a, b in itertools.pairwise(rates) if a > 0][:2000]
+    quotients = [b / a for a, b in itertools.pairwise(rates[:2000]) if a > 0 and b >= 0]
     rising = list(itertools.takewhile(lambda quotient: quotient < 1 - 1e-12, quotients))
     after = quotients[len(rising) : len(rising) + 3]
     ends = bool(after) and all(math.isclose(quotient, 1, rel_tol=1e-12) for quotient in after)
@@ -190,16 +189,6 @@ def _is_line(values: list[float]) -> bool:
     return all(abs(b - a - step) <= 1e-6 * abs(step) for a, b in itertools.pairwise(values))
 
 
-def _line_to(rates: list[float], last: float) -> bool:
-    """Whether the rates grow in equal steps whose next one is this rate."""
-    return len(rates) >= LEAST_END and last > 0 and _is_line([*rates, last])
-
-
-def _constant_until(rates: list[float]) -> int:
-    """The first call with another rate than the first; 0 where there is none."""
-    return next((call for call, rate in enumerate(rates) if rate != rates[0]), 0)
-
-
 def _of_one_group(record: Record, one: Projected, end: int, level: str) -> Iterator[Finding]:
     """A group whose rate comes to 0 for good at the very call at which the warm-up of another one ends."""
     curve = one.curve
@@ -213,6 +202,7 @@ def _of_one_group(record: Record, one: Projected, end: int, level: str) -> Itera
             continue
         names = held_in(record, optimizer, group)
         if learns(record, optimizer, group):
+            drawn, others = (_drawn(one, 2 * zero, number) for number in (group, other))
             facts: dict[str, Any] = {
                 "group": group,
                 "held": some(names),
@@ -220,12 +210,9 @@ def _of_one_group(record: Record, one: Projected, end: int, level: str) -> Itera
                 "peak": max(curve.group(other)),
                 "end": zero,
             }
-            drawn = {"drawn": _drawn(one, 2 * zero, group), "others": _drawn(one, 2 * zero, other)}
-            yield _finds(one, "group_falls_to_zero", culprits=tuple(names[:8]), level=level, **facts, **drawn)
+            facts |= {"culprits": tuple(names[:8]), "level": level, "drawn": drawn, "others": others}
+            yield _finds(one, "group_falls_to_zero", **facts)
             return
-
-
-# Against the training that fit makes.
 
 
 def _of_fit(one: Projected) -> Iterator[Finding]:
@@ -242,13 +229,14 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
             why = f"the last change of {one.kind} is at call {end}, and fit ends after {count(end, 'pass')}"
             yield _otherwise(one, "pass", numbers, why)
         return
-    second, grows = one.sizes[1], one.made_in_fit and (ends[1] or 0) > end
+    grows = one.made_in_fit and (ends[1] or 0) > end
     if grows and all(size.raised for size in one.sizes):
-        sizes = (
-            f"with {_batches(one, first)} batches a pass call {first.calls + 1} raises; with {_batches(one, second)}, "
-            f"call {second.calls + 1}"
-        )
-        facts: dict[str, Any] = {"call": first.calls + 1, "sizes": sizes, "message": f"{first.raised}"[:200]}
+        few, more = (f"{size.windows * one.window} batches a pass call {size.calls + 1}" for size in one.sizes)
+        facts: dict[str, Any] = {
+            "call": first.calls + 1,
+            "sizes": f"with {few} raises; with {more}",
+            "message": first.raised[:200],
+        }
         yield _finds(one, "runs_out", "of fit", repair=f"build it for {CALLS_IN[one.unit]}", **facts)
         return
     if not ended or one.unit is None:
@@ -280,10 +268,6 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
             yield _finds(one, "over_too_early", "first pass", **facts)
 
 
-def _batches(one: Projected, size: Sized) -> int:
-    return size.windows * one.window
-
-
 def _rate(one: Projected, size: Sized, call: int) -> float:
     return size.curve.rate(call)[one.curve.leading] if size.curve else 0.0
 
@@ -296,7 +280,7 @@ def _both(one: Projected, unit: Unit | None = None) -> str:
         counted = f" ({count(size.counts.of(unit) or 0, unit)})" if unit else ""
         return f"at call {size.horizon} of {size.calls}{counted}"
 
-    few, more = (_batches(one, size) for size in one.sizes)
+    few, more = (size.windows * one.window for size in one.sizes)
     return f"with {few} batches a pass it ends {ends(first)}; with {more}, {ends(second)}"
 
 
@@ -370,9 +354,6 @@ def _per_micro_batch(one: Projected, window: int, size: Sized) -> Finding:
     return _finds(one, "per_micro_batch", level="advice", **{**facts, "change": one.place})
 
 
-# Against the declared plan.
-
-
 def _of_another_unit(one: Projected) -> Iterator[Finding]:
     """The unit by which the schedule was sized, where that is another than it is called by: its end is that count of
     the plan to one call, and far from the calls of the plan: but for windows of two, in which half is far enough."""
@@ -428,6 +409,8 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     low = curve.lowest_at(group)
     if end is not None and end == low and curve.settles != end and one.raises_at is None and low < calls - 1:
         again = max(curve.group_between(group, low, calls))
+        if curve.rate(low + 1)[group] > 0.9 * peak:
+            return  # a restart at once is meant (odd: hard_restarts)
         if again > max(2 * GONE * peak, 2 * curve.rate(low)[group]):
             # Once more up after the length of one epoch, where the first rise was a short warm-up: no cycle, which
             # would rise as it rose before (odd: cycles_through_the_training).
@@ -454,10 +437,9 @@ def _zero_throughout(record: Record, one: Projected, calls: int) -> Iterator[Fin
         if names and not any(rates[group] for rates in through):
             later = (c for c, r in zip(one.curve.calls, one.curve.rates, strict=True) if r[group] > 0)
             facts: dict[str, Any] = {"group": group, "held": some(names), "calls": calls, "rises": next(later, 0)}
-            yield _finds(one, "zero_throughout", culprits=tuple(names), peak=max(max(r) for r in through), **facts)
-
-
-# Against the project's own words: the names in the expression that builds it.
+            yield _finds(
+                one, "group_at_zero", "planned", culprits=tuple(names), peak=max(max(r) for r in through), **facts
+            )
 
 
 def _of_names(one: Projected) -> Iterator[Finding]:
@@ -467,17 +449,16 @@ def _of_names(one: Projected) -> Iterator[Finding]:
     made = count(one.sizes[0].counts.passes or 0, "pass") if one.sizes else ""
     numbers = f"{one.sizes[0].calls} calls in {made} over the batches" if one.sizes else ""
     if one.unit == "pass" and per_pass > 1 and passes:
-        yield _otherwise(
-            one,
-            f"{per_pass} steps an epoch",
-            f"steps_per_epoch={per_pass}, epochs={passes}; {numbers}",
+        why, repair = (
             "the number of calls does not grow with the batches of a pass",
             "call it after each optimizer.step()",
-            more=f"{passes} passes make {passes} of its {passes * per_pass} calls",
         )
+        more = f"{passes} passes make {passes} of its {passes * per_pass} calls"
+        numbers = f"steps_per_epoch={per_pass}, epochs={passes}; {numbers}"
+        yield _otherwise(one, f"{per_pass} steps an epoch", numbers, why, repair, more=more)
     elif one.planned is not None:
         return
-    elif one.unit == "step" and re.search(r"epochs", text) and not re.search(OTHERWISE, text):
+    elif one.unit == "step" and "epochs" in text and not re.search(r"steps?|iters?|len\(|batch|\*|loader|per_", text):
         why = "the number of calls grows with the batches of a pass"
         repair = "call it once a pass, or build it for len(loader) * epochs calls"
         yield _otherwise(one, f"{text} calls, which names passes", numbers, why, repair, level="advice")
@@ -487,10 +468,6 @@ def _of_names(one: Projected) -> Iterator[Finding]:
             repair = "call it after each optimizer.step(), or build it for as many calls as there are epochs"
             at = f"its last change is at call {one.horizon}"
             yield _otherwise(one, f"{text or one.horizon} calls", at, numbers, repair, level="advice")
-
-
-OTHERWISE = r"steps?|iters?|len\(|batch|\*|loader|per_"
-"""What names no passes in an expression for a number of calls."""
 
 
 def _length_text(place: tuple[str, int], kind: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.calls import (
     FEWEST,
+    about,
     calls_of,
     groups_of,
     line_of,
@@ -16,6 +17,7 @@ from pytest_trainloop.checks.learning.schedule.causes import found
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import code_of
 from pytest_trainloop.recording.events import SchedulerStep, Step
+from pytest_trainloop.runs.rates_by_hand import RatesByHand
 from pytest_trainloop.tracing.rate_writes import RateWrites
 from pytest_trainloop.wording import some
 
@@ -60,30 +62,23 @@ def overwritten(evidence: Evidence) -> Iterator[Finding]:
             group = back[0]
             line = evidence.shared(RateWrites.of).line(optimizer=group.optimizer, group=group.group)
             given = dict.fromkeys(f"{c.after[group.group]:g}" for c in calls if c.before != c.after)
-            yield found(
-                "schedule_overwritten",
-                line or calls[0],
-                (f"{scheduler.kind}.step()",),
-                **{"change": line, "kind": scheduler.kind, "rate": group.known[0], "group": group.group},
-                **{"calls": len(calls), "given": some(list(given)), "steps": len(group.values)},
-            )
+            facts: dict[str, Any] = {"change": line, "rate": group.known[0], "group": group.group, "calls": len(calls)}
+            facts |= {"given": some(list(given)), "steps": len(group.values)}
+            yield about(scheduler, "schedule_overwritten", line or calls[0], **facts)
             continue
         for other in outer:
             same = other is not scheduler and other.optimizer == scheduler.optimizer
             if same and _undoes(record, other, scheduler):
                 moved = [c for c in calls if c.before != c.after]
                 later = next(c for c in calls_of(record, other) if c.at > moved[0].at)
-                yield found(
-                    "schedule_overwritten",
-                    later,
-                    (f"{scheduler.kind}.step()", f"{other.kind}.step()"),
-                    "by another",
-                    change=line_of(scheduler),
-                    repair="SequentialLR for one after the other; to multiply both, one LambdaLR over the product "
-                    f"instead of {scheduler.kind} and {other.kind}",
-                    **{"kind": scheduler.kind, "other": other.kind, "calls": len(moved)},
-                    **{"before": moved[0].before[0], "after": moved[0].after[0], "later": later.after[0]},
+                repair = (
+                    "SequentialLR for one after the other; to multiply both, one LambdaLR over the product instead of "
                 )
+                facts = {"change": line_of(scheduler), "repair": f"{repair}{scheduler.kind} and {other.kind}"}
+                facts |= {"other": other.kind, "calls": len(moved), "later": later.after[0]}
+                facts |= {"before": moved[0].before[0], "after": moved[0].after[0]}
+                both = f"{scheduler.kind}.step()", f"{other.kind}.step()"
+                yield about(scheduler, "schedule_overwritten", later, both, "by another", **facts)
                 break
 
 
@@ -146,13 +141,8 @@ def lost_by_hand(evidence: Evidence) -> Iterator[Finding]:
         if len(lost) < max(FEWEST, len(calls) - 1) or any(c.before == c.after for c in lost):
             continue
         line, call = evidence.shared(RateWrites.of).line(optimizer=scheduler.optimizer), lost[0]
-        yield found(
-            "written_rate_lost",
-            line or call,
-            (f"{scheduler.kind}.step()",),
-            **{"change": line, "kind": scheduler.kind, "written": call.before[0], "rate": call.after[0]},
-            **{"lost": len(lost), "calls": len(calls)},
-        )
+        facts: dict[str, Any] = {"change": line, "written": call.before[0], "rate": call.after[0]}
+        yield about(scheduler, "written_rate_lost", line or call, lost=len(lost), calls=len(calls), **facts)
 
 
 def unread(evidence: Evidence) -> Iterator[Finding]:
@@ -173,13 +163,14 @@ def unread(evidence: Evidence) -> Iterator[Finding]:
             key = name.partition('"')[2].rpartition('"')[0]
             line = evidence.shared(RateWrites.of).line(key, optimizer=optimizer.index) if "group" in name else ""
             moving.append(name)
-            yield found(
-                "rate_nobody_reads",
-                line or record.step_line(),
-                (name,),
-                **{"change": line, "rate": numbers(groups[:1]), "values": len(set(values)), "steps": len(steps)},
-                **{"first": values[0], "last": values[-1], "kind": optimizer.kind},
-            )
+            facts: dict[str, Any] = {
+                "change": line,
+                "rate": numbers(groups[:1]),
+                "values": len(set(values)),
+                "steps": len(steps),
+            }
+            facts |= {"first": values[0], "last": values[-1], "kind": optimizer.kind}
+            yield found("rate_nobody_reads", line or record.step_line(), (name,), **facts)
             break
     keys = tuple(name.removeprefix("group") for name in moving if "[" in name)
     for finding in evidence.shared(UnreadOptions.of).findings(record, decay=False):
@@ -209,62 +200,54 @@ def copied(evidence: Evidence) -> Iterator[Finding]:
         certain = alone or (still and len({copy.written for copy in copies}) > 1 and evidence.repeatable)
         if certain or (len(copies) > 1 and still):
             first, last = copies[0].written[0], copies[-1].written[0]
-            yield found(
-                "rate_written_to_copy",
-                copies[0],
-                ("state_dict()",),
-                **{"level": "fault" if certain else "advice", "kind": record.optimizers[index].kind, "still": still},
-                **{
-                    "copies": len(copies) if len(copies) > 1 else 0,
-                    "first": first,
-                    "last": last if last != first else 0.0,
-                },
-                **{"rate": numbers(own[:1]), "line": writes[0].line if writes else "", "alone": alone},
-            )
+            facts: dict[str, Any] = {
+                "level": "fault" if certain else "advice",
+                "kind": record.optimizers[index].kind,
+                "still": still,
+            }
+            facts |= {
+                "copies": len(copies) if len(copies) > 1 else 0,
+                "first": first,
+                "last": last if last != first else 0,
+            }
+            facts |= {"rate": numbers(own[:1]), "line": writes[0].line if writes else "", "alone": alone}
+            yield found("rate_written_to_copy", copies[0], ("state_dict()",), **facts)
 
 
-def brought_to_zero(record: Record) -> Iterator[Finding]:
-    """Rates that are 0 for good while the steps go on: a schedule that begins anew at 0, or whose factor is 0."""
+def zero_for_good(record: Record) -> Iterator[Finding]:
+    """Rates that are 0 for good while the steps go on: a schedule that begins again at 0, or whose factor is 0."""
+    alone = sum(bool(o.steps) for o in record.optimizers) == 1
+    built_at_zero = False
     for scheduler in record.schedulers:
         steps, calls = [s for s in steps_of(record, scheduler.optimizer) if s.lrs], calls_of(record, scheduler)
-        zeros = set(scheduler.settings.get("base_lrs", "")) <= set("[]0., ") and "base_lrs" in scheduler.settings
-        kept = scheduler.kind in ONWARD or (scheduler.kind == "LambdaLR" and zeros)
-        if not kept or not scheduler.at or not scheduler.from_torch or scheduler.inner or scheduler.optimizer is None:
-            continue
-        before, after = [s for s in steps if s.at < scheduler.at], [s for s in steps if s.at > scheduler.at]
-        if not any(any(s.lrs) for s in before) or len(after) < FEWEST or len(calls) < FEWEST - 1:
-            continue
-        known = [(s.at, s.lrs) for s in before]
+        bases = scheduler.settings.get("base_lrs", " ")
+        onward = scheduler.kind in ONWARD or (scheduler.kind == "LambdaLR" and set(bases) <= set("[]0., "))
+        call = next((c for c in calls if any(c.before) and not any(c.after)), None)
+        factor = next((f for f in ("gamma", "factor") if scheduler.settings.get(f) in ("0", "0.0")), "")
+        known = [(s.at, s.lrs) for s in steps if s.at < scheduler.at]
         known += [
             (c.at, c.after)
             for c in record.of(SchedulerStep)
             if c.optimizer == scheduler.optimizer and c.until and c.at < scheduler.at
         ]
-        # rates that a line writes later show at the steps that follow (odd: cycles_that_put_the_rate_back)
-        if not any(any(s.lrs) for s in after) and not any(max(known)[1]):
-            facts = {"before": len(before), "after": len(after), "peak": max(max(s.lrs) for s in before)}
-            line = line_of(scheduler)
-            yield found(
-                "base_rate_zero", line or calls[0], (scheduler.kind,), change=line, kind=scheduler.kind, **facts
-            )
-            break
-    # beside an optimizer that goes on it may be meant (odd: factor_that_stops_one_of_two)
-    for scheduler in record.schedulers if sum(bool(o.steps) for o in record.optimizers) == 1 else ():
-        name = next((f for f in ("gamma", "factor") if scheduler.settings.get(f) in ("0", "0.0")), "")
-        steps = [s for s in steps_of(record, scheduler.optimizer) if s.lrs]
-        call = next((c for c in calls_of(record, scheduler) if any(c.before) and not any(c.after)), None)
-        if not name or not scheduler.from_torch or call is None:
-            continue
-        before, after = [s for s in steps if s.at < call.at], [s for s in steps if s.at > call.at]
+        # a line may put the rate back before it is built, or later (odd: cycles_that_put_the_rate_back)
+        begins = onward and len(calls) >= FEWEST - 1 and bool(known) and not any(max(known)[1]) and not scheduler.inner
+        # beside an optimizer that goes on it may be meant (odd: factor_that_stops_one_of_two)
+        falls = bool(factor) and call is not None and alone
+        at = scheduler.at if begins and scheduler.at else call.at if call is not None and falls else 0
+        before, after = [s for s in steps if s.at < at], [s for s in steps if s.at > at]
         peak = max((max(s.lrs) for s in before), default=0.0)
-        if len(after) >= FEWEST and not any(any(s.lrs) for s in after) and max(call.before) > peak / 2:
-            yield found(
-                "factor_zero",
-                call,
-                (scheduler.kind, name),
-                **{"change": line_of(scheduler), "kind": scheduler.kind, "factor": name, "before": len(before)},
-                **{"after": len(after), "rate": max(call.before)},
-            )
+        if not scheduler.from_torch or not peak or len(after) < FEWEST or any(any(s.lrs) for s in after):
+            continue
+        facts: dict[str, Any] = {"before": len(before), "after": len(after), "peak": peak}
+        line = line_of(scheduler)
+        if at == scheduler.at and not built_at_zero:
+            built_at_zero = True
+            culprits, variant = (scheduler.kind,), "built at 0"
+            yield found("zero_for_good", line or calls[0], culprits, variant, change=line, kind=scheduler.kind, **facts)
+        elif at != scheduler.at and call is not None and max(call.before) > peak / 2:
+            named = {"kind": scheduler.kind, "factor": factor, "change": line}
+            yield found("zero_for_good", call, (scheduler.kind, factor), **named, **facts)
 
 
 def groups(evidence: Evidence) -> Iterator[Finding]:
@@ -287,7 +270,12 @@ def _refused(record: Record) -> Iterator[Finding]:
     scheduler = record.schedulers[call.number]
     if scheduler.groups < len(call.before) and "zip()" in record.raised.message:
         names = held_in(record, record.optimizers[scheduler.optimizer or 0], scheduler.groups)
-        facts = {"group": scheduler.groups, "of": len(call.before), "kind": scheduler.kind, "held": some(names)}
+        facts: dict[str, Any] = {
+            "group": scheduler.groups,
+            "of": len(call.before),
+            "kind": scheduler.kind,
+            "held": some(names),
+        }
         facts |= {"raised": record.raised.summary, "change": line_of(scheduler)}
         yield found("group_without_schedule", call, names[:8], "refused", **facts)
 
@@ -296,19 +284,21 @@ def _at_zero(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRates]
     """A group at rate 0 beside others that learn; or all of them at 0 for the first steps."""
     record = evidence.run()
     zero = [g for g in own if g.zero and learns(record, optimizer, g.group)]
+    ahead = [one.curve for one in evidence.shared(RatesByHand.of).projected if one.optimizer == optimizer.index]
+    # unfrozen by its rate in a later step (odd: unfrozen_by_rates_long_after)
+    zero = [g for g in zero if not any(g.group < len(curve.rates[0]) and any(curve.group(g.group)) for curve in ahead)]
     other = next((g for g in own if max(g.known, default=0) > 0), None)
     if zero and other is not None:
         names = held_in(record, optimizer, *(g.group for g in zero))
         writes = evidence.shared(RateWrites.of)
         line = writes.line(optimizer=optimizer.index, group=other.group)
-        yield found(
-            "group_at_zero",
-            line or record.step_line(),
-            names[:8],
-            **{"level": "advice", "change": writes.line(optimizer=optimizer.index, group=zero[0].group) or line},
-            **{"group": zero[0].group, "of": len(own), "steps": len(zero[0].values), "held": some(names)},
-            **{"other": other.group, "rate": max(other.known), "line": line},
-        )
+        facts: dict[str, Any] = {
+            "level": "advice",
+            "change": writes.line(optimizer=optimizer.index, group=zero[0].group) or line,
+        }
+        facts |= {"group": zero[0].group, "of": len(own), "steps": len(zero[0].values), "held": some(names)}
+        facts |= {"other": other.group, "rate": max(other.known), "line": line}
+        yield found("group_at_zero", line or record.step_line(), names[:8], **facts)
     elif all(g.known[:2] == (0.0, 0.0) for g in own) and any(learns(record, optimizer, g.group) for g in own):
         steps = min(next((n for n, v in enumerate(g.known) if v), len(g.known)) for g in own)
         facts = {"steps": steps, "kind": optimizer.kind, "rates": ", ".join(f"{v:g}" for v in own[0].known[:6])}
@@ -329,15 +319,16 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
         known = sum(g.group < scheduler.groups for g in moving) == scheduler.groups
         if driven and late and known and len(calls) >= FEWEST:
             group, names = late[0], held_in(record, optimizer, late[0].group)
-            yield found(
-                "group_without_schedule",
-                calls[0],
-                names[:8],
-                level="advice" if group.known[0] not in {g.known[0] for g in moving} else "fault",
-                **{"change": line_of(scheduler), "kind": scheduler.kind, "known": scheduler.groups},
-                **{"group": group.group, "held": some(names), "rate": group.known[0], "steps": len(group.known)},
-                **{"calls": len(calls), "first": moving[0].known[0], "last": moving[0].known[-1]},
-            )
+            facts: dict[str, Any] = {
+                "change": line_of(scheduler),
+                "kind": scheduler.kind,
+                "known": scheduler.groups,
+                "calls": len(calls),
+            }
+            facts |= {"group": group.group, "held": some(names), "rate": group.known[0], "steps": len(group.known)}
+            facts |= {"first": moving[0].known[0], "last": moving[0].known[-1]}
+            facts["level"] = "advice" if group.known[0] not in {g.known[0] for g in moving} else "fault"
+            yield found("group_without_schedule", calls[0], names[:8], **facts)
             return
     if {m for g in moving for m in g.movers} != {"hand"}:
         return
@@ -354,15 +345,9 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
                 held_in(record, optimizer, group.group),
                 writes.line(optimizer=optimizer.index, group=other.group),
             )
-            yield found(
-                "group_without_schedule",
-                line or record.step_line(),
-                names[:8],
-                "by hand",
-                **{"level": "advice", "change": line, "group": group.group, "held": some(names)},
-                **{"rate": group.known[0], "other": other.group, "first": since[0], "last": since[-1]},
-                steps=len(since),
-            )
+            facts = {"level": "advice", "change": line, "group": group.group, "held": some(names), "steps": len(since)}
+            facts |= {"rate": group.known[0], "other": other.group, "first": since[0], "last": since[-1]}
+            yield found("group_without_schedule", line or record.step_line(), names[:8], "by hand", **facts)
             return
     # Groups that differ in nothing but their weight decay, and begin at one rate, are one schedule's: a fault where the
     # line names the group by its index. Else some groups may keep their rate on purpose
@@ -372,14 +357,10 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
         alike = all(_settings(optimizer, g.group) == _settings(optimizer, group.group) for g in still)
         alike = alike and {g.known[0] for g in still} == {_given_rate(optimizer, group)} and len(moving) == 1
         names = held_in(record, optimizer, *(g.group for g in still))
-        yield found(
-            "one_group_scheduled",
-            line,
-            names[:8],
-            **{"level": "fault" if alike else "advice", "change": line, "group": group.group, "of": group.of},
-            **{"held": some(names), "rate": still[0].known[0], "other": still[0].group, "steps": len(group.known)},
-            **{"first": group.known[0], "last": group.known[-1]},
-        )
+        facts = {"level": "fault" if alike else "advice", "change": line, "group": group.group, "of": group.of}
+        facts |= {"held": some(names), "rate": still[0].known[0], "other": still[0].group, "steps": len(group.known)}
+        facts |= {"first": group.known[0], "last": group.known[-1]}
+        yield found("one_group_scheduled", line, names[:8], **facts)
 
 
 def _made_equal(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRates]) -> Iterator[Finding]:
@@ -392,7 +373,11 @@ def _made_equal(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRat
         return
     moved = next((g for g in learning if g.values[1] != _given_rate(optimizer, g)), learning[0])
     if line := evidence.shared(RateWrites.of).line(optimizer=optimizer.index, group=moved.group):
-        facts = {"given": " and ".join(f"{rate:g}" for rate in given), "groups": len(learning), "rate": moved.values[1]}
+        facts: dict[str, Any] = {
+            "given": " and ".join(f"{rate:g}" for rate in given),
+            "groups": len(learning),
+            "rate": moved.values[1],
+        }
         names = held_in(record, optimizer, *(g.group for g in learning))
         yield found("group_rates_made_equal", line, names[:8], level="advice", steps=len(moved.values), **facts)
 
@@ -435,5 +420,10 @@ def empty_groups(evidence: Evidence) -> Iterator[Finding]:
 
         for one in unmatched_names(evidence, held, moved):
             if one.nearly:  # a model need not have what is listed (odd: a_rate_for_a_part_that_the_model_has_not)
-                facts = {"patterns": some(one.patterns), "asked": one.asked, "rate": own[-1], "other": max(others)}
+                facts: dict[str, Any] = {
+                    "patterns": some(one.patterns),
+                    "asked": one.asked,
+                    "rate": own[-1],
+                    "other": max(others),
+                }
                 yield found("group_left_empty", one.place, one.nearly, level="advice", repair=one.repair, **facts)
