@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.checks.learning.schedule.causes import found
 from pytest_trainloop.checks.learning.schedule.rates import held_in, learns
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.records.rates_by_hand import RatesByHand
 from pytest_trainloop.runs.projection import CYCLIC, Projections
-from pytest_trainloop.runs.rates_by_hand import RatesByHand
 from pytest_trainloop.wording import count, some
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
         and all(0 < a < 1 and math.isclose(b, a * a, rel_tol=1e-9) for a, b in zip(bases, peaks, strict=True))
     ):
         yield _finds(one, "rate_is_the_factor", base=bases[group], peak=peak, **facts)
-    elif still >= max(LEAST_END, end - 1) and max(rates[still : end + 1]) <= GONE**3 * peak:
+    elif still >= max(LEAST_END, end - 1) and max(rates[still : end + 1], default=peak) <= GONE**3 * peak:
         # a whole number of parts, as 1 - step // total: the step of a staircase is no end (odd: milestones_in_steps)
         facts |= {"calls": still, "end": still, "last": rates[still], "level": level, "drawn": _drawn(one, still)}
         yield _finds(one, "never_falls", **facts)

@@ -17,7 +17,7 @@ from pytest_trainloop.checks.learning.schedule.causes import found
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import code_of
 from pytest_trainloop.recording.events import SchedulerStep, Step
-from pytest_trainloop.runs.rates_by_hand import RatesByHand
+from pytest_trainloop.records.rates_by_hand import RatesByHand
 from pytest_trainloop.tracing.rate_writes import RateWrites
 from pytest_trainloop.wording import some
 
