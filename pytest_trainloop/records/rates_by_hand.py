@@ -84,7 +84,7 @@ class _Function:
         found = []
         for values in zip(*(call.given for call in self.calls), strict=True):
             first, last = values[0], values[-1]
-            plain = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+            plain = all(map(_is_number, values))
             if all(v is first for v in values) or (plain and all(v == first for v in values)):
                 found.append(last)
                 continue
@@ -115,13 +115,17 @@ class RatesByHand:
     @classmethod
     def of(cls, evidence: Evidence) -> RatesByHand:
         found = cls()
-        driven = {s.optimizer for s in evidence.run().schedulers if s.calls}
-        by_hand = {r.optimizer for r in rates(evidence.run()) if "hand" in r.movers} - driven
+        record = evidence.run()
+        driven = {s.optimizer for s in record.schedulers if s.optimizer is not None}
+        built = {o.index: o.first_lrs for o in record.optimizers}
+        by_hand = {r.optimizer for r in rates(record) if "hand" in r.movers}
+        by_hand |= {r.optimizer for r in rates(record) if r.values[0] not in built[r.optimizer][r.group : r.group + 1]}
+        by_hand -= driven
         if evidence.repeatable and by_hand:
             with contextlib.suppress(CannotDecide, UsageError, UserCodeError):
-                record = evidence.rerun(contexts=found._watching)
+                again = evidence.rerun(contexts=found._watching)
                 for index in sorted(by_hand):
-                    if (one := found._project(record, index, evidence)) is not None:
+                    if (one := found._project(again, index, evidence)) is not None:
                         found.projected.append(one)
         found._functions.clear()
         found._optimizers.clear()
@@ -144,10 +148,15 @@ class RatesByHand:
         def profile(frame: FrameType, event: str, argument: Any) -> None:
             if event == "call" and (function := self._known(frame)) is not None:
                 given = [frame.f_locals[name] for name in _parameters(frame.f_code)]
-                self._open[id(frame)] = _Call(self._at, given, now())
+                first = function.calls[0].given if function.calls else given
+                if any(a is not b and not _is_number(a) for a, b in zip(given, first, strict=True)):
+                    self._functions[frame.f_code] = None  # of another batch each time: nothing of it is kept
+                else:
+                    self._open[id(frame)] = _Call(self._at, given, now())
             elif event == "return" and (call := self._open.pop(id(frame), None)) is not None:
                 self._at += 1
-                call.at, call.after, call.result = self._at, now(), argument
+                call.at, call.after = self._at, now()
+                call.result = argument if _is_number(argument) else None
                 if (function := self._functions.get(frame.f_code)) is not None:
                     function.calls.append(call)
 
@@ -243,6 +252,10 @@ class RatesByHand:
         return curve.end >= (seen + FEWEST if planned is None else planned - 1)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _parameters(code: CodeType) -> Sequence[str]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
@@ -255,7 +268,7 @@ def _before(function: _Function, at: int) -> _Call | None:
 def _parts(function: _Function, steps: Sequence[tuple[int, Rates]]) -> list[float]:
     """What the rate of each group is of the highest result; empty where the results are no numbers."""
     results = [(call.result, rates) for at, rates in steps if (call := _before(function, at)) is not None]
-    numbers = [(float(r), rates) for r, rates in results if isinstance(r, (int, float)) and not isinstance(r, bool)]
+    numbers = [(float(r), rates) for r, rates in results if _is_number(r)]
     if len(numbers) < len(results) or len({r for r, _ in numbers}) < FEWEST:
         return []
     highest, rates_there = max(numbers, key=lambda one: abs(one[0]))

@@ -145,25 +145,19 @@ def never_called(evidence: Evidence) -> Iterator[Finding]:
         if optimizer.steps < 2 or any(g.moves for g in groups) or another:
             continue
         gone = scheduler.gone is not None and scheduler.gone < steps_of(record, scheduler.optimizer)[-1].at
-        why = (
-            "nothing holds it any more while the steps are made" if gone else _nobody_will_call_it(evidence, scheduler)
-        )
+        why = "nothing holds it any more while the steps are made" if gone else _why_not(evidence, scheduler)
         if not why and (scheduler.plateau or _still_to_come(evidence, scheduler)):
             continue
         certain = gone or (bool(why) and not evidence.shared(WholeFit.of).may_call)
         instead = next((f.where for f in twice if f.culprits == (f"{scheduler.kind}.step()",)), "")
         said.add(instead or record.step_line())
         change = instead or (record.step_line() if certain and scheduler.gone is None else line_of(scheduler))
-        facts: dict[str, Any] = {
-            "level": "fault" if certain else "advice",
-            "kinds": ("missing call",),
-            "change": change,
-        }
-        facts |= {"why": why, "shown_by": why or "fit may be one epoch of a loop that calls it"}
-        facts |= {"steps": optimizer.steps, "optimizer": optimizer.kind, "repair": _cadence(scheduler)}
+        repair = "call the one that is never called on this line: it calls the other a second time"
+        facts: dict[str, Any] = {"level": "fault" if certain else "advice", "kinds": ("missing call",)}
+        facts |= {"why": why or "fit may be one epoch of a loop that calls it", "change": change}
+        facts |= {"steps": optimizer.steps, "optimizer": optimizer.kind}
         facts |= {"rate": groups[0].known[0] if groups and groups[0].known else 0.0}
-        if instead:
-            facts["repair"] = "call the one that is never called on this line: it calls the other a second time"
+        facts |= {"repair": repair if instead else _cadence(scheduler)}
         at, variant = instead or record.step_line(), "" if certain else "may come"
         yield about(scheduler, "never_called", at, (), variant, **facts)
     yield from (f for f in twice if f.where not in said)
@@ -198,7 +192,7 @@ def _cadence(scheduler: Scheduler) -> str:
     )
 
 
-def _nobody_will_call_it(evidence: Evidence, scheduler: Scheduler) -> str:
+def _why_not(evidence: Evidence, scheduler: Scheduler) -> str:
     """Why nobody will call it later; empty where somebody may."""
     alike = [s for s in evidence.run().schedulers if s.calls and s.kind == scheduler.kind and not s.inner]
     if alike:
@@ -216,10 +210,8 @@ def _still_to_come(evidence: Evidence, scheduler: Scheduler) -> bool:
     """Whether a longer run calls it, or may: one that was watched once and ended from outside shows no epoch's end."""
     if not evidence.repeatable:
         return evidence.run().cut_short
-    same = (
-        s for s in evidence.shared(WholeFit.of).schedulers if (s.kind, s.place) == (scheduler.kind, scheduler.place)
-    )
-    return any(s.calls for s in same)
+    built = scheduler.kind, scheduler.place
+    return any(s.calls for s in evidence.shared(WholeFit.of).schedulers if (s.kind, s.place) == built)
 
 
 class WholeFit:

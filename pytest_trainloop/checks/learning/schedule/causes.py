@@ -51,7 +51,6 @@ CAUSES = {
             "may come": {
                 "summary": "{kind} is built, and no call of it was seen: the {steps:step} of this run are made at "
                 "{rate:g}",
-                "shown_by": "fit may be one epoch of a loop that calls it",
             }
         },
         settle="give fit the whole loop over the epochs, so that the call is in it",
@@ -136,10 +135,7 @@ CAUSES = {
         proof="a scheduler other than ReduceLROnPlateau is called with the loss, or with fractions that rise and fall",
         summary="{kind}.step() is given a metric, and takes it for the number of the epoch",
         measured="the argument begins {values} in {calls:call}",
-        shown_by=(
-            "{losses:?at every call that is the value of the last loss that backward() was called on|fractions that "
-            "rise and fall are no epochs}"
-        ),
+        shown_by="{losses:?it is the value of the last loss at every call|fractions that rise and fall are no epochs}",
         repair="scheduler.step() without an argument; only ReduceLROnPlateau takes a metric",
         explains=LEARNING,
     ),
