@@ -130,9 +130,7 @@ def two_on_one(record: Record) -> Iterator[Finding]:
 def never_called(evidence: Evidence) -> Iterator[Finding]:
     """Schedulers on an optimizer that steps, and that nothing calls; and those that are called in their place.
 
-    A fault where nobody can have called it later: ``fit`` itself built it and came to its end, ``fit`` made several
-    passes, or it calls the scheduler of the same kind on another optimizer; and where no line of ``fit`` that did not
-    run may be the call. Nothing is said where ``fit`` raised: the call may come after that.
+    A fault where no line of ``fit`` that did not run may be the call. Nothing is said where ``fit`` raised before it.
     """
     record = evidence.run()
     twice, said = list(_called_twice(record)), set()
@@ -231,9 +229,8 @@ class WholeFit:
         whole, functions = cls(), CalledFunctions()
         with contextlib.suppress(CannotDecide, BrokenRun):
             if evidence.repeatable:
-                record = evidence.rerun(
-                    count=2, enough=lambda record: False, read_ahead=None, contexts=functions.contexts
-                )
+                to_its_end: dict[str, Any] = {"count": 2, "enough": lambda record: False, "read_ahead": None}
+                record = evidence.rerun(**to_its_end, contexts=functions.contexts)
                 whole.record = record if record.ended and not record.cut_short and record.steps > 0 else None
                 whole.schedulers = record.schedulers
                 whole.may_call = _may_call(record, functions)
@@ -279,8 +276,7 @@ def _name(value: ast.expr) -> str:
 
 
 def called_each_pass_too(evidence: Evidence) -> Iterator[Finding]:
-    """One line calls the scheduler after each step, and another one at the end of each pass, in all passes of a whole
-    run. A call that is given its epoch sets the position, and adds nothing to it."""
+    """One line calls the scheduler after each step, another at the end of each pass, neither with a position."""
 
     def lines_of(record: Record, scheduler: Scheduler) -> dict[Place, list[int]]:
         calls = calls_of(record, scheduler)
