@@ -70,12 +70,12 @@ def _called(often: Cadence | None) -> str:
 
 def _ahead(facts: Facts) -> Iterator[Line]:
     """Where the schedules go, from a projection without training."""
+    from pytest_trainloop.records.rates_by_hand import RatesByHand
     from pytest_trainloop.runs.projection import Projections
 
     found = facts.ask(Projections.of) if facts.record.schedulers else None
-    if found is None:
-        return
-    for one in found.schedulers:
+    by_hand = facts.ask(RatesByHand.of)
+    for one in (*(found.schedulers if found else ()), *(by_hand.projected if by_hand else ())):
         where = facts.where(one.made_at or one.place)
         if one.made_in_fit and one.planned is None:
             text = f"{one.kind} ahead: built in fit by the batches that it is given; give steps= to see where it goes"
@@ -86,7 +86,7 @@ def _ahead(facts: Facts) -> Iterator[Line]:
         plan = f"plan: {one.planned:,} calls" if one.planned is not None else "give steps= to see it against the plan"
         yield Line(label="", text=f"{one.kind} ahead: {peak}, {marked(end, odd)}; {plan}", where=where, odd=odd)
         yield Line(label="", text=_drawn(one.rate, one.curve.leading, one.planned or until), where=where)
-    if found.why:
+    if found and found.why:
         yield Line(label="", text=f"not projected: {found.why}")
 
 

@@ -73,10 +73,13 @@ def _name(facts: Facts, groups: Sequence[GroupRates], *, of: int) -> str:
 
 def rates_ahead(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """Where the schedules go if training goes on to its end; nothing is trained for it."""
+    from pytest_trainloop.records.rates_by_hand import RatesByHand
     from pytest_trainloop.runs.projection import Projections
 
     found = facts.ask(Projections.of) if facts.record.schedulers and facts.evidence.repeatable else None
-    for number, one in enumerate(found.schedulers[:MOST_SCHEDULES] if found is not None else ()):
+    by_hand = facts.ask(RatesByHand.of) if facts.evidence.repeatable else None
+    every = (*(found.schedulers if found else ()), *(by_hand.projected if by_hand else ()))
+    for number, one in enumerate(every[:MOST_SCHEDULES]):
         if len(one.curve.calls) > 1 and not (one.made_in_fit and one.planned is None):
             yield _ahead(facts, one, f"rates_ahead_{number}" if number else "rates_ahead")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -328,8 +329,11 @@ def project(schedulers: Sequence[Any], optimizer: Any, curve: Curve, ahead: int)
             for call in range(curve.end + 1, min(ahead, MOST_CALLS) + 1):
                 for scheduler in schedulers:
                     scheduler.step()
+                now = rates_of(optimizer)
+                if any(math.isnan(rate) for rate in now):
+                    return
                 curve.calls.append(call)
-                curve.rates.append(rates_of(optimizer))
+                curve.rates.append(now)
             if ahead > MOST_CALLS and len(schedulers) == 1 and _leaps(schedulers[0]):
                 stride = -(-(ahead - MOST_CALLS) // LEAPS)
                 for call in range(MOST_CALLS + stride, ahead + 1, stride):
@@ -349,7 +353,9 @@ def _leaps(scheduler: Any) -> bool:
 
 
 def rates_of(optimizer: Any) -> Rates:
-    return tuple(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
+    """The rate of each group; NaN for a complex number, as (1 - step / total) ** 0.9 gives beyond the last step."""
+    rates = (group.get("lr", 0.0) for group in optimizer.param_groups)
+    return tuple(math.nan if isinstance(rate, complex) else float(rate) for rate in rates)
 
 
 def _whole_numbers(original: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> dict[str, int]:

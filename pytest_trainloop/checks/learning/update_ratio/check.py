@@ -81,7 +81,11 @@ CAUSES = {
     "lambda_gives_the_rate": Cause(
         proof="the largest factor that the lambda of LambdaLR returns is the base rate itself, and higher rates learn",
         repair="let the function return a factor on the rate: LambdaLR(optimizer, lambda step: rate(step) / lr)",
-        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
+        explains=(
+            "overfit_one_batch:not_learning",
+            "overfit_one_batch:learns_slowly",
+            "schedule:rate_is_the_factor",
+        ),
         change=("scheduler",),
         source="https://github.com/lhoyer/MIC/issues/60",
     ),

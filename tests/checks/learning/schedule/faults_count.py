@@ -47,13 +47,12 @@ def detector(**how):
 pair(
     "called_in_the_epoch_and_after_it",
     "schedule",
-    "counted_in_two_units",
+    "called_twice",
     culprits=("MultiStepLR.step()",),
     where="self.scheduler.step()",
     mentions=("once a step", "once a pass"),
     faulty=detector(each_step=True, each_epoch=True),
     fixed=detector(each_step=False, each_epoch=True),
-    quick=True,
 )
 
 
@@ -91,7 +90,7 @@ def restarts(**how):
 pair(
     "restart_from_the_rate_of_zero",
     "schedule",
-    "base_rate_zero",
+    "zero_for_good",
     culprits=("CosineAnnealingLR",),
     change="self.scheduler = lr_scheduler.CosineAnnealingLR(self.optimizer, self.cycle)",
     faulty=restarts(restore=False),
@@ -124,13 +123,12 @@ def plain(build, *, before=lambda optimizer: None):
 pair(
     "schedule_switched_off_by_gamma_zero",
     "schedule",
-    "factor_zero",
+    "zero_for_good",
     culprits=("gamma",),
     where="scheduler.step()",
     mentions=("gamma=0",),
     faulty=plain(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=4, gamma=0)),
     fixed=plain(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=4, gamma=1)),
-    quick=True,
 )
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from pytest_trainloop.checks.learning.schedule.metric_names import argument_of, direction
+from pytest_trainloop.checks.learning.schedule.calls import argument_of, direction
 
 
 @pytest.mark.parametrize(
