@@ -141,6 +141,7 @@ def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
         yield _finds(one, "factors_multiply", **facts)
     elif (
         one.kind == "LambdaLR"
+        and still  # a constant factor may be any number
         and len(bases) == len(peaks)
         and all(0 < a < 1 and math.isclose(b, a * a, rel_tol=1e-9) for a, b in zip(bases, peaks, strict=True))
     ):
