@@ -54,7 +54,7 @@ MOST = 8
 STEPS = 2
 """Optimizer steps of each run: a tensor that only the second loss depends on is used, too."""
 
-_END, _NEXT = re.compile(r"done|terminal|terminated", re.IGNORECASE), re.compile("next", re.IGNORECASE)
+_END, _NEXT = re.compile(r"done|terminal|terminated", re.IGNORECASE), re.compile("next|new_?(state|obs)", re.IGNORECASE)
 _OF_A_LOSS = re.compile("advantage", re.IGNORECASE)
 """Names of what only a loss is made of. Labels may be there for an evaluation only, masks and lengths for other models
 (odd: clouds_filled_with_zeros), and a rollout keeps log-probabilities that no ratio asks for
