@@ -79,10 +79,10 @@ def theirs():
 
 
 def test_every_class_of_the_package_is_ours():
-    assert len(CLASSES) > 800
+    assert len(CLASSES) > 700
     assert [name for name, kind in CLASSES.items() if is_our_class(kind) == issubclass(kind, StandsIn)] == []
     assert {sort_of_class(kind) for kind in CLASSES.values() if is_our_class(kind)} == {"ours"}
-    assert len(instances()) > 700
+    assert len(instances()) > 600
     assert [name for name, made in instances().items() if not is_ours(made)] == []
 
 

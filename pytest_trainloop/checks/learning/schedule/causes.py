@@ -346,7 +346,7 @@ CAUSES = {
         shown_by="the highest rate of every group is its lr squared, to 1e-9",
         repair="return the factor alone: lambda step: decay ** step, without the learning rate",
         change=("scheduler",),
-        explains=("overfit_one_batch",),
+        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         source="https://github.com/lhoyer/MIC/issues/60",
     ),
     "never_falls": _plan(
