@@ -13,7 +13,7 @@ from pytest_trainloop.checks.batch.edge_batches.runs import Squeezes
 from pytest_trainloop.checks.batch.every_row_teaches.calls import Indices
 from pytest_trainloop.checks.batch.segment_independence.rollouts import StepValues
 from pytest_trainloop.checks.learning.activations_alive import units
-from pytest_trainloop.checks.learning.weight_decay_groups import first_steps
+from pytest_trainloop.checks.learning.weight_decay_groups import l2_in_loss
 from pytest_trainloop.checks.loss.learnable_targets import comparisons
 from pytest_trainloop.checks.loss.loss_at_init import first_loss
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLosses
@@ -56,7 +56,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         kept.ThreeBatches(steps=3),
         StepValues(torch.Size([4]), lambda: None),
         units._Activations(own_data=True),
-        first_steps._Squares(cut=False),
+        l2_in_loss._Squares(cut=False),
         RootTerms(),
         InitialLosses(),
         first_loss._FirstBackward(),

@@ -18,7 +18,7 @@ from pytest_trainloop.wording import some, verb
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.baselines.trajectory import Course, Step, Trajectory
+    from pytest_trainloop.baselines.trajectory import Call, Course, Step, Trajectory
     from pytest_trainloop.checks.guard.baseline.facts import Fact
     from pytest_trainloop.checks.guard.baseline.first import First
     from pytest_trainloop.finding import Finding
@@ -293,7 +293,7 @@ class _Judged:
             told |= {"text": first.text, "rows": first.rows, "earlier": step.number - 1}
         elif first.calls is not None:
             names = (names[0] or "the model",)
-            variant, where = _of_output(first, names[0], told)
+            variant, where = _of_output(first, first.calls, names[0], told)
         elif first.stage == "loss":
             was, now = _losses(first.before), _losses(step)
             called = now.partition("(")[0] if now and ", " not in now else ""
@@ -349,10 +349,9 @@ WRITTEN = "or something writes to its weights between two steps"
 ALREADY = "already has another input"
 
 
-def _of_output(first: First, path: str, told: dict[str, Any]) -> tuple[str, str]:
+def _of_output(first: First, calls: tuple[Call, Call], path: str, told: dict[str, Any]) -> tuple[str, str]:
     """The variant and the line of an output that differs; its facts are added."""
-    assert first.calls is not None
-    (old, new), step, agree = first.calls, first.step, first.agree
+    (old, new), step, agree = calls, first.step, first.agree
     told |= {"path": path, "new": new.gave.norm, "old": old.gave.norm}
     if first.times[0] != first.times[1]:  # each call gets other rows
         models = _models(first.before), _models(step)

@@ -49,8 +49,8 @@ CAUSES = {
         repair="scheduler.step(), after each optimizer.step() where its settings count steps, else once a pass",
         variants={
             "may come": {
-                "summary": "{kind} is built, and no call of it was seen: the {steps:step} of this run are made at "
-                "{rate:g}",
+                "summary": "{kind} is built, and no call of it was seen: the {steps:step} that were watched are made "
+                "at {rate:g}",
             }
         },
         settle="give fit the whole loop over the epochs, so that the call is in it",

@@ -91,8 +91,8 @@ def _no_decay(evidence: Evidence) -> str:
 def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.weight_decay_groups import rules
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
-    from pytest_trainloop.checks.learning.weight_decay_groups.first_steps import l2_in_loss
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
+    from pytest_trainloop.checks.learning.weight_decay_groups.l2_in_loss import l2_in_loss
     from pytest_trainloop.records.unread_options import UnreadOptions
 
     unread = list(evidence.shared(UnreadOptions.of).findings(evidence.run(), decay=True))

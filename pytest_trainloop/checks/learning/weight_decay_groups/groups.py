@@ -80,7 +80,7 @@ class DecayGroups:
 
     @classmethod
     def of(cls, evidence: Evidence) -> DecayGroups:
-        from pytest_trainloop.checks.learning.weight_decay_groups.first_steps import spared
+        from pytest_trainloop.checks.learning.weight_decay_groups.spared import spared
 
         record = evidence.run()
         return cls.in_record(record, spared(evidence, record))

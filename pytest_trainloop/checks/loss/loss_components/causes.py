@@ -17,7 +17,7 @@ _part = partial(
     Cause,
     measured=(
         "coefficients fitted over {states} settings of the model's weights: {coefficients}{scaled:?, all times "
-        "{factor:.4g}|}{fitted:?; unexplained part of the {what} {residual:.0e}|}"
+        "{factor:.4g}|}{fitted:?; unexplained part of the {what} {left:.0e}|}"
     ),
 )
 _DECLARED = "{names} is {own:?declared at {declared:.4g}|reported at 1} and trained at {trained:.4g}"

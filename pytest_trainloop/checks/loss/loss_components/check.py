@@ -82,7 +82,7 @@ def loss_components(evidence: Evidence) -> Iterator[Finding]:
     facts: dict[str, Any] = {"states": made.states, "what": "value" if made.by_value else "gradient"}
     facts |= {"coefficients": ", ".join(f"{w.name} {_coefficient(w)}" for w in made.weights)}
     facts |= {"factor": made.factor, "scaled": abs(made.factor - 1) > 1e-6}
-    facts |= {"residual": made.residual, "fitted": not math.isnan(made.residual)}
+    facts |= {"left": made.residual, "fitted": not math.isnan(made.residual)}
     # parts without a weight of their own, as projects log them, which are weighted in the sum
     logged = [weight for weight in made.weights if weight.how == "differs" and weight.bare]
     for weight in made.weights:

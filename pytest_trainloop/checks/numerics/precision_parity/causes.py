@@ -103,7 +103,7 @@ CAUSES = {
                     "no single operation was found that is more than ten times as far from float64 as rounding explains"
                 ),
                 "repair": (
-                    "compute the loss in float32, then more of what comes before it: x = x.float(), under "
+                    "compute the loss in float32, then more of the calls that lead to it: x = x.float(), under "
                     "autocast(enabled=False)"
                 ),
             },

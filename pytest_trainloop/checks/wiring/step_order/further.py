@@ -228,8 +228,9 @@ def _state(loop: TrainLoop) -> dict[str, torch.Tensor]:
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Any of the process is met here, also those that can't be compared: lazy, fake, sparse."""
+    """Any of the process is met here, also those that can't be compared: lazy, fake, sparse, nested."""
     dense = type(tensor) is not torch.nn.Parameter and readable(tensor) and tensor.layout is torch.strided
+    dense = dense and not tensor.is_nested
     return dense and tensor.is_leaf and tensor.requires_grad
 
 

@@ -1,21 +1,15 @@
-"""First steps made again under other settings: which weights a project's own optimizer leaves out of the decay of their
-group, and whether the loss has a term that shrinks the weights too."""
+"""A term of the loss that shrinks the weights too: the first step made again without it."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import found
-from pytest_trainloop.errors import BrokenRun, CannotDecide, TrainLoopError
+from pytest_trainloop.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.gradients.vectors import consumed, values
-from pytest_trainloop.reach.copies import same_bits
-from pytest_trainloop.recording.hooks import after_steps, before_steps
-from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
 
@@ -25,14 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-
-_OFF_ZERO = 0.01
-
-_RATE = 0.01
-"""The learning rate in the place of one that is 0, as at the first step of a warm-up: no weight would move."""
-
 
 _SQUARES = frozenset(
     "pow __pow__ float_power square norm vector_norm linalg_norm linalg_vector_norm linalg_matrix_norm matrix_norm "
@@ -42,70 +29,6 @@ _PRODUCTS = frozenset("mul multiply __mul__ dot vdot inner".split())
 
 _ROUNDING = 1e-9
 """Of a difference of two gradients in float64."""
-
-
-def spared(evidence: Evidence, record: Record) -> dict[int, frozenset[int]]:
-    """By optimizer, the parameters that do not decay although others of it do, as LARS leaves out biases and gains;
-    nothing where no run can tell. The option of the group does not say so. Two runs of one step, with ``weight_decay``
-    0 and 1 in every group, do: a weight that ends at the same bits in both does not decay. Before the step all weights
-    are moved from 0, where decay has nothing to shrink."""
-    own = {o.index for o in record.optimizers if o.steps and not o.from_torch and any(d > 0 for d in o.weight_decays)}
-    if not own or not evidence.repeatable:
-        return {}
-    try:
-        without, with_decay = (_Step(own, decay).made(evidence) for decay in (0.0, 1.0))
-    except (CannotDecide, BrokenRun):
-        return {}
-    found = {}
-    for index, weights in without.items():
-        others = with_decay.get(index, {})
-        same = {i for i, w in weights.items() if i in others and same_bits(w, others[i])}
-        if same and same < weights.keys():  # an optimizer that does not read the option at all is no such case
-            found[index] = frozenset(same)
-    return found
-
-
-class _Step:
-    """The first step of each of these optimizers, with a weight decay of ours."""
-
-    def __init__(self, own: set[int], decay: float) -> None:
-        self._own, self._decay = own, decay
-        self._after: dict[int, dict[int, torch.Tensor]] = {}
-
-    def made(self, evidence: Evidence) -> dict[int, dict[int, torch.Tensor]]:
-        """The weights after it, by optimizer and parameter."""
-        evidence.rerun(contexts=lambda watch: (self._watching(watch),), enough=lambda record: record.rounds >= 1)
-        return self._after
-
-    @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
-        def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-            index = watch.optimizers.index(optimizer)
-            if index not in self._own or index in self._after:
-                return
-            for group in optimizer.param_groups:
-                if isinstance(group.get("weight_decay"), float | int):
-                    group["weight_decay"] = self._decay
-                if isinstance(group.get("lr"), float | int) and group["lr"] == 0:
-                    group["lr"] = _RATE
-            with watch.suspended(), torch.no_grad():
-                for p in _held(optimizer):
-                    p.add_(_OFF_ZERO)
-
-        def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-            index = watch.optimizers.index(optimizer)
-            if index in self._own and index not in self._after:
-                with watch.suspended():
-                    known = ((watch.table.index(p), p) for p in _held(optimizer) if p.grad is not None)
-                    self._after[index] = {i: p.detach().clone() for i, p in known if i is not None}
-
-        with hooked(before_steps(before), after_steps(after)):
-            yield
-
-
-def _held(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if readable(p) and p.is_floating_point())
 
 
 class _Squares(WatchingMode):
