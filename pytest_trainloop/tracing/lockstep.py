@@ -336,10 +336,10 @@ class Lockstep(Calls):
             self.length_is_target |= bool((given[1] == len(self._cut.kept)).all())
         if name in ATTENTION | {"softmax"} and self.looks_elsewhere is None and self._looks_elsewhere(call, taped):
             self.looks_elsewhere = Seen(name, call.place)
-        if name in SOFTMAXES and not self.hides_queries:
-            self.hides_queries = self._hides_queries(made[0].detach(), taped.outputs[0].shape[-1])
         if not floats or any(self._is_the_part(made, taped.outputs, floats, inner) for inner in (False, True)):
             return call.out
+        if name in SOFTMAXES and not self.hides_queries:
+            self.hides_queries = self._hides_queries(made[0].detach(), taped.outputs[0].shape[-1])
         for inner in (False, True):
             parts = list(tensors_in(self._on_the_part(call, taped, inner=inner)))
             if len(parts) == len(made) and all(close(parts[n], taped.outputs[n]) for n in floats):

@@ -137,10 +137,12 @@ class Reads(WatchingMode):
         if id(tensor) not in self._new:
             index = watch.table.index(tensor)
             entry = watch.table.entries[index] if index is not None else None
+            if entry and (entry.declared or entry.role == "foreign"):
+                return
             modules = [m for m in watch.thread.modules if watch.table.knows(m)]
             around = [m for m in modules if any(True for _ in members.parameters(m))]
             makers = [m for m in around if all(p is not tensor for p in members.parameters(m))]
-            if not makers or (entry and (entry.declared or entry.role == "foreign")):
+            if not makers:
                 return
             # what trains a copy of the net (odd: inner_loop_in_forward)
             known = (t for t in watch.table.tensors if t is not tensor and not is_lazy(t) and t.shape == tensor.shape)
@@ -151,13 +153,14 @@ class Reads(WatchingMode):
                 made.shapes[tuple(tensor.shape)] = None
                 made.steps.add(watch.record.rounds)
             self._new[id(tensor)] = tensor, made
-        of_line = self._new[id(tensor)][1]
+        made = self._new[id(tensor)][1]
+        if made is None or any(t is tensor for t in made.between):
+            return
         # a random convolution that augments the batch (odd: random_convolution_with_gradients)
         inside = any(t.requires_grad and not t.is_leaf for t in tensors_in(args))
         # a norm without weights of its own (odd: norm_without_weights)
-        drawn = inside and bool(tensor.numel()) and bool((tensor != tensor.flatten()[0]).any())
-        if of_line is not None and drawn and all(t is not tensor for t in of_line.between):
-            of_line.between.append(tensor)
+        if inside and tensor.numel() and bool((tensor != tensor.flatten()[0]).any()):
+            made.between.append(tensor)
 
 
 def made_anew(evidence: Evidence) -> Iterator[Finding]:
