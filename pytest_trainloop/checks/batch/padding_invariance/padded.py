@@ -20,10 +20,10 @@ from pytest_trainloop.batches.padding import PaddingMask, padding_ids
 from pytest_trainloop.batches.padding_hints import is_label
 from pytest_trainloop.batches.segments import read as read_segments
 from pytest_trainloop.batches.values import constant, plain, whole
+from pytest_trainloop.checks.batch.padding_invariance.compared_ids import ComparedIds
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, UsageError
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.tracing.compared_ids import ComparedIds
 from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
@@ -331,8 +331,8 @@ def _read(loop: TrainLoop, batch: Any, pad_ids: Sequence[int]) -> list[PaddingMa
     found = padded_groups(batch, batch_dim=axis, declared=declared, pad_ids=pad_ids)
     if found or loop.batch_dim is not None or declared is not None:
         return found
-    time_first = padded_groups(batch, batch_dim=1, pad_ids=pad_ids)
-    return [p for p in time_first if p.source == "lengths" or _rows_lie_second(batch, p.grid)]
+    columns = padded_groups(batch, batch_dim=1, pad_ids=pad_ids)
+    return [p for p in columns if p.source == "lengths" or _rows_lie_second(batch, p.grid)]
 
 
 def _rows_lie_second(batch: Any, grid: Grid) -> bool:
