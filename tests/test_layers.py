@@ -171,6 +171,20 @@ def test_no_check_imports_another(file):
         )
 
 
+FACES = ("formulas.catalogue", "formulas.search", "ranks.launch", "recording.compiler_internals")
+"""Modules of an instrument that one check calls, and that belong to the rest of it."""
+
+
+def test_what_one_check_uses_lies_in_it():
+    users: dict[str, set[str]] = {}
+    for file in FILES:
+        for other in own_imports(file):
+            users.setdefault(other, set()).add(module_of(file))
+    for module, those in users.items():
+        of = {check_of(user) for user in those}
+        assert module in FACES or len(of) > 1 or of <= {None, check_of(module)}, f"{module} is used by {of.pop()} alone"
+
+
 def test_no_circles():
     order = graphlib.TopologicalSorter({module_of(file): own_imports(file) for file in FILES if module_of(file)})
     order.prepare()  # raises CycleError, which names the circle

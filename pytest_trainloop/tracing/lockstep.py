@@ -111,6 +111,8 @@ class Entry:
     """Whether what it gives goes back to every entry."""
     behind: bool = False
     """Whether what it gives for the rest, or behind it, has a gradient."""
+    used: bool = False
+    """Whether the loss depends on a result that differs: of a recurrent layer the last state may be left unused."""
 
     @property
     def named(self) -> str:
@@ -354,20 +356,25 @@ class Lockstep(Calls):
     def _entered(self, entry: Entry, call: Call, parts: list[torch.Tensor], *, inner: bool) -> Any:
         """What the call gives, or where it is patched, with these parts in it."""
         self.entries.append(entry)
+        patched, alone, given = self._patched(entry), entry.op in SOFTMAXES, []
         for own, part in zip(call.made, parts, strict=True):
+            as_given = self._cut.put(part, own, inner=inner, alone=alone) if own.is_floating_point() else own
+            given.append(as_given)
             if own.requires_grad and (own.shape != part.shape or not close(own.detach(), part)):
 
                 def look(gradient: torch.Tensor, shape: torch.Size = part.shape) -> None:
                     entry.behind |= bool(self._cut.has_rest(gradient, shape))
 
+                def use(_gradient: torch.Tensor) -> None:
+                    entry.used = True
+
                 on_gradient(own, look)
-        if not self._patched(entry):
+                taken = self._cut.take(own.detach(), part.shape, inner=inner)
+                if taken is None or not close(taken, part):
+                    on_gradient(as_given if patched else own, use)
+        if not patched:
             return call.out
-        alone = entry.op in SOFTMAXES
-        put = iter(
-            self._cut.put(new, old, inner=inner, alone=alone) if old.is_floating_point() else old
-            for new, old in zip(parts, call.made, strict=True)
-        )
+        put = iter(given)
         out = nested.mapped(call.out, lambda _, t: next(put), is_tensor)
         for tensor in tensors_in(out):
             self._known[id(tensor)] = _Known(weakref.ref(tensor), met=entry.met, entry=entry)

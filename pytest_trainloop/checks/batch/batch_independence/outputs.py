@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.few_rows import COUNTS, few_rows, few_rows_of_call
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.batches.row_axis import rows_known
 from pytest_trainloop.checks.batch.batch_independence.causes import found
+from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows, few_rows_of_call
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.recording.function_mode import tensors_in
@@ -37,7 +37,7 @@ from pytest_trainloop.whose import reraise_raised
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.batches.few_rows import FewRows
+    from pytest_trainloop.checks.batch.batch_independence.few_rows import FewRows
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence

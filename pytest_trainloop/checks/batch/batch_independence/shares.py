@@ -17,20 +17,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.few_rows import COUNTS, few_rows
-from pytest_trainloop.batches.other_values import OtherOrder, OtherValues, changes, has_rows, roll, rows_that_differ
 from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows
+from pytest_trainloop.checks.batch.batch_independence.other_values import (
+    OtherOrder,
+    OtherValues,
+    changes,
+    has_rows,
+    roll,
+    rows_that_differ,
+)
+from pytest_trainloop.checks.batch.batch_independence.row_fixes import Crossing, RowFix, crossings, row_fixes
 from pytest_trainloop.errors import CannotDecide, Refused
 from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.tracing.row_fixes import Crossing, RowFix, crossings, row_fixes
 from pytest_trainloop.tracing.row_tape import RowTape, Tape
 from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_trainloop.batches.few_rows import FewRows
-    from pytest_trainloop.batches.other_values import Change
+    from pytest_trainloop.checks.batch.batch_independence.few_rows import FewRows
+    from pytest_trainloop.checks.batch.batch_independence.other_values import Change
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.nested import Path
     from pytest_trainloop.runs.evidence import Evidence

@@ -13,17 +13,17 @@ from torch import nn
 from pytest_trainloop import members, nested
 from pytest_trainloop.batches.cut import Cut
 from pytest_trainloop.batches.episodes import read_episodes
-from pytest_trainloop.batches.grids import Leaf, leaves, time_axes
+from pytest_trainloop.batches.grids import Grid, Leaf, leaves, time_axes
 from pytest_trainloop.batches.groups import in_step, padded_groups, together
 from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.batches.padding import PaddingMask, padding_ids
 from pytest_trainloop.batches.padding_hints import is_label
 from pytest_trainloop.batches.segments import read as read_segments
 from pytest_trainloop.batches.values import constant, plain, whole
+from pytest_trainloop.checks.batch.padding_invariance.compared_ids import ComparedIds
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, UsageError
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.tracing.compared_ids import ComparedIds
 from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
@@ -331,7 +331,18 @@ def _read(loop: TrainLoop, batch: Any, pad_ids: Sequence[int]) -> list[PaddingMa
     found = padded_groups(batch, batch_dim=axis, declared=declared, pad_ids=pad_ids)
     if found or loop.batch_dim is not None or declared is not None:
         return found
-    return [p for p in padded_groups(batch, batch_dim=1) if p.source == "lengths"]  # time comes first
+    columns = padded_groups(batch, batch_dim=1, pad_ids=pad_ids)
+    return [p for p in columns if p.source == "lengths" or _rows_lie_second(batch, p.grid)]
+
+
+def _rows_lie_second(batch: Any, grid: Grid) -> bool:
+    """Whether another tensor shows that ids (positions, rows) have their rows second: labels with as many rows first,
+    or ids of as many rows and another length. Of two rows that hold the padding id anywhere (odd: id_of_padding_drawn)
+    the ids alone may look as if their positions came first."""
+    shapes = [tuple(t.shape) for t in nested.tensors(batch) if plain(t) and t.dim()]
+    ids = [tuple(t.shape) for t in nested.tensors(batch) if plain(t) and t.dim() == 2 and whole(t)]
+    labels = any(shape[0] == grid.rows != grid.length for shape in shapes)
+    return labels or any(n not in (1, grid.length) and rows == grid.rows for n, rows in ids)
 
 
 def _is_declared(loop: TrainLoop, batch: Any, mask: PaddingMask) -> bool:

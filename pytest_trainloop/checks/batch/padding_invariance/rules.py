@@ -191,7 +191,8 @@ def _by_path(case: Case, entries: list[Entry], kind: str, other: str = "") -> It
     def holds(few: Slice) -> bool:
         return case.made.explained(few, *filter(None, (kind, other)))
 
-    yield case.named(_CAUSE[kind], entries[0], variant, level=level, reason=reason, holds=holds)
+    seen = next((entry for entry in entries if entry.used), entries[0])
+    yield case.named(_CAUSE[kind], seen, variant, level=level, reason=reason, holds=holds)
 
 
 def _recurrent_only(case: Case, entries: list[Entry]) -> str:

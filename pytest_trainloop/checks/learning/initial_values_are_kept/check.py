@@ -70,16 +70,16 @@ from pytest_trainloop.registry import check
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_trainloop.checks.learning.initial_values_are_kept.initial_values import Lost
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.initial_values import Lost
 
 FACTOR = 1.5
 """The first loss must be lower by this factor: the one that ``expected_init_loss`` allows."""
 
 
 def _nothing_chosen(evidence: Evidence) -> str:
-    from pytest_trainloop.tracing.initial_values import InitialValues
+    from pytest_trainloop.checks.learning.initial_values_are_kept.initial_values import InitialValues
 
     noted = evidence.shared(InitialValues.of)
     return "" if noted.chose else "no line loads parameters or sets a value of its own in one"
@@ -88,8 +88,8 @@ def _nothing_chosen(evidence: Evidence) -> str:
 @check(needs={"fit"}, causes=CAUSES, rank=24, steps=1, absent=_nothing_chosen)
 def initial_values_are_kept(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.initial_values_are_kept.first_losses import first_losses
+    from pytest_trainloop.checks.learning.initial_values_are_kept.initial_values import InitialValues
     from pytest_trainloop.recording.record import within
-    from pytest_trainloop.tracing.initial_values import InitialValues
 
     noted, declared = evidence.shared(InitialValues.of), evidence.declared("pretrained")
     by_line: dict[str, list[Lost]] = {}

@@ -12,9 +12,9 @@ from pytest_trainloop.runs.run import fit_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_trainloop.checks.learning.initial_values_are_kept.initial_values import Lost
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.initial_values import Lost
 
 
 def first_losses(evidence: Evidence, lost: Sequence[Lost]) -> tuple[float, float] | None:

@@ -62,90 +62,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.limits import OWN_STEPS
+from pytest_trainloop.checks.learning.overfit_one_batch.causes import CAUSES, found
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
+    from typing import Any
 
-    from pytest_trainloop.checks.learning.one_batch import Curve, OneBatch
+    from pytest_trainloop.checks.learning.one_batch import OneBatch
     from pytest_trainloop.checks.learning.outcome import Learning
-    from pytest_trainloop.checks.learning.remedies import Remedy
-    from pytest_trainloop.records.clips import Clip
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 FEW = 5.0
 """Steps at the peak learning rate to which those of a run must add up; below, its schedule ends before anything
 happened."""
-
-CAUSES = {
-    "nan_once_learned": Cause(
-        proof="on one fixed batch the loss falls and is NaN from some step on, by an operation whose inputs are finite",
-        explains=("update_ratio",),
-        change=("seen",),
-        source="https://github.com/KevinMusgrave/pytorch-metric-learning/issues/107",
-    ),
-    "input_unused": Cause(
-        proof="plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
-        repair=(
-            "look for what makes rows equal: shapes (N, 1) against (N,) that broadcast in the loss, units that are all "
-            "dead or saturated, a mask that hides everything, integers that were divided (uint8 // 255)"
-        ),
-        explains=("update_ratio",),
-        source="https://github.com/IntelLabs/matsciml/pull/347",
-    ),
-    "lr_decays_too_early": Cause(
-        proof="the learning rates add up to a few steps at their peak, and held there they learn the batch",
-        repair="step the schedule as often as it counts (once an epoch?), or give it its lengths in optimizer steps",
-        explains=("update_ratio",),
-        change=(
-            "scheduler",
-            "optimizer",
-        ),
-        settle='overfit_one_batch={"steps": 400} declares in how many steps it must be learned',
-        source="https://github.com/jaehyunnn/ViTPose_pytorch/issues/20",
-    ),
-    "gradients_clipped_away": Cause(
-        proof="gradients are clipped to a hundredth or less; higher learning rates, which undo that, learn the batch",
-        repair="clip at the size of ordinary gradients (1.0 for most models), or raise the learning rate",
-        explains=("update_ratio",),
-        change=("seen",),
-        source="https://github.com/strands-labs/robots/pull/2028",
-    ),
-    "not_learning": Cause(
-        proof="steps lead up the gradient, or other learning rates learn the batch, or an earlier check says why",
-        repair="see update_ratio",
-        change=(
-            "step",
-            "optimizer",
-        ),
-    ),
-    "update_undone": Cause(
-        proof="steps move the weights, and each finds them bit for bit where the first had found them",
-        repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
-        explains=("update_ratio",),
-        source="https://github.com/MultimediaTechLab/YOLO/issues/97",
-    ),
-    "weight_decay_dominates": Cause(
-        proof="without weight decay, and with nothing else changed, the batch is learned",
-        repair="a smaller weight_decay (AdamW's default is 0.01; each step takes lr * weight_decay off the weights)",
-        explains=("update_ratio",),
-        change=("optimizer",),
-        source="https://github.com/tinghuiz/SfMLearner/issues/34",
-    ),
-    "learns_slowly": Cause(
-        proof="the loss stands on a plateau in steps in which plain Adam goes much further",
-        repair="another learning rate, or momentum",
-        change=("optimizer",),
-        settle='overfit_one_batch={"steps": 400} declares in how many steps it must be learned',
-        source="https://github.com/emalgorithm/structured-neural-summarization-replication/issues/3",
-    ),
-}
 
 
 @check(needs={"run"}, causes=CAUSES, rank=20, steps=100, long=True)
@@ -158,47 +94,56 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
 
     single_loss(evidence.run())
     batch = evidence.shared(OneBatchRuns).of(OWN_STEPS if steps is None else steps)
-    if batch.curve.halved:
+    curve = batch.curve
+    if curve.halved:
         return
-    if evidence.repeatable and (nan := _once_learned(batch)) is not None:
+    if evidence.repeatable and (nan := _nan_once_learned(batch)) is not None:
         yield nan
         return
-    require_a_curve(batch.curve)
+    require_a_curve(curve)
+    run = {"start": curve.start, "end": curve.end, "steps": curve.steps}
     if behind := evidence.root_causes("overfit_one_batch"):
-        if batch.curve.stands_still:
-            yield _follows(batch, behind[0])
+        root = behind[0]
+        if curve.stands_still:
+            facts = run | {"by": root.check, "slug": root.cause, "said": root.summary}
+            made = found("not_learning", root.where, root.culprits, "follows", **facts)
+            yield replace(made, change=root.change, repair=root.repair)
         return
     if batch.ratios.undone:
-        yield _undone(batch)
+        yield found("update_undone", batch.seen.step_line(), ("weights",), **run)
         return
     clip = clipped_to(batch.seen)
-    clipped = clip is not None and clip.starves and batch.curve.stands_still
+    clipped = clip is not None and clip.starves and curve.stands_still
     going = batch.going and not clipped
     if going and batch.quick.halved:
         return
-    found = learning(batch)
-    equal_rows = unused(batch, found)
+    learned = learning(batch)
+    equal_rows = unused(batch, learned)
     if equal_rows is not None:
-        yield _unused(batch, found, equal_rows)
-    elif found.hopeless:
+        variant = "lost before" if batch.lost_before else ""
+        yield found("input_unused", "", ("model",), variant, **asdict(learned), equal_rows=equal_rows)
+    elif learned.hopeless:
         require_given_data(evidence, "whether the model uses its input cannot be seen")
         raise CannotDecide(
-            f"plain Adam takes no more than {found.start - found.reference:.2g} off the loss of {found.start:.3g} "
-            "either (little to learn, or few weights that train); give a batch that the model can learn by heart"
+            f"plain Adam takes no more than {learned.start - learned.reference:.2g} off the loss of "
+            f"{learned.start:.3g} either (little to learn, or few weights that train); give a batch that the model can "
+            "learn by heart"
         )
-    elif not (found.learned or going):
-        stuck = _stuck(batch, found)
-        yield stuck if steps is None or stuck.level == "fault" else _too_slow(stuck, steps)
+    elif not (learned.learned or going):
+        stuck = _stuck(batch, learned)
+        if steps is not None and stuck.level != "fault":  # the project declares in how many steps it is to be learned
+            stuck = replace(
+                stuck,
+                level="fault",
+                summary=f"{stuck.summary}, and steps={steps} declares that it is learned by then",
+                repair="another learning rate, momentum or initialisation, until the batch is learned; or more steps="
+                if stuck.cause == "learns_slowly"
+                else stuck.repair,
+            )
+        yield stuck
 
 
-def _reached(found: Learning) -> str:
-    return (
-        f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps; plain Adam (lr "
-        f"{found.rate:g}) comes to {found.reference:.4g}"
-    )
-
-
-def _once_learned(batch: OneBatch) -> Finding | None:
+def _nan_once_learned(batch: OneBatch) -> Finding | None:
     """A loss that fell and then is not finite, and the operation that made it so; what grew before is no such loss."""
     from pytest_trainloop.records.finiteness import became_nonfinite
     from pytest_trainloop.records.nonfinite_repairs import repair_of
@@ -213,222 +158,72 @@ def _once_learned(batch: OneBatch) -> Finding | None:
     origin = origins.first
     if origin is None or origin.nonfinite_input:
         return None
-    lost = became_nonfinite(curve.record)
+    lost = len(became_nonfinite(curve.record))
     repair = repair_of(origin.op, origin.source, origin.low, origin.place.code)
-    return Finding(
-        cause="nan_once_learned",
-        summary=f"on one fixed batch the loss falls and is not finite from step {len(finite) + 1} on: {origin} makes "
-        f"{origin.value} of finite values",
-        measured=f"loss {finite[0]:.4g} at the start, {finite[-1]:.4g} in step {len(finite)}; "
-        + (
-            f"{len(lost)} parameters hold NaN or inf after it"
-            if lost
-            else "it was backpropagated, and no weight is lost"
-        ),
-        shown_by="in a further run on this batch it is the first operation whose result is not finite while all its "
-        "inputs are",
-        culprits=tuple(name for name in (origin.op, origin.module) if name),
-        where=str(origin.place),
+    made = found(
+        "nan_once_learned",
+        origin,
+        filter(None, (origin.op, origin.module)),
+        "weights lost" if lost else "",
+        lost_at=len(finite) + 1,
+        origin=str(origin),
+        value=origin.value,
+        start=finite[0],
+        last=finite[-1],
+        before=len(finite),
+        lost=lost,
         repair=repair.text,
-        do_not=repair.do_not,
     )
+    return replace(made, do_not=repair.do_not)
 
 
-def _follows(batch: OneBatch, behind: Finding) -> Finding:
-    curve = batch.curve
-    return Finding(
-        cause="not_learning",
-        summary=f"one fixed batch is not learned; {behind.check} says why: {behind.summary}",
-        measured=f"loss {curve.start:.4g} at the start, {curve.end:.4g} after {curve.steps} steps",
-        shown_by=f"{behind.check} finds {behind.cause} in the same loop",
-        culprits=behind.culprits,
-        where=behind.where,
-        change=behind.change,
-        repair=behind.repair,
-    )
-
-
-def _undone(batch: OneBatch) -> Finding:
-    curve = batch.curve
-    return Finding(
-        cause="update_undone",
-        summary="every update is undone before the next step: the weights are always where they began",
-        measured=f"loss {curve.start:.4g} at the start, {curve.end:.4g} after {curve.steps} steps",
-        shown_by="steps move the weights, and each finds them bit for bit where the first had found them",
-        culprits=("weights",),
-        where=batch.seen.step_line(),
-    )
-
-
-def _unused(batch: OneBatch, found: Learning, equal_rows: float) -> Finding:
-    lost = batch.lost_before
-    return Finding(
-        cause="input_unused",
-        summary=(
-            "the model cannot use its input: all rows that reach its first layer are the same"
-            if lost
-            else "the model cannot use its input: whatever the rows hold, the loss is the same"
-        ),
-        measured=(
-            f"plain Adam comes from {found.start:.4g} to {found.reference:.4g}"
-            + ("" if lost else f", with all rows equal to {equal_rows:.4g}")
-        ),
-        shown_by=(
-            "the rows of the batch differ, and those that come in at layers with weights do not"
-            if lost
-            else "with each row in its neighbour's place and the labels in theirs, the loss goes the same way"
-        ),
-        culprits=("model",),
-    )
-
-
-def _stuck(batch: OneBatch, found: Learning) -> Finding:
+def _stuck(batch: OneBatch, learned: Learning) -> Finding:
     """The first observation that names a cause; advice where there is none."""
     from pytest_trainloop.checks.learning.remedies import held, higher, lower, undecayed, usual_eps
     from pytest_trainloop.records.clips import clipped_to
 
-    if found.assigns:
-        return _slow(batch, found, "the loop also writes weights or gradients itself, which may be meant to slow it")
+    line, facts = batch.seen.step_line(), asdict(learned)
+
+    def slow(why: str) -> Finding:
+        facts["largest_lr"] = max(batch.curve.rates, default=float("nan"))
+        return found("learns_slowly", "", ("lr",), **facts, progress=learned.progress, why=why, level="advice")
+
+    if learned.assigns:
+        return slow("the loop also writes weights or gradients itself, which may be meant to slow it")
     clip = clipped_to(batch.seen)
-    if clip is not None and clip.starves and found.stands_still:
-        helped = higher(batch, found)
-        if helped is not None:
-            return _clipped(found, clip, helped)
-    if found.nowhere and (without := undecayed(batch, found)) is not None:
-        return _decay_dominates(batch, found, without)
-    if found.decayed and (curve := held(batch, found)) is not None:
-        return _decays(batch, found, curve)
-    if found.astray:
-        return _astray(found)
-    if found.peak == 0:
-        return _without_rate(found)
-    if found.too_small and (eps := usual_eps(batch, found)) is not None:
-        return _by_eps(found, *eps)
-    if found.too_small and (helped := higher(batch, found)) is not None:
-        return _by_rates(found, helped)
-    if found.too_far and (helped := lower(batch, found)) is not None:
-        return _by_rates(found, helped)
-    if found.too_small:
-        return _slow(
-            batch, found, "steps move next to nothing, and no higher learning rate that was tried changes that"
-        )
-    return _slow(batch, found, "steps lead down the gradient, at a learning rate that is neither too low nor too high")
+    if clip is not None and clip.starves and learned.stands_still and (helped := higher(batch, learned)) is not None:
+        facts |= {"share": clip.share, "limit": clip.limit, "factor": helped.factor, "learned_in": helped.steps}
+        return found("gradients_clipped_away", clip.where, (clip.by,), **facts)
+    if learned.nowhere and (without := undecayed(batch, learned)) is not None:
+        decay = max(d for o in batch.seen.optimizers for d in o.weight_decays)
+        facts |= {"decay": decay, "learned_in": without.steps}
+        return found("weight_decay_dominates", line, ("weight_decay",), "undecayed", **facts)
+    if learned.decayed and (curve := held(batch, learned)) is not None:
+        decays = _decays(batch)
+        facts |= decays | {"learned_in": curve.steps, "level": "fault" if decays["whole"] < FEW else "advice"}
+        return found("lr_decays_too_early", line, ("lr",), "held", **facts)
+    if learned.astray:
+        return found("not_learning", "", ("optimizer",), "astray", **facts)
+    if learned.peak == 0:
+        return found("not_learning", "", ("lr",), "rate 0", **facts)
+    if learned.too_small and (eps := usual_eps(batch, learned)) is not None:
+        return found("not_learning", "", ("eps",), "eps", **facts, eps=eps[0], learned_in=eps[1])
+    for tried, change in ((learned.too_small, higher), (learned.too_far, lower)):
+        if tried and (helped := change(batch, learned)) is not None:
+            return found("not_learning", "", ("lr",), **facts, factor=helped.factor, learned_in=helped.steps)
+    if learned.too_small:
+        return slow("steps move next to nothing, and no higher learning rate that was tried changes that")
+    return slow("steps lead down the gradient, at a learning rate that is neither too low nor too high")
 
 
-def _too_slow(found: Finding, steps: int) -> Finding:
-    """What is advice, where the project declares in how many steps the batch is to be learned."""
-    return replace(
-        found,
-        level="fault",
-        summary=f"{found.summary}, and steps={steps} declares that it is learned by then",
-        repair="another learning rate, momentum or initialisation, until the batch is learned; or more steps="
-        if found.cause == "learns_slowly"
-        else found.repair,
-    )
-
-
-def _clipped(found: Learning, clip: Clip, helped: Remedy) -> Finding:
-    return Finding(
-        cause="gradients_clipped_away",
-        summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
-        measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}, its share {clip.share:.1g}",
-        shown_by=f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps",
-        culprits=(clip.by,),
-        where=clip.where,
-    )
-
-
-def _decay_dominates(batch: OneBatch, found: Learning, without: Curve) -> Finding:
-    decay = max(d for o in batch.seen.optimizers for d in o.weight_decays)
-    return Finding(
-        cause="weight_decay_dominates",
-        summary=f"weight decay of {decay:g} dominates the gradient: the loop does not learn its batch",
-        measured=_reached(found),
-        shown_by=f"without decay, and with nothing else changed, the batch is learned in {without.steps} steps",
-        tried=f"with weight_decay=0 the batch is learned in {without.steps} steps",
-        culprits=("weight_decay",),
-        where=batch.seen.step_line(),
-    )
-
-
-def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
-    rates = batch.curve.rates
-    peak = max(range(len(rates)), key=lambda i: -1.0 if math.isnan(rates[i]) else rates[i])
-    gone = _gone(rates, peak)
-    whole = sum(rate for rate in rates if not math.isnan(rate)) / rates[peak]
-    return Finding(
-        cause="lr_decays_too_early",
-        level="fault" if whole < FEW else "advice",
-        summary=f"lr is below a hundredth of its peak from step {gone + 1} on, before the batch is learned",
-        measured=(
-            f"{_reached(found)}; lr {rates[peak]:.1e} at its peak in step {peak + 1}, {rates[gone]:.1e} in step "
-            f"{gone + 1}, {rates[-1]:.1e} at the end: all steps add up to {whole:.1f} at the peak"
-        ),
-        shown_by=f"with the learning rate held at its peak the batch is learned in {curve.steps} steps",
-        tried=f"with the learning rate held at its peak the batch is learned in {curve.steps} steps",
-        culprits=("lr",),
-        where=batch.seen.step_line(),
-    )
-
-
-def _gone(rates: Sequence[float], peak: int) -> int:
-    """The first step after the last that is not below a hundredth of the peak: a warm-up begins below it, too."""
+def _decays(batch: OneBatch) -> dict[str, Any]:
+    """The peak of the learning rates, and the first step after the last that is not below a hundredth of it: a warm-up
+    begins below it, too."""
     from pytest_trainloop.checks.learning.outcome import DECAYED
 
-    return max(i for i in range(peak, len(rates)) if rates[i] >= DECAYED * rates[peak]) + 1
-
-
-def _astray(found: Learning) -> Finding:
-    return Finding(
-        cause="not_learning",
-        summary="the optimizer does not lower the loss of one fixed batch: its steps lead up the gradient",
-        measured=_reached(found),
-        shown_by=(
-            "plain Adam learns with the same model and data; the direction agreement between the loop's steps and the "
-            f"way down the gradient is {found.descent:.2f} in the mean (1 = same, -1 = opposite)"
-        ),
-        culprits=("optimizer",),
-        repair="look at the sign of the update, at what it is applied to, and at what writes the weights afterwards",
-    )
-
-
-def _without_rate(found: Learning) -> Finding:
-    return Finding(
-        cause="not_learning",
-        summary=f"one fixed batch is not learned: the learning rate is 0 in all of {found.steps} steps",
-        measured=_reached(found),
-        shown_by="plain Adam learns with the same model and data",
-        culprits=("lr",),
-    )
-
-
-def _by_rates(found: Learning, helped: Remedy) -> Finding:
-    return Finding(
-        cause="not_learning",
-        summary=f"one fixed batch is not learned at this learning rate, and is at {helped.factor:g} times as much",
-        measured=_reached(found),
-        shown_by=f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps",
-        culprits=("lr",),
-    )
-
-
-def _by_eps(found: Learning, eps: float, steps: int) -> Finding:
-    return Finding(
-        cause="not_learning",
-        summary=f"one fixed batch is not learned with eps = {eps:g}, and is with a usual one",
-        measured=_reached(found),
-        shown_by=f"with eps = 1e-8 in its place the batch is learned in {steps} steps",
-        culprits=("eps",),
-    )
-
-
-def _slow(batch: OneBatch, found: Learning, shown: str) -> Finding:
-    rate = max(batch.curve.rates, default=float("nan"))
-    return Finding(
-        cause="learns_slowly",
-        level="advice",
-        summary=f"one fixed batch is learned slowly: {found.progress:.0%} of the way that plain Adam goes",
-        measured=f"{_reached(found)}; this loop's learning rate is {rate:.1e} at most",
-        shown_by=shown,
-        culprits=("lr",),
-    )
+    rates = batch.curve.rates
+    peak = max(range(len(rates)), key=lambda i: -1.0 if math.isnan(rates[i]) else rates[i])
+    gone = max(i for i in range(peak, len(rates)) if rates[i] >= DECAYED * rates[peak]) + 1
+    whole = sum(rate for rate in rates if not math.isnan(rate)) / rates[peak]
+    places = {"peak_at": peak + 1, "gone": gone + 1, "whole": whole}
+    return places | {"peak_lr": rates[peak], "gone_lr": rates[gone], "last_lr": rates[-1]}

@@ -21,12 +21,12 @@ from pytest_trainloop.wording import module_of, some
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.checks.learning.schedule.called_functions import CalledFunctions
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.events import Place, Step
     from pytest_trainloop.recording.record import Optimizer, Record, Scheduler
     from pytest_trainloop.records.learning_rates import GroupRates
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.called_functions import CalledFunctions
 
 FEWEST = 3
 """Steps, or calls, that make a rule of what is seen."""
@@ -224,7 +224,7 @@ class WholeFit:
 
     @classmethod
     def of(cls, evidence: Evidence) -> WholeFit:
-        from pytest_trainloop.tracing.called_functions import CalledFunctions
+        from pytest_trainloop.checks.learning.schedule.called_functions import CalledFunctions
 
         whole, functions = cls(), CalledFunctions()
         with contextlib.suppress(CannotDecide, BrokenRun):

@@ -185,7 +185,7 @@ def copied(evidence: Evidence) -> Iterator[Finding]:
     another: a fault is what nobody can save, since the dict of all groups is gone when the rate is written, or what
     makes a schedule of the copies while the optimizer's rate is one number.
     """
-    from pytest_trainloop.tracing.copied_groups import CopiedGroups
+    from pytest_trainloop.checks.learning.schedule.copied_groups import CopiedGroups
 
     record = evidence.run()
     for index in dict.fromkeys(copy.optimizer for copy in record.copied_rates):

@@ -49,60 +49,24 @@ References
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import math
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import be, some
+from pytest_trainloop.checks.learning.update_ratio.causes import CAUSES, found
+from pytest_trainloop.errors import BrokenRun, CannotDecide
+from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
     from pytest_trainloop.checks.learning.one_batch import OneBatch
-    from pytest_trainloop.checks.learning.outcome import Learning
     from pytest_trainloop.checks.learning.remedies import Remedy
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-
-CAUSES = {
-    "same_lr_for_pretrained_and_new": Cause(
-        proof="weights that are the same under another seed train at the learning rate of randomly initialised ones",
-        repair="two parameter groups: a learning rate about ten times as high for what is new",
-        change=("optimizer",),
-        source="https://github.com/facebookresearch/detr/issues/95",
-    ),
-    "lr_too_low": Cause(
-        proof="no step moves the weights by more than 2e-6 of their size, and higher learning rates learn the batch",
-        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
-        change=("optimizer",),
-        source="https://cs231n.github.io/neural-networks-3/#ratio",
-    ),
-    "lambda_gives_the_rate": Cause(
-        proof="the largest factor that the lambda of LambdaLR returns is the base rate itself, and higher rates learn",
-        repair="let the function return a factor on the rate: LambdaLR(optimizer, lambda step: rate(step) / lr)",
-        explains=(
-            "overfit_one_batch:not_learning",
-            "overfit_one_batch:learns_slowly",
-            "schedule:rate_is_the_factor",
-        ),
-        change=("scheduler",),
-        source="https://github.com/lhoyer/MIC/issues/60",
-    ),
-    "eps_too_large": Cause(
-        proof="no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
-        repair="eps=1e-8, or a learning rate that makes up for it: where eps dominates, steps go as lr / eps",
-        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
-        change=("optimizer",),
-        source="https://github.com/mlpnlp/mlpnlp-nmt/pull/4",
-    ),
-    "lr_too_high": Cause(
-        proof="the loss of one batch rises or stands still under large steps, and only lower learning rates learn it",
-        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
-        change=("optimizer",),
-        source="https://github.com/juntang-zhuang/LadderNet/issues/1",
-    ),
-}
+    from pytest_trainloop.runs.projection import Projected
 
 
 @check(needs={"run"}, causes=CAUSES, rank=10, steps=100, long=True)
@@ -121,28 +85,34 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     require_a_curve(batch.curve)
     if behind := evidence.root_causes("update_ratio"):
         raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
-    found = learning(batch)
-    if found.hopeless:
+    learned = learning(batch)
+    if learned.hopeless:
         raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
-    if found.assigns or found.learned or found.astray or found.decayed or batch.ratios.undone:
+    if learned.assigns or learned.learned or learned.astray or learned.decayed or batch.ratios.undone:
         return
-    if found.nowhere and undecayed(batch, found) is not None:
+    if learned.nowhere and undecayed(batch, learned) is not None:
         return
-    clip = clipped_to(batch.seen)
-    if found.peak == 0:
-        line = evidence.shared(MadeAt.of).scheduler() or _written_by_hand(evidence)
-        yield replace(_nothing(batch, found), change=line)
-    elif found.too_far:
-        helped = lower(batch, found)
-        if helped is not None:
-            yield replace(_too_high(batch, found, helped), change=_written_by_hand(evidence))
-    elif found.too_small and not (clip is not None and clip.starves):
-        if (eps := usual_eps(batch, found)) is not None:
-            yield _eps(batch, found, *eps)
-            return
-        helped = higher(batch, found)
-        if helped is not None:
-            yield _rate_as_factor(evidence, _too_low(batch, found, helped))
+    line, clip = batch.seen.step_line(), clipped_to(batch.seen)
+    facts = asdict(learned) | {"sizes": _sizes(batch), "lr": max(batch.curve.rates)}
+    if learned.peak == 0:
+        made = found("lr_too_low", line, ("lr",), "rate 0", **facts)
+        yield replace(made, change=evidence.shared(MadeAt.of).scheduler() or _written_by_hand(evidence))
+    elif learned.too_far:
+        if (helped := lower(batch, learned)) is not None:
+            facts |= _helped(helped)
+            made = found("lr_too_high", line, ("lr",), "lowered", **facts, rises=learned.diverged)
+            yield replace(made, change=_written_by_hand(evidence))
+    elif learned.too_small and not (clip is not None and clip.starves):
+        if (eps := usual_eps(batch, learned)) is not None:
+            yield found("eps_too_large", line, ("eps",), "usual", **facts, eps=eps[0], learned_in=eps[1])
+        elif (helped := higher(batch, learned)) is not None:
+            facts |= _helped(helped)
+            if given := _rate_as_factor(evidence):
+                projected, base, peak = given
+                made = found("lambda_gives_the_rate", projected.place, ("lr",), **facts | {"base": base, "peak": peak})
+                yield replace(made, change=projected.made_at)
+            else:
+                yield found("lr_too_low", line, ("lr",), "raised", **facts)
 
 
 def _same_lr(evidence: Evidence) -> Iterator[Finding]:
@@ -162,51 +132,29 @@ def _same_lr(evidence: Evidence) -> Iterator[Finding]:
     if len(both) != 1 or not rates["pretrained"] or not rates["random"]:
         return
     rate = next(iter(both))
-    pretrained, new = rates["pretrained"][rate], rates["random"][rate]
-    if len(pretrained) > len(new):
-        yield Finding(
-            cause="same_lr_for_pretrained_and_new",
-            level="advice",
-            summary=(
-                f"{len(pretrained)} pretrained weight matrices train at the learning rate of {some(new)}, which "
-                f"{be(new)} randomly initialised"
-            ),
-            measured=f"lr {rate:.1e} for all at the first step",
-            shown_by="built under another seed, the former are the same bit for bit and the latter are not",
-            culprits=tuple(new),
-        )
+    pretrained, new = len(rates["pretrained"][rate]), rates["random"][rate]
+    if pretrained > len(new):
+        yield found("same_lr_for_pretrained_and_new", "", new, pretrained=pretrained, lr=rate, level="advice")
 
 
-def _measured(batch: OneBatch, found: Learning) -> str:
+def _sizes(batch: OneBatch) -> str:
     groups = sorted({(r.optimizer, r.group) for r in batch.ratios.seen})
-    sizes = [
+    return ", ".join(
         f"{max(r.ratio for r in batch.ratios.seen if (r.optimizer, r.group) == at):.1e}"
         + (f" in group {at[1]}" if len(groups) > 1 else "")
         for at in groups[:4]
-    ]
-    return (
-        f"a step moves the weight matrices by {', '.join(sizes)} of their size at lr {max(batch.curve.rates):.1e}; "
-        f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps"
     )
 
 
-def _shown(helped: Remedy) -> str:
+def _helped(helped: Remedy) -> dict[str, Any]:
     low, high = helped.band
-    band = f"; lr from {low:.0e} to {high:.0e} learn it" if high > low else f"; lr {low:.0e} learns it"
-    return f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps{band}"
-
-
-def _too_low(batch: OneBatch, found: Learning, helped: Remedy) -> Finding:
-    return Finding(
-        cause="lr_too_low",
-        summary=f"the learning rate is too low to learn: at {helped.factor:g} times it the batch is learned",
-        measured=_measured(batch, found),
-        shown_by=_shown(helped),
-        culprits=("lr",),
-        where=batch.seen.step_line(),
-        repair=f"lr={helped.band[0]:.0e} here; lr up to {helped.band[1]:.0e} learns the batch",
-        tried=f"with lr={helped.band[0]:.0e} the batch is learned in {helped.steps} steps",
-    )
+    return {
+        "factor": helped.factor,
+        "learned_in": helped.steps,
+        "low": low,
+        "high": high,
+        "several": high > low,
+    }
 
 
 def _written_by_hand(evidence: Evidence) -> str:
@@ -220,64 +168,19 @@ def _written_by_hand(evidence: Evidence) -> str:
     return evidence.shared(RateWrites.of).line()
 
 
-def _rate_as_factor(evidence: Evidence, low: Finding) -> Finding:
-    """The finding of a rate that is too low, by the lambda that makes it so, where one does."""
-    from pytest_trainloop.checks.learning.update_ratio.rate_as_factor import rate_as_factor
+def _rate_as_factor(evidence: Evidence) -> tuple[Projected, float, float] | None:
+    """The schedule of a LambdaLR whose largest factor equals the base rate of its group and is not 1, with that rate
+    and the largest product of the two."""
+    from pytest_trainloop.runs.projection import Projections
 
-    given = rate_as_factor(evidence)
-    if given is None:
-        return low
-    projected, base, peak = given
-    return replace(
-        low,
-        cause="lambda_gives_the_rate",
-        summary=(
-            f"the function of LambdaLR returns the learning rate where a factor on it is meant: {base:g} times "
-            f"{base:g} makes {peak:g}"
-        ),
-        shown_by=f"its largest factor is the base rate, {base:g}; {low.shown_by.partition('; lr')[0]}",
-        tried="",  # a rate that makes up for the factor is no repair
-        where=projected.place,
-        change=projected.made_at,
-        repair="",
-    )
-
-
-def _eps(batch: OneBatch, found: Learning, eps: float, steps: int) -> Finding:
-    return Finding(
-        cause="eps_too_large",
-        summary=f"eps = {eps:g} is so much larger than the root of the second moment that steps come to nothing",
-        measured=_measured(batch, found),
-        shown_by=f"with eps = 1e-8 in its place and nothing else changed the batch is learned in {steps} steps",
-        tried=f"with eps=1e-8 the batch is learned in {steps} steps",
-        culprits=("eps",),
-        where=batch.seen.step_line(),
-    )
-
-
-def _nothing(batch: OneBatch, found: Learning) -> Finding:
-    return Finding(
-        cause="lr_too_low",
-        summary=f"the learning rate is 0 in all of {found.steps} steps",
-        measured=_measured(batch, found),
-        shown_by="no group of the optimizer has a learning rate above 0 at any step, and it does not rise",
-        culprits=("lr",),
-        where=batch.seen.step_line(),
-        repair="look at what sets it: a warm-up that divides integers, a factor of 0, a schedule that has ended",
-    )
-
-
-def _too_high(batch: OneBatch, found: Learning, helped: Remedy) -> Finding:
-    return Finding(
-        cause="lr_too_high",
-        summary=(
-            f"the learning rate is too high: one batch's loss {'rises' if found.diverged else 'does not fall'}, and at "
-            f"{helped.factor:g} times it is learned"
-        ),
-        measured=_measured(batch, found),
-        shown_by=_shown(helped),
-        culprits=("lr",),
-        where=batch.seen.step_line(),
-        repair=f"lr={helped.band[1]:.0e} here, or lower; or a warm-up, a clip",
-        tried=f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps",
-    )
+    with contextlib.suppress(CannotDecide, BrokenRun):
+        optimizers = evidence.run().optimizers
+        for projected in evidence.shared(Projections.of).schedulers:
+            if "LambdaLR" not in projected.kind or projected.optimizer >= len(optimizers):
+                continue
+            bases = optimizers[projected.optimizer].peak_lrs
+            for group, base in enumerate(bases[: len(projected.curve.rates[0])]):
+                peak = max(projected.curve.group(group))
+                if base > 0 and base != 1 and math.isclose(peak, base * base, rel_tol=1e-6):
+                    return projected, base, peak
+    return None

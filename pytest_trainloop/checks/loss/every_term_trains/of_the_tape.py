@@ -13,8 +13,8 @@ import torch
 
 from pytest_trainloop.checks.loss.dead_values import statement_at
 from pytest_trainloop.checks.loss.every_term_trains.causes import found
+from pytest_trainloop.checks.loss.every_term_trains.equal_values import EqualValues
 from pytest_trainloop.recording.torch_names import CASTS, DISTANCE_LOSSES, EXTREMES, SOFTMAXES, SUBTRACTIONS
-from pytest_trainloop.tracing.equal_values import EqualValues
 from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
 from pytest_trainloop.tracing.loss_tape import Tapes
 

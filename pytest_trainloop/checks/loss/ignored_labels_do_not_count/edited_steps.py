@@ -10,10 +10,10 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.loss.ignored_labels_do_not_count.causes import found
+from pytest_trainloop.checks.loss.ignored_labels_do_not_count.label_edits import LabelEdits
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import first_step_difference, optimizers
 from pytest_trainloop.runs.batch_stream import first_batch
-from pytest_trainloop.tracing.label_edits import LabelEdits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

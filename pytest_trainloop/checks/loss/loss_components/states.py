@@ -20,9 +20,9 @@ import torch
 from pytest_trainloop import members, nested
 from pytest_trainloop.errors import CannotDecide, Refused, UsageError, UserCodeError
 from pytest_trainloop.gradients.dependence import stirred
-from pytest_trainloop.gradients.flat import flat
 from pytest_trainloop.recording.function_mode import aside, is_aside
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.samples import as_real
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, is_functorch
 from pytest_trainloop.runs import checkpoint_bypass
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 MOST = 64
 """Roots of a run that are read, at most."""
+
+MOST_ENTRIES = 16_384
+"""Entries of a gradient's vector, at most; a larger tensor is folded into as many."""
 
 NEEDED = "a mapping of each term's name to its value, or to (weight, value), is needed"
 
@@ -316,7 +319,7 @@ class _Reader:
             parts_draw = tuple(self._drawn)
         self._drawn = list(drawn)
         self._of_item += 1
-        weights = flat(tensors, tensors)
+        weights = _flat(tensors, tensors)
         ends = list(itertools.accumulate(map(len, weights)))
         self.states.append(
             State(
@@ -341,7 +344,7 @@ def _gradient(root: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tens
         return None
     with aside():
         grads = torch.autograd.grad(root, tensors, retain_graph=True, allow_unused=True)
-    return torch.cat(flat(grads, tensors))
+    return torch.cat(_flat(grads, tensors))
 
 
 def _of_backward(tensors: Any, grad_tensors: Any = None, *_args: Any, **more: Any) -> tuple[Any, Any]:
@@ -433,3 +436,27 @@ def _require_number(name: str, value: Any) -> None:
 def _described(value: Any) -> str:
     """Without the dtype, which is that of this run."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else nested.describe(value)
+
+
+def _flat(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each gradient as a vector in float64; zeros, in the shape of ``like``, where it is None.
+
+    A larger tensor is folded: its entries are added up, with random signs, into ``MOST_ENTRIES`` places. The map is
+    linear and always the same, so a weighted sum of gradients is the same weighted sum of vectors, and a gradient that
+    is not zero gives a vector that is not zero.
+    """
+    return [_folded(torch.zeros_like(t) if g is None else g) for g, t in zip(gradients, like, strict=True)]
+
+
+def _folded(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.to_dense()
+    values = as_real(values).reshape(-1).to(device="cpu", dtype=torch.float64)
+    if len(values) <= MOST_ENTRIES:
+        return values.clone()
+    random = torch.Generator().manual_seed(len(values))
+    signs = torch.randint(0, 2, values.shape, generator=random).to(torch.float64) * 2 - 1
+    padded = torch.zeros(math.ceil(len(values) / MOST_ENTRIES) * MOST_ENTRIES, dtype=torch.float64)
+    padded[: len(values)] = values * signs
+    return padded.view(-1, MOST_ENTRIES).sum(0)

@@ -67,5 +67,23 @@ CAUSES = {
         repair="move this line behind optimizer.step()",
         source="https://github.com/SWivid/F5-TTS/issues/631",
     ),
+    "statistics_left_behind": _seen(
+        proof="in evaluation mode it uses, bit for bit, the statistics that the network it follows began with",
+        summary="an average follows the weights and not the buffers: in evaluation mode its batch "
+        "{several:?norms|norm} {names} {several:?use|uses} mean 0 and variance 1, as made",
+        measured="{passes:pass} in evaluation mode after {updates:update}; the running variance in the mean: "
+        "{kept:.3g} in the average, {now:.3g} in the network that it follows",
+        repair=(
+            "bring the buffers along: for slow, fast in zip(average.buffers(), model.buffers()): slow.copy_(fast), as "
+            "torch.optim.swa_utils.AveragedModel does; or call swa_utils.update_bn before the average is evaluated"
+        ),
+        variants={
+            "of a start": {
+                "summary": "an average follows the weights and not the buffers: in evaluation mode its batch "
+                "{several:?norms|norm} {names} {several:?use|uses} the statistics of the start",
+            }
+        },
+        source="https://github.com/CuriousAI/mean-teacher/issues/9",
+    ),
 }
 found = finding_maker(CAUSES)

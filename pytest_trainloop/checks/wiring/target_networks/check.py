@@ -3,7 +3,7 @@
 What it does
     It notes what user code copies into weights, what it averages and what it compares with them. It finds networks that
     no step moves and whose results are targets, and looks at their mode. It builds the loop once more, to see dropout
-    in what is computed before ``fit``.
+    in what is computed before ``fit``. Where averages and batch norms meet, one more run looks at their statistics.
 
 Why is this bad?
     A target network that is the online network, best weights that move along and an average that is thrown away raise
@@ -26,6 +26,10 @@ How it decides
     start the loop must then backpropagate something else. It is a fault where the model that trains made the pass, else
     advice.
     An average that moves several times a step, with a backward pass in between, is advice.
+    Statistics left behind: after three updates of an average a batch norm of it is called in evaluation mode, inside
+    ``fit`` or in the declared ``evaluate``. Its statistics are, bit for bit, those that the network it follows began
+    with, and that one has left them. It is a fault where these are 0 and 1, as a batch norm is made; else advice.
+    Silent are averages in training mode (momentum encoders), shared or copied buffers, and ``update_bn``.
 
 Faulty
     >>> start = list(model.parameters())
@@ -79,6 +83,7 @@ def _no_target_networks(evidence: Evidence) -> str:
 @check(needs={"run"}, causes=CAUSES, rank=45, absent=_no_target_networks)
 def target_networks(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.target_networks import findings, noise
+    from pytest_trainloop.checks.wiring.target_networks.statistics import statistics_left_behind
     from pytest_trainloop.checks.wiring.target_networks.writes import WeightWrites
 
     if not evidence.repeatable:
@@ -88,5 +93,7 @@ def target_networks(evidence: Evidence) -> Iterator[Finding]:
     yield from findings.average_dropped(record, seen)
     yield from findings.anchor_moves_along(record, seen)
     yield from findings.average_for_each_micro_batch(record, seen)
+    if seen.norms and any(write.average and write.of for write in seen.writes):
+        yield from statistics_left_behind(evidence)
     yield from noise.noise_in_targets(evidence)
     yield from noise.noise_while_building(evidence)

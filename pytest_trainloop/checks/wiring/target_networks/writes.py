@@ -107,6 +107,8 @@ class WeightWrites(WatchingMode):
         self.writes: list[Write] = []
         self.averages: list[Average] = []
         self.differences: list[Difference] = []
+        self.norms = False
+        """Whether a batch norm was called."""
         self._sums: dict[int, tuple[weakref.ref[torch.Tensor], int, Terms]] = {}
         self._results: dict[int, Average] = {}
         self._zeros: dict[int, tuple[weakref.ref[torch.Tensor], Difference]] = {}
@@ -129,6 +131,7 @@ class WeightWrites(WatchingMode):
         name = name_of(func)
         if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
             name = "data="
+        self.norms |= name == "batch_norm"
         with self.watch.suspended():
             self._settle()
             for tensor in tensors_in(args, kwargs) if self._results else ():
@@ -241,20 +244,29 @@ class WeightWrites(WatchingMode):
         own = bool(terms) and all(m == memory for m, _ in terms) and (average or terms[0][1] == 1.0)
         itself = self.watch.table.index(given) is not None
         kept = own and not average and not itself
-        names = tuple(dict.fromkeys(self._names[m] for m, _ in terms if m in self._names and m != memory))
+        sources = dict.fromkeys(m for m, _ in terms if m in self._names and m != memory)
+        place = here()[0]
+        if average and len(sources) == 1:
+            self.averaged(memory, next(iter(sources)), place)
         self.writes.append(
             Write(
                 weight or "",
-                here()[0],
+                place,
                 now[0],
                 self.watch.backward_passes,
                 average,
                 own,
                 kept and (stamp != now if known else now[0] > 0),
                 itself or self._taken_now(given),
-                names,
+                tuple(dict.fromkeys(self._names[source] for source in sources)),
             )
         )
+
+    def averaged(self, memory: Memory, source: Memory, place: Place) -> None:
+        """Called when a weight of an average is moved towards its source."""
+
+    def name(self, memory: Memory) -> str:
+        return self._names.get(memory, "")
 
     def _taken_now(self, tensor: torch.Tensor) -> bool:
         """Whether it is a view of a weight that was made in this step."""

@@ -66,3 +66,33 @@ pair(
     faulty=lambda: filters(masked=False),
     fixed=lambda: filters(masked=True),
 )
+
+
+# Texts as columns, as torchtext batches them: the last position is padding in all but the longest
+# (https://github.com/keitakurita/practical-torchtext/issues/5).
+
+
+def columns(last):
+    lengths = torch.tensor([12, 5, 9, 7, 11, 4])
+    ids = torch.randint(2, 30, (12, 6)).masked_fill(torch.arange(12)[:, None] >= lengths, 1)
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(30, 8, padding_idx=1), "rnn": nn.LSTM(8, 16), "head": nn.Linear(16, 6)}
+    )
+    batch = (ids, torch.randint(0, 2, (6, 6)).float())
+
+    def loss_of(m, b):
+        states = m["rnn"](m["table"](b[0]))[0]
+        return F.binary_cross_entropy_with_logits(m["head"](last(states, (b[0] != 1).sum(0))), b[1])
+
+    return trained(model, batch, loss_of)
+
+
+pair(
+    "last_state_of_columns",
+    "padding_invariance",
+    "padding_pooled",
+    level="advice",
+    where="states[-1]",
+    faulty=lambda: columns(lambda states, lengths: states[-1]),
+    fixed=lambda: columns(lambda states, lengths: states[lengths - 1, torch.arange(6)]),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from pytest_trainloop.loop import TrainLoop
 from tests.checks.batch.padding_invariance.faults_ids import texts
@@ -33,3 +34,24 @@ def texts_that_end_in_several_stops():
         ids[row, 10 - stops :] = 1
     batch = {"tokens": ids, "label": torch.arange(6) % 3}
     return trained(Counts(), batch, lambda m, b: F.cross_entropy(m(b["tokens"]), b["label"]))
+
+
+@odd(notes="two rows of ids, of which the second alone holds the padding id, drawn as any other")
+def id_of_padding_drawn():
+    ids = torch.randint(1, 20, (2, 10))
+    ids[1, 2:9:3], labels = 0, torch.tensor([0, 1])
+    model = nn.ModuleList([nn.Embedding(20, 8, padding_idx=0), nn.Linear(8, 3)])
+    return trained(model, (ids, labels), lambda m, b: F.cross_entropy(m[1](m[0](b[0]).mean(1)), b[1]))
+
+
+@odd(notes="columns of ids, packed, next to labels in rows of as many as the ids have positions")
+def packed_columns():
+    lengths = torch.tensor([10, 4, 7, 5])
+    ids = torch.randint(1, 20, (10, 4)).masked_fill(torch.arange(10)[:, None] >= lengths, 0)
+    model = nn.ModuleList([nn.Embedding(20, 8, padding_idx=0), nn.GRU(8, 12), nn.Linear(12, 10)])
+
+    def loss_of(m, b):
+        packed = pack_padded_sequence(m[0](b[0]), (b[0] != 0).sum(0), enforce_sorted=False)
+        return F.mse_loss(m[2](m[1](packed)[1][0]), b[1])
+
+    return trained(model, (ids, torch.randn(4, 10)), loss_of)

@@ -335,10 +335,6 @@ def after_many_steps(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 100)
 
 
-def no_schedule(model, optimizer, batches, criterion=token_loss, scheduler=None):
-    train(model, optimizer, batches, criterion)
-
-
 changed("scheduler_gone", "setup_differs", table(), table(scheduler=after_many_steps))
 changed(
     "shorter_cosine",

@@ -293,3 +293,66 @@ for how, moved in ((in_a_copy, "slow.lerp_(fast, 0.01)"), (in_a_dict, "0.01 * we
         fixed=averaged(each=False, shadow_of=how),
         quick=how is in_a_copy,
     )
+
+
+# An average of the parameters alone, evaluated: its batch norms keep the statistics of its start.
+
+
+def normed_average(along=lambda average, model: None, *, teaches=False, started=False, mode=False):
+    """An average that is evaluated after ``fit``, or gives targets inside it; ``along`` brings its buffers up to date.
+    The model may have been ``started``: trained before. ``mode`` is that of the average."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4))
+        for _ in range(5 if started else 0):
+            model(3.0 + torch.randn(16, 8))
+        average = copy.deepcopy(model).requires_grad_(False).train(mode)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for x, y in batches:
+                loss = F.cross_entropy(model(x), y)
+                if teaches:
+                    loss = loss + F.mse_loss(model(x), average(x))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                    slow.mul_(0.9).add_(fast.detach(), alpha=0.1)
+                along(average, model)
+
+        def evaluate():
+            x, y = points()
+            return float((average(x).argmax(1) == y).float().mean())
+
+        evaluated = {} if teaches else {"evaluate": evaluate}
+        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit, **evaluated)
+
+    return make
+
+
+def buffers_along(average, model):
+    for slow, fast in zip(average.buffers(), model.buffers(), strict=True):
+        slow.copy_(fast)
+
+
+pair(
+    "evaluated_average_of_parameters_alone",
+    "target_networks",
+    "statistics_left_behind",
+    culprits=("1",),
+    where="slow.mul_(0.9).add_(fast.detach(), alpha=0.1)",
+    faulty=normed_average(),
+    fixed=normed_average(buffers_along),
+    quick=True,
+)
+
+pair(
+    "teacher_with_the_statistics_of_its_start",
+    "target_networks",
+    "statistics_left_behind",
+    level="advice",
+    mentions=("statistics of the start",),
+    faulty=normed_average(teaches=True, started=True),
+    fixed=normed_average(buffers_along, teaches=True, started=True),
+)

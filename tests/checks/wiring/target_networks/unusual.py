@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
+from tests.checks.wiring.target_networks.faults import normed_average
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points
@@ -230,3 +231,32 @@ def average_of_a_generator_that_steps_seldom():
         batches=fresh(ring),
         fit=fit,
     )
+
+
+@odd(notes="a teacher in training mode normalises by the batch, and its statistics move of themselves")
+def teacher_in_training_mode():
+    return normed_average(teaches=True, mode=True)()
+
+
+@odd(notes="the buffers of the average are those of the model")
+def average_that_shares_its_buffers():
+    def shared(average, model):
+        average[1].running_mean, average[1].running_var = model[1].running_mean, model[1].running_var
+
+    return normed_average(shared)()
+
+
+@odd(notes="the batch norms of a network that was trained before are frozen, and so are those of its average")
+def frozen_norms_and_their_average():
+    loop = normed_average(started=True)()
+    loop.model[1].eval()
+    return loop
+
+
+@odd(notes="the statistics of the average are collected before it is evaluated")
+def update_bn_before_evaluation():
+    def collected(average, model):
+        average.train()(points()[0])
+        average.eval()
+
+    return normed_average(collected)()

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from pytest_trainloop.tracing.copied_groups import CopiedGroups
+from pytest_trainloop.checks.learning.schedule.copied_groups import CopiedGroups
 
 
 def followed(use):

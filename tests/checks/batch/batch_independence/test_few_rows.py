@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop.batches.few_rows import few_rows
+from pytest_trainloop.checks.batch.batch_independence.few_rows import few_rows
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.loop import TrainLoop
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from pytest_trainloop.batches.other_values import OtherValues
+from pytest_trainloop.checks.batch.batch_independence.other_values import OtherValues
 
 
 def test_masks_lengths_ignored_labels_and_padding_stay():
