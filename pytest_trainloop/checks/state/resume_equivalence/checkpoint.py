@@ -20,8 +20,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from pytest_trainloop import members
 from pytest_trainloop.fields import is_folder, listed, named_modules, path_parameter
+from pytest_trainloop.reach.snapshot import Reach
 from pytest_trainloop.reach.sorts import sort_of
-from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.runs.halves import same_tensor
@@ -137,7 +137,7 @@ class Checkpoint:
     def _written(self, save: Callable[..., Any], parameter: str) -> Any:
         """Call ``save`` with a path; with one of the other kind, folder or file, or with a string, where that is what
         it wants."""
-        self._folder = Path(tempfile.mkdtemp(prefix="trainloop-"))
+        self._folder, self._text = Path(tempfile.mkdtemp(prefix="trainloop-")), False
         place = self._folder / "given"
         folder = first = is_folder(parameter)
         raised: Exception | None = None

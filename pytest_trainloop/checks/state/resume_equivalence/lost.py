@@ -322,9 +322,8 @@ def _call_of(b: Resumed, names: Sequence[str]) -> StateDictCall | None:
     """The call of ``load_state_dict`` that had these weights right at its end; else one that left them out."""
     if right := [call for call in b.calls if set(names) & call.right]:
         return right[-1]
-    own = [call for call in b.calls if not call.elsewhere or b.replaced] or b.calls
-    call = next(iter([call for call in own if call.missing or call.unexpected] or own), None)
-    return call._replace(elsewhere="") if call is not None and b.replaced else call
+    own = [call for call in b.calls if not call.elsewhere] or b.calls
+    return next(iter([call for call in own if call.missing or call.unexpected] or own), None)
 
 
 def _repair_of_keys(

@@ -27,8 +27,7 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.knobs import nearest
 from pytest_trainloop.reach.leaves import same_value
-from pytest_trainloop.reach.snapshot import differences
-from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.reach.snapshot import Reach, differences
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import layer, place_of
@@ -268,8 +267,6 @@ class Resumed(Run):
         self.loaded: Snapshot | None = None
         self.lost: list[Difference] = []
         self.calls: list[StateDictCall] = []
-        self.replaced = False
-        """Whether ``load`` made another optimizer, schedule or model that the loop uses since."""
         self.restored = frozenset[str]()
         """Of torch, numpy and python those whose random state ``load`` restored."""
         self.kept_for_later = frozenset[str]()
@@ -286,7 +283,8 @@ class Resumed(Run):
                 before = reached_by_functions(loop)
             self._load(loop)
             with watch.suspended():
-                self.replaced = put_in_place(loop, before)
+                if put_in_place(loop, before):  # a model that load made is the loop's own since
+                    self.calls = [StateDictCall(*call[:-1], elsewhere="") for call in self.calls]
                 reach = Reach.of(loop)
                 self.loaded = reach.snapshot()
                 self._look_at_cut(loop, reach)
