@@ -271,6 +271,18 @@ CAUSES = {
         shown_by="a loop built under another seed keeps its own after load",
         repair="self.register_buffer(name, tensor) puts an attribute into the checkpoint; load with strict=True. It is "
         "right where they are loaded from elsewhere",
+        variants={
+            "attribute": {
+                "summary": "{names} {names:are} drawn when the model is built, and the checkpoint does not hold "
+                "{names:them}: a run resumed under another seed {permutes:?reads features in another order|trains "
+                "another model}",
+                "measured": "{told}",
+                "shown_by": "resumed in a loop built under another seed, training ends as before with everything "
+                "carried over, and differs with everything but {what}",
+                "repair": "self.register_buffer(name, tensor) puts it into the state dict{permutes:?|. It is right "
+                "where it is loaded from elsewhere}",
+            },
+        },
         source="https://github.com/ligerlac/torchlogix/pull/23",
     ),
     "save_changes": Cause(

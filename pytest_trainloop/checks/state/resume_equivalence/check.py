@@ -118,7 +118,7 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
 def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     """What two runs that came to their end show. Raises ``CannotDecide`` or ``Unreliable`` where the resumed run ends
     elsewhere for no known reason."""
-    from pytest_trainloop.checks.state.resume_equivalence.lost import averages, losses, steered
+    from pytest_trainloop.checks.state.resume_equivalence.lost import averages, drawn_attributes, losses, steered
 
     if apart := [*_detached(a, b), *_untied(a, b)]:
         lost, known, undecided = apart, set[str](), None
@@ -138,8 +138,12 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
         attribute = kept.split("[")[0].rpartition(".")[2]
         facts = {"kept": kept, "entry": entry, "attribute": attribute}
         yield _seen("live_references", a, a.drifting.values(), "kept", **facts)
-    if not apart and undecided is None and (names := _drawn_from_seed(a, b)):
-        yield _seen("drawn_from_seed", a, names, level="advice")
+    if not apart and undecided is None:
+        other = b.again(other_seed=1, steps=False)
+        if names := _drawn_from_seed(a, b, other):
+            yield _seen("drawn_from_seed", a, names, level="advice")
+        if other.loaded is not None and not b.unequal():
+            yield from drawn_attributes(a, b, other)
     if undecided is not None and not lost:
         raise undecided
 
@@ -235,11 +239,10 @@ def _random_states(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
         yield _seen("rng_not_saved", a, names, level="advice", generators=" and ".join(drawn))
 
 
-def _drawn_from_seed(a: Uninterrupted, b: Resumed) -> list[str]:
+def _drawn_from_seed(a: Uninterrupted, b: Resumed, other: Resumed) -> list[str]:
     """Weights and buffers that are as another seed built them: neither saved nor made by training."""
     from pytest_trainloop.reach.leaves import same_value
 
-    other = b.again(other_seed=1, steps=False)
     if other.load_error is not None or other.loaded is None or b.loaded is None:
         return []
     names = []

@@ -7,7 +7,9 @@ weight depends on is shown by ``evaluate``, or by where an average ends.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,16 +19,20 @@ import torch
 from pytest_trainloop.checks.state.resume_equivalence.causes import found
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.reach.leaves import same_value
+from pytest_trainloop.reach.snapshot import Reach
+from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.wording import be, count, some
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pytest_trainloop.checks.state.resume_equivalence.checkpoint import StateDictCall
     from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
     from pytest_trainloop.finding import Finding, Level
     from pytest_trainloop.reach.snapshot import Difference
+    from pytest_trainloop.runs.evidence import Evidence
 
 OTHER_INPUTS = (
     "the resumed run was handed other inputs by a data stream of the loop's own; let fit take its data from the "
@@ -56,6 +62,16 @@ class Lost(NamedTuple):
     unequal: tuple[str, ...] = ()
     """Weights and buffers that end elsewhere for it alone."""
 
+    @property
+    def kind(self) -> str:
+        kinds = {d.leaf.kind for d in self.differences}
+        return next(kind for kind in _FIRST if kind in kinds)
+
+    @property
+    def first(self) -> tuple[Difference, ...]:
+        """What gives the loss its cause."""
+        return tuple(d for d in self.differences if d.leaf.kind == self.kind)
+
 
 def losses(a: Uninterrupted, b: Resumed) -> tuple[list[Finding], set[str], CannotDecide | Unreliable | None]:
     """What makes the resumed run end elsewhere; the components of that; and why it cannot be told, where it cannot."""
@@ -74,13 +90,9 @@ def losses(a: Uninterrupted, b: Resumed) -> tuple[list[Finding], set[str], Canno
     causes = {finding.cause for _, finding in made}
     if causes & {"optimizer_state_lost", "scheduler_restarts"}:  # what sets the rates is lost, and the rates with it
         made = [(one, finding) for one, finding in made if finding.cause != "rate_lost"]
-    calls = [_call_of(b, names) for names in (_names(a, o) for o, f in made if f.cause == "weights_not_loaded")]
+    calls = [_call_of(b, one) for one, finding in made if finding.cause == "weights_not_loaded"]
     keys = [{*call.missing, *call.unexpected} for call in calls if call is not None and call.missing]
-    made = [
-        (one, finding)
-        for one, finding in made
-        if finding.cause != "buffer_lost" or not any(_under(_names(a, one), left) for left in keys)
-    ]
+    made = [(one, f) for one, f in made if f.cause != "buffer_lost" or not any(_under(a, one, left) for left in keys)]
     if undecided is not None and not made and b.raised is not None:
         facts = {"raised": b.raised.summary, "kind": b.raised.kind}
         where = b.raised.place if b.raised.place.file else ""
@@ -94,8 +106,9 @@ def _is_stream(a: Uninterrupted, lost: Lost) -> bool:
     return bool(held) and all(isinstance(value, Iterator) for value in held)
 
 
-def _under(names: Sequence[str], keys: Collection[str]) -> bool:
+def _under(a: Uninterrupted, buffers: Lost, keys: Collection[str]) -> bool:
     """Whether these are buffers that a call left out, under the keys that weights were left out by."""
+    names = [a.name_of(d.leaf.path) for d in buffers.first]
     return all(any(f".{key}".endswith(f".{name}") for key in keys) for name in names)
 
 
@@ -157,9 +170,7 @@ def _certain(a: Uninterrupted, b: Resumed) -> Iterator[Lost]:
 
 def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
     """The cause of one loss: by what was lost, and by what ``load`` did to it."""
-    kinds = {d.leaf.kind for d in lost.differences}
-    kind = next(kind for kind in _FIRST if kind in kinds)
-    differences = _of_kind(lost, kind)
+    kind, differences = lost.kind, lost.first
     what = " and ".join(lost.names)
 
     def lose(cause: str, variant: str = "", *, level: Level = "fault", **facts: Any) -> Finding:
@@ -168,8 +179,8 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
     if any("['params']" in d.leaf.path and isinstance(d.before, torch.Tensor) for d in differences):
         return lose("state_lost", "stepped")
     if kind == "weight":
-        call = _call_of(b, _names(a, lost))
-        if call is not None and set(_names(a, lost)) & call.right:
+        call = _call_of(b, lost)
+        if call is not None and call.right & {a.name_of(d.leaf.path) for d in differences}:
             return lose("weights_overwritten", call=call)
         as_built = all(b.left_as_built(d) for d in differences)
         variant, facts = _repair_of_keys(a, differences, call)
@@ -186,20 +197,19 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
     if kind == "generator":
         return lose("own_generator", level="advice")
     # a window or a history fills again
-    window = kind == "scalar" and "length" in kinds
+    window = kind == "scalar" and any(d.leaf.kind == "length" for d in lost.differences)
     if not window and (kind == "scalar" or (kind in ("tensor", "array") and all(map(_has_one, differences)))):
         if any(b.left_as_built(d) for d in differences):
             return lose("counter_lost")
         return lose("counter_lost", "changed", level="advice")
     if kind == "mode":
         mode = "training" if differences[0].after else "evaluation"
-        modules = some([name.removesuffix(".training") for name in _names(a, lost)])
-        return lose("state_lost", "mode", mode=mode, modules=modules)
-    if kind in ("gradient", "requires_grad"):
-        return lose("state_lost", {"gradient": "gradient", "requires_grad": "requires_grad"}[kind])
-    if kind in ("switch", "hooks"):
-        return lose("state_lost")
-    certain = kind == "tensor" and (_in_a_module(a, lost) or _as_weights(a, differences))
+        return lose(
+            "state_lost", "mode", mode=mode, modules=some([d.leaf.path[: -len(".training")] for d in differences])
+        )
+    if kind in ("gradient", "requires_grad", "switch", "hooks"):
+        return lose("state_lost", {"gradient": "gradient", "requires_grad": "requires_grad"}.get(kind, ""))
+    certain = kind == "tensor" and (_in_a_module(a, lost.differences) or _as_weights(a, differences))
     variant = "attribute" if "." in what else "value"
     variant = variant if kind in ("tensor", "array", "length") or window else ""
     return lose("state_lost", variant, level="fault" if certain else "advice", attribute=what.rpartition(".")[2])
@@ -265,17 +275,6 @@ def _plain(value: Any) -> Any:
     return value.detach().item() if one else value
 
 
-def _of_kind(lost: Lost, kind: str) -> tuple[Difference, ...]:
-    return tuple(d for d in lost.differences if d.leaf.kind == kind)
-
-
-def _names(a: Uninterrupted, lost: Lost) -> tuple[str, ...]:
-    """The names of what gives the loss its cause."""
-    kinds = {d.leaf.kind for d in lost.differences}
-    kind = next(kind for kind in _FIRST if kind in kinds)
-    return tuple(a.name_of(d.leaf.path) for d in _of_kind(lost, kind))
-
-
 def _has_one(difference: Difference) -> bool:
     """Whether a tensor or an array has one entry: a running baseline is a number, however it is kept."""
     return math.prod(getattr(difference.before, "shape", (0,))) == 1
@@ -297,9 +296,9 @@ def _as_weights(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
     return bool(tensors) and 2 * sum(t.shape in shapes for t in tensors) > len(tensors)
 
 
-def _in_a_module(a: Uninterrupted, lost: Lost) -> bool:
-    """Whether it is an attribute of a module."""
-    for d in lost.differences:
+def _in_a_module(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
+    """Whether one of these is an attribute of a module."""
+    for d in differences:
         place = a.saved.places.get(d.leaf.path)
         while place is not None:
             if isinstance(place.value, torch.nn.Module):
@@ -318,9 +317,10 @@ def _swapped(a: Uninterrupted, differences: Sequence[Difference]) -> tuple[str, 
     return None
 
 
-def _call_of(b: Resumed, names: Sequence[str]) -> StateDictCall | None:
+def _call_of(b: Resumed, weights: Lost) -> StateDictCall | None:
     """The call of ``load_state_dict`` that had these weights right at its end; else one that left them out."""
-    if right := [call for call in b.calls if set(names) & call.right]:
+    names = {b.a.name_of(d.leaf.path) for d in weights.first}
+    if right := [call for call in b.calls if names & call.right]:
         return right[-1]
     own = [call for call in b.calls if not call.elsewhere] or b.calls
     return next(iter([call for call in own if call.missing or call.unexpected] or own), None)
@@ -442,3 +442,64 @@ def _averages_apart(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:
         and isinstance(before := mine.value(path), torch.Tensor) and before.shape in shapes
         and not same_value(before, other.value(path))
     }  # fmt: skip
+
+
+def drawn_attributes(a: Uninterrupted, b: Resumed, other: Resumed) -> Iterator[Finding]:
+    """What a module draws when it is built, that no checkpoint holds and that training reads.
+
+    ``other`` is resumed in a loop built under another seed. With everything that differs there carried over it must end
+    as the uninterrupted run, and with everything but these attributes it must not. Only what a call that draws has
+    returned is looked at: other attributes may follow from the data (an order of frequencies). A permutation is at
+    fault; other draws may stand for what is loaded from elsewhere (an embedding, an assignment to clusters).
+    """
+    fresh, drawn = _draws(a.evidence)
+    mine: dict[bool, list[Difference]] = {True: [], False: []}
+    for d in other.lost:
+        path, leaf = d.leaf.path, d.leaf
+        known = all(path in leaves for leaves in (other.built.leaves, b.built.leaves, fresh.leaves))
+        if not known or leaf.kind not in ("tensor", "array") or d.how != "changed" or b.renewed.covers(leaf):
+            continue
+        as_built = same_value(b.built.value(path), d.before) and same_value(other.built.value(path), d.after)
+        if not as_built or not _in_a_module(a, (d,)):
+            continue  # load has set it, or training
+        value = fresh.value(path)
+        calls = [name for name, held in drawn if held is value or same_value(held, value)]
+        if calls:
+            mine[calls[-1].endswith(("randperm", "permutation"))].append(d)
+    everything = {d.leaf.path for d in other.lost if d.leaf.reached_from != {"batches"}}
+    if not any(mine.values()) or b.again(everything, other_seed=1).unequal():
+        return
+    for permutes, some_of_them in mine.items():
+        paths = [d.leaf.path for d in some_of_them]
+        unequal = b.again(everything - {*paths}, other_seed=1).unequal() if paths else []
+        if unequal:
+            facts: dict[str, Any] = {"what": some(paths), "unequal": tuple(unequal)}
+            facts |= {"level": "fault" if permutes else "advice", "permutes": permutes}
+            yield told(a, "drawn_from_seed", some_of_them, "attribute", **facts)
+
+
+_DRAW = frozenset("randperm randint randn rand randint_like randn_like rand_like bernoulli multinomial normal".split())
+
+
+def _draws(evidence: Evidence) -> tuple[Reach, list[tuple[str, Any]]]:
+    """What a fresh loop holds, and what calls that draw returned while it was built."""
+    drawn: list[tuple[str, Any]] = []
+
+    class Draws(FunctionMode):
+        def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            out = super().call(name, func, args, kwargs)
+            if name in _DRAW:
+                drawn.append((name, out))
+            return out
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def permutation(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            drawn.append(("permutation", out))
+            return out
+
+        return permutation
+
+    numpy = sys.modules.get("numpy")
+    with Draws(), patched(numpy.random, "permutation", noted) if numpy else contextlib.nullcontext():
+        return Reach.of(evidence.fresh_loop()), drawn
