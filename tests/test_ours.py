@@ -23,9 +23,8 @@ import pytest_trainloop
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.loop import Padding
 from pytest_trainloop.ours import StandsIn, holds_alone, is_our_class, is_ours
-from pytest_trainloop.reach.snapshot import differences
+from pytest_trainloop.reach.snapshot import Reach, differences
 from pytest_trainloop.reach.sorts import sort_of_class
-from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.runs.batch_stream import Batches

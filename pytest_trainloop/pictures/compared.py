@@ -22,7 +22,7 @@ SEEN = 5e-3
 
 def resumed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """The resumed run beside the uninterrupted one, where ``resume_equivalence`` found that they differ."""
-    from pytest_trainloop.checks.state.resume_equivalence.comparison import Reported
+    from pytest_trainloop.checks.state.resume_equivalence.runs import Reported
 
     found = facts.ask(Reported) if facts.findings("resume_equivalence") else None
     if found is not None and found.courses is not None:

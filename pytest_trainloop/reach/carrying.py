@@ -10,10 +10,9 @@ import torch
 
 from pytest_trainloop import memory_layout
 from pytest_trainloop.reach.copies import restore_tensor, set_state
-from pytest_trainloop.reach.naming import joined
+from pytest_trainloop.reach.graph import joined
 from pytest_trainloop.reach.slots import MISSING, Entries, Fixed, Hooks, OfClass, OfDict, OfList, OfMember, OfTensor
-from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
-from pytest_trainloop.reach.streams import set_back
+from pytest_trainloop.reach.sorts import attributes, is_plain, set_back, sort_of
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.whose import reraise_ours, reraise_raised
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pytest_trainloop.reach.copies import Copy
-    from pytest_trainloop.reach.places import Place
-    from pytest_trainloop.reach.slots import Slot
+    from pytest_trainloop.reach.slots import Place, Slot
     from pytest_trainloop.reach.walker import Walked
 
 
@@ -161,7 +159,7 @@ class Carrying:
             if above is None or isinstance(place.slot, Hooks):
                 return False
             if isinstance(place.slot, OfTensor) and isinstance(held := self._there(above.path), torch.Tensor):
-                return OfTensor(held, place.slot.name).put(self._value(place))
+                return OfTensor(held, place.slot.key).put(self._value(place))
             return self._create(above)
         if place.within is None or place.slot is None or place.within.kind == "hooks":
             return False
@@ -181,12 +179,11 @@ class Carrying:
     def _slot(self, slot: Slot, owner: Any) -> Slot | None:
         """The like slot of another object."""
         if isinstance(slot, OfList) and sort_of(owner) == "list":
-            return OfList(owner, slot.index)
+            return OfList(owner, slot.key)
         if isinstance(slot, OfMember):
-            member = next(
-                (vars(b)[slot.member.__name__] for b in type(owner).__mro__ if slot.member.__name__ in vars(b)), None
-            )
-            return OfMember(member, owner) if isinstance(member, MemberDescriptorType) else None
+            name = slot.key.__name__
+            member = next((vars(base)[name] for base in type(owner).__mro__ if name in vars(base)), None)
+            return OfMember(owner, member) if isinstance(member, MemberDescriptorType) else None
         if not isinstance(slot, OfDict):
             return None
         if isinstance(owner, dict) and not isinstance(slot.key, str):
@@ -270,7 +267,7 @@ class Carrying:
             for name, member in vars(base).items():
                 copy = self.copies.get(joined(path, name)) if isinstance(member, MemberDescriptorType) else None
                 if copy is not None:
-                    OfMember(member, made).put(self._held(copy))
+                    OfMember(made, member).put(self._held(copy))
         return made
 
     def _held(self, copy: Copy) -> Any:

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.memory_layout import write
-from pytest_trainloop.reach import streams
-from pytest_trainloop.reach.places import Place, shown_value
-from pytest_trainloop.reach.slots import Entries, Hooks
-from pytest_trainloop.reach.sorts import sort_of
+from pytest_trainloop.reach.slots import Entries, Hooks, Place, shown_value
+from pytest_trainloop.reach.sorts import position, set_back, sort_of
 from pytest_trainloop.recording.samples import as_bytes
 from pytest_trainloop.recording.shards import is_distributed, local
 from pytest_trainloop.recording.torch_internals import has_values
@@ -66,7 +64,7 @@ class Copy:
                 self.place.value[...] = self.kept
             return done
         if self.sort == "stream":
-            return streams.set_back(self.place.value, self.kept) and done
+            return set_back(self.place.value, self.kept) and done
         if self.sort == "generator":
             set_state(self.place.value, self.kept)
         return done
@@ -91,7 +89,7 @@ def copied(place: Place, names: Mapping[int, str]) -> Copy:
         value = place.value.copy()
         return Copy(place, sort, value, value)
     if sort in ("generator", "stream"):
-        kept = state_of(place.value) if sort == "generator" else streams.position(place.value)
+        kept = state_of(place.value) if sort == "generator" else position(place.value)
         return Copy(place, sort, kept, kept)
     return Copy(place, sort, place.value, place.value)
 

@@ -1,16 +1,16 @@
-"""What a walk has found so far: the places, and the objects with what they lead to."""
+"""What a walk has found so far: the places by paths as a reader types them, and the objects with what they lead to."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop.reach.leaves import ROOTS, Leaf
-from pytest_trainloop.reach.places import Place
-from pytest_trainloop.reach.slots import MISSING
+from pytest_trainloop.reach.slots import MISSING, Place
 from pytest_trainloop.reach.sorts import is_plain, sort_of
 
 if TYPE_CHECKING:
@@ -145,3 +145,22 @@ def may_train(tensor: torch.Tensor) -> bool:
     return tensor.is_leaf and (
         tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) or tensor.grad is not None
     )
+
+
+def module_path(declared: Any, prefix: str) -> str:
+    """The path of one of the declared modules: ``model``, ``model[0]``, ``generator`` for an entry of a dict."""
+    if not prefix:
+        return "model"
+    if isinstance(declared, Mapping):
+        return prefix if prefix.isidentifier() else f"model[{prefix!r}]"
+    return f"model[{prefix}]"
+
+
+def joined(path: str, name: str) -> str:
+    """The path of an attribute."""
+    return f"{path}.{name}" if name.isidentifier() or "." not in name else f"{path}[{name!r}]"
+
+
+def entry_path(path: str, key: Any, shown: str) -> str:
+    """The path of an entry: by its key, or by what the key is called where it is an object."""
+    return f"{path}[{shown or repr(key)}]"

@@ -1,27 +1,66 @@
-"""Copies of everything that a loop can touch: to compare, to put back, to carry over."""
+"""Everything that a loop's model, optimizer and functions can touch, and copies to compare, put back or carry over."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from pytest_trainloop.reach.carrying import Carrying
-from pytest_trainloop.reach.copies import Copy, copied
+from pytest_trainloop.reach.copies import Copy, copied, same_bits
 from pytest_trainloop.reach.leaves import Leaf, same_value
-from pytest_trainloop.reach.slots import OfList
-from pytest_trainloop.reach.walker import Walked, quiet, walk
+from pytest_trainloop.reach.slots import OfList, shown_value
+from pytest_trainloop.reach.walker import MOST, Walked, quiet, walk
+from pytest_trainloop.recording.torch_internals import has_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from pytest_trainloop.reach.places import Place
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.reach.slots import Place
 
 
-class Reached(Protocol):
-    """What holds a walk: a ``Reach``."""
+class Reach:
+    """What a loop can touch at this moment: its leaves by path, with the objects behind them.
 
-    @property
-    def walked(self) -> Walked: ...
+    A reach holds the loop's own objects; it is meant to be dropped after use. Nothing is changed by a walk and no code
+    of the project runs: attributes are read from ``__dict__`` and ``__slots__``, entries by the methods of ``dict`` and
+    ``list`` themselves.
+
+    ``leaves`` maps paths to leaves; ``cut`` is empty, or says in one sentence what was not looked at.
+    """
+
+    def __init__(self, walked: Walked) -> None:
+        self.walked = walked
+        self.leaves, self.cut = walked.leaves, walked.cut
+
+    @classmethod
+    def of(cls, loop: TrainLoop, *, most: int = MOST) -> Reach:
+        """Walk from the declared objects and from the functions of a loop, through at most ``most`` objects."""
+        return cls(walk(loop, most))
+
+    def value(self, path: str) -> Any:
+        """The live value of a leaf, or the object at any other place that the walk came by. Raises ``KeyError``."""
+        return shown_value(self.walked.places[path], self.walked.objects)
+
+    def path_of(self, thing: Any) -> str:
+        """The path of an object that was reached; empty for any other."""
+        return self.walked.objects.get(id(thing), "")
+
+    def holders(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """The paths that hold this very tensor, or another with exactly its bits."""
+        found = []
+        with quiet():
+            for path, place in self.walked.places.items():
+                held = None if place.kind == "reference" else place.value
+                if held is tensor or (isinstance(held, torch.Tensor) and has_values(held) and same_bits(held, tensor)):
+                    found.append(path)
+        return tuple(found)
+
+    def snapshot(self) -> Snapshot:
+        """Copies of all values, and references to the objects that hold them."""
+        return Snapshot(self.walked)
 
 
 class Snapshot:
@@ -117,7 +156,7 @@ class Snapshot:
         last_first = sorted(new.values(), key=_index, reverse=True)
         return [place.path for place in last_first if place.slot is None or not place.slot.take_out()]
 
-    def carry_over(self, into: Reached, paths: Collection[str] | None = None) -> list[str]:
+    def carry_over(self, into: Reach, paths: Collection[str] | None = None) -> list[str]:
         """Write copies of the values into the leaves of another loop, by path.
 
         Where an object is missing there, a copy of it is made. ``paths`` are those to carry, default all but the
@@ -129,7 +168,7 @@ class Snapshot:
 
 
 def _index(place: Place) -> int:
-    return place.slot.index if isinstance(place.slot, OfList) else 0
+    return place.slot.key if isinstance(place.slot, OfList) else 0
 
 
 @dataclass(slots=True)

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.reach.entering import Entering
-from pytest_trainloop.reach.graph import Graph
+from pytest_trainloop.reach.graph import Graph, module_path
 from pytest_trainloop.reach.leaves import ROOTS, Leaf
-from pytest_trainloop.reach.naming import module_path
-from pytest_trainloop.reach.places import Place
-from pytest_trainloop.reach.slots import MISSING, OfCell
+from pytest_trainloop.reach.slots import MISSING, OfCell, Place, switches
 from pytest_trainloop.reach.sorts import is_plain, sort_of, sort_of_root
-from pytest_trainloop.reach.switches import switches
 from pytest_trainloop.recording.torch_internals import no_dispatch_modes, no_torch_function
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.reach.leaves import same_value
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.hooks import before_steps
+from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.guard import StopFit, let_go
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import seed_all
@@ -125,7 +126,7 @@ def halves(
     ``cut_seed`` as well. Without ``seed_after`` that seed is set before ``between``, and not after it.
     ``drawn_late``: the batches after the cut are drawn there. ``inside``: ``fit`` is called once with the batches of
     both halves, and the cut is where it asks for the first one of the second half. ``other_seed`` is added to the seed
-    that the loop is built under. An exception of ``fit`` is in ``record.raised``.
+    that the loop is built under, and not to that of its batches. An exception of ``fit`` is in ``record.raised``.
     """
     plan = evidence.plan()
     items = _items_of_a_half(evidence.run())
@@ -137,6 +138,8 @@ def halves(
         fit_seed=plan.seed,
         count=items * 2,
         read_ahead=None,
+        # what is built under another seed is given the batches of the other runs
+        stream=(lambda loop: iter(first_batches(evidence.fresh_loop(), items * 2))) if other_seed else plan.stream,
         enough=lambda record: False,
         prepare=run.opened,
         contexts=lambda watch: (hooked(before_steps(run.stop_late)), *contexts(watch)),

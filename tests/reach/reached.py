@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.reach.snapshot import Difference, Snapshot, differences
-from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.reach.snapshot import Difference, Reach, Snapshot, differences
 
 
 def train(model: nn.Module, optimizer: Any, batches: Any) -> None:

@@ -14,8 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.reach.copies import same_bits
-from pytest_trainloop.reach.snapshot import differences
-from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.reach.snapshot import Reach, differences
 from tests.reach.reached import changes, function_with, loop_with, snapshot_of
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.reach.snapshot import differences
-from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.reach.snapshot import Reach, differences
 from tests.reach.reached import changes, function_with, loop_with, reach_of, snapshot_of, train
 
 COUNT = 3

@@ -14,7 +14,7 @@ from pytest_trainloop.checks.numerics.parameter_precision.causes import found
 from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.optimizers.lost_updates import MOST, EntryUpdates, LostUpdates, spaced_by_index, summed
 from pytest_trainloop.optimizers.spacing import spacings
-from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.reach.snapshot import Reach
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.samples import readable

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pytest_trainloop.reach.entering import Entering
 from pytest_trainloop.reach.graph import Graph
-from pytest_trainloop.reach.places import Place
+from pytest_trainloop.reach.slots import Place
 from pytest_trainloop.reach.sorts import is_plain, sort_of, sort_of_root
 from pytest_trainloop.reach.walker import quiet
 

@@ -14,8 +14,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.changed_at import ChangedA
 from pytest_trainloop.checks.state.evaluation_is_pure.generators import Seed, global_states, noted_seeds
 from pytest_trainloop.errors import UserCodeError
 from pytest_trainloop.reach.copies import same_bits
-from pytest_trainloop.reach.snapshot import differences
-from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.reach.snapshot import Reach, differences
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.patches import patched

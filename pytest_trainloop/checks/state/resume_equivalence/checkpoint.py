@@ -1,28 +1,38 @@
-"""One checkpoint: what ``save`` gave or wrote, kept as it was at that moment, for every ``load``."""
+"""What ``save`` gave or wrote, kept as it was at that moment for every ``load``, and what ``load`` does with it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import io
 import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
-from pytest_trainloop.fields import is_folder, path_parameter
+from pytest_trainloop import members
+from pytest_trainloop.fields import is_folder, listed, named_modules, path_parameter
+from pytest_trainloop.reach.snapshot import Reach
+from pytest_trainloop.reach.sorts import sort_of
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.source import here, user_frames
+from pytest_trainloop.runs.halves import same_tensor
+from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.whose import present, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 20_000
 """Entries of a checkpoint that are looked at."""
@@ -32,60 +42,64 @@ class Uncopied(Exception):
     """What ``save`` returned can neither be copied nor pickled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a checkpoint: the tensor itself, and its values when it was saved."""
-
-    path: str
-    live: torch.Tensor
-    saved: torch.Tensor
-
-
-@dataclass(slots=True)
 class Checkpoint:
-    """What ``save`` made. ``remove`` deletes the folder that it wrote to."""
+    """What ``save`` made. ``remove`` deletes the folder that it wrote to.
 
-    entries: list[Entry] = field(default_factory=list)
-    random_states: dict[str, str] = field(default_factory=dict)
-    """Of torch, numpy and python those whose random state is in the checkpoint, each with its entry."""
-    seen: bool = False
-    """Whether its entries are known: the state was returned, or written by ``torch.save``."""
-    _parameter: str = ""
-    bare: bool = False
-    """Whether a file is named without an ending, which the project may put there itself."""
-    _given: Path | None = None
-    _text: bool = False
-    """Whether the path is handed over as a string, since the project takes no other."""
-    _folder: Path | None = None
-    _state: Any = None
+    With ``bare`` a file is named without an ending, which the project may put there itself.
+    """
+
+    def __init__(self, *, bare: bool = False) -> None:
+        self.entries: dict[str, torch.Tensor] = {}
+        """Its tensors by path, as they were saved."""
+        self.live: dict[str, torch.Tensor] = {}
+        """The tensors themselves, until the run is over."""
+        self.random_states: dict[str, str] = {}
+        """Of torch, numpy and python those whose random state is in the checkpoint, each with its entry."""
+        self.seen = False
+        """Whether its entries are known: the state was returned, or written by ``torch.save``."""
+        self.given: Path | None = None
+        """The path that ``save`` was given; None where it returns a state."""
+        self._bare = bare
+        self._text = False  # whether the path is handed over as a string, since the project takes no other
+        self._folder: Path | None = None
+        self._state: Any = None
 
     def take(self, loop: TrainLoop) -> None:
         """Call ``save``. Raises what that raises."""
-        save, load = present(loop.save, "TrainLoop.save"), present(loop.load, "TrainLoop.load")
-        self._parameter = path_parameter(save, load)
+        save = present(loop.save, "TrainLoop.save")
+        parameter = path_parameter(save, present(loop.load, "TrainLoop.load"))
         written: list[Any] = []
-        with patched(torch, "save", lambda original: _noting(original, written)):
-            state = self._written(save) if self._parameter else save()
+
+        def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+            def save_file(obj: Any, *args: Any, **kwargs: Any) -> Any:
+                written.append(obj)
+                return original(obj, *args, **kwargs)
+
+            return save_file
+
+        with patched(torch, "save", noting):
+            state = self._written(save, parameter) if parameter else save()
         roots = [("state", state), *((f"state{f' ({n})' if n else ''}", made) for n, made in enumerate(written))]
         self._look_at([(path, root) for path, root in roots if isinstance(root, (Mapping, list, tuple))])
-        if self._given is None:
+        if self.given is None:
             self._state = copied(state)
         else:
-            self._keep()
+            self._moved("given", "kept")
 
     def give(self, loop: TrainLoop) -> None:
         """Call ``load`` with a copy of its own. Raises what that raises."""
         load = present(loop.load, "TrainLoop.load")
-        if self._given is not None and self._folder is not None:
-            _replace(self._folder / "kept", self._folder / "given")
-            self._give_path(load, self._given)
-        else:
+        if self.given is None:
             load(copied(self._state))
-
-    @property
-    def given(self) -> Path | None:
-        """The path that ``save`` was given; None where it returns a state."""
-        return self._given
+            return
+        self._moved("kept", "given")
+        try:
+            load(str(self.given) if self._text else self.given)
+        except (TypeError, AttributeError) as error:
+            if self._text or type(self.given).__name__ not in str(error):
+                raise
+            self._text = True  # a load that wants a string, where save took either
+            load(str(self.given))
 
     def files(self) -> list[str]:
         """What ``save`` wrote into the folder of the path, each as a path within it."""
@@ -96,40 +110,45 @@ class Checkpoint:
 
     def missing(self, path: Any) -> str:
         """A path where there is nothing, relative to the folder that ``save`` was given; empty for others."""
-        if self._given is None or not isinstance(path, (str, Path)) or Path(path).exists():
+        if self.given is None or not isinstance(path, (str, Path)) or Path(path).exists():
             return ""
         try:
-            return str(Path(path).relative_to(self._given.parent))
+            return str(Path(path).relative_to(self.given.parent))
         except ValueError:
             return ""
 
-    def changed(self) -> list[Entry]:
-        """Entries whose tensor is no longer what it was when it was saved."""
-        return [entry for entry in self.entries if not _same_bits(entry.live, entry.saved)]
+    def changed(self) -> list[str]:
+        """Entries whose tensor is no longer what it was when it was saved; the tensors are let go of."""
+        found = [path for path, live in self.live.items() if not _same_bits(live, self.entries[path])]
+        self.live = {}
+        return found
 
     def holds(self, value: Any) -> str:
         """The path of the entry with just these values; empty where there is none."""
         if not isinstance(value, torch.Tensor):
             return ""
-        return next((e.path for e in self.entries if e.saved.dtype == value.dtype and _same_bits(e.saved, value)), "")
+        return next((p for p, e in self.entries.items() if e.dtype == value.dtype and _same_bits(e, value)), "")
 
     def remove(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._state, self.entries = None, []
+        self._state, self.entries, self.live = None, {}, {}
 
-    def _written(self, save: Callable[..., Any]) -> Any:
+    def _written(self, save: Callable[..., Any], parameter: str) -> Any:
         """Call ``save`` with a path; with one of the other kind, folder or file, or with a string, where that is what
         it wants."""
-        self._folder = Path(tempfile.mkdtemp(prefix="trainloop-"))
+        self._folder, self._text = Path(tempfile.mkdtemp(prefix="trainloop-")), False
         place = self._folder / "given"
-        folder = first = is_folder(self._parameter)
+        folder = first = is_folder(parameter)
         raised: Exception | None = None
-        self._text = False
         while True:
-            path = self._path(place, folder=folder)
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            self.given = place / ("checkpoint" if folder or self._bare else "checkpoint.pt")
+            if folder:
+                self.given.mkdir()
             try:
-                return save(str(path) if self._text else path)
+                return save(str(self.given) if self._text else self.given)
             except Exception as error:  # of the project's save: it may want another kind of path
                 reraise_ours(error)
                 raised = raised or error
@@ -140,41 +159,29 @@ class Checkpoint:
                 else:
                     raise raised from None
 
-    def _give_path(self, load: Callable[..., Any], path: Path) -> None:
-        """Call ``load`` with the path, as a string where ``save`` or the error says so."""
-        try:
-            load(str(path) if self._text else path)
-        except (TypeError, AttributeError) as error:
-            if self._text or type(path).__name__ not in str(error):
-                raise
-            self._text = True
-            self._give_path(load, path)
-
-    def _path(self, place: Path, *, folder: bool) -> Path:
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        self._given = place / ("checkpoint" if folder or self.bare else "checkpoint.pt")
-        if folder:
-            self._given.mkdir()
-        return self._given
-
-    def _keep(self) -> None:
+    def _moved(self, source: str, target: str) -> None:
         folder = present(self._folder, "the folder of the checkpoint")
-        _replace(folder / "given", folder / "kept")
+        shutil.rmtree(folder / target, ignore_errors=True)
+        shutil.copytree(folder / source, folder / target, symlinks=True)
 
     def _look_at(self, roots: list[tuple[str, Any]]) -> None:
+        """Note the tensors in nested containers, and the tensors, tuples and dicts that are random states."""
         self.seen = bool(roots)
         states = random_states()
-        found: dict[str, str] = {}
-        for number, (path, value) in enumerate(_entries(roots)):
-            if number >= MOST:
-                break
+        todo, seen, left = list(reversed(roots)), set[int](), MOST
+        while todo and left:
+            (path, value), left = todo.pop(), left - 1
             for name, state in states.items():
                 if _is_state(value, state):
-                    found.setdefault(name, path)
+                    self.random_states.setdefault(name, path)
             if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
-                self.entries.append(Entry(path, value, value.detach().clone()))
-        self.random_states = found
+                self.entries.setdefault(path, value.detach().clone())
+                self.live.setdefault(path, value)
+            if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+                seen.add(id(value))
+                items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+                if isinstance(value, Mapping) or not all(isinstance(item, (int, float, str)) for _, item in items):
+                    todo.extend(reversed([(f"{path}[{key!r}]", item) for key, item in items]))
 
 
 def copied(state: Any) -> Any:
@@ -196,10 +203,11 @@ def copied(state: Any) -> Any:
         ) from None
 
 
-def random_states_are(kept: Mapping[str, Any]) -> frozenset[str]:
-    """The generators that stand where they stood in ``kept``."""
-    now = random_states()
-    return frozenset(name for name, state in kept.items() if name in now and _is_state(now[name], state))
+def random_states() -> dict[str, Any]:
+    """Where torch's, numpy's and python's own generators stand."""
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    return states if numpy is None else {**states, "numpy": numpy.random.get_state()[1]}
 
 
 def states_among(values: Iterable[Any], states: Mapping[str, Any]) -> frozenset[str]:
@@ -208,40 +216,10 @@ def states_among(values: Iterable[Any], states: Mapping[str, Any]) -> frozenset[
     return frozenset(name for name, state in states.items() if any(_is_state(value, state) for value in given))
 
 
-def random_states() -> dict[str, Any]:
-    """Where torch's, numpy's and python's own generators stand."""
-    numpy = sys.modules.get("numpy")
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if numpy is not None:
-        states["numpy"] = numpy.random.get_state()[1]
-    return states
-
-
-def _noting(original: Callable[..., Any], written: list[Any]) -> Callable[..., Any]:
-    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        written.append(obj)
-        return original(obj, *args, **kwargs)
-
-    return save
-
-
-def _replace(source: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, symlinks=True)
-
-
-def _entries(roots: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Everything that nested containers hold, the tuples and dicts that are random states included."""
-    todo, seen = list(reversed(roots)), set()
-    while todo:
-        path, value = todo.pop()
-        yield path, value
-        if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            plain = isinstance(value, (list, tuple)) and all(isinstance(item, (int, float, str)) for item in value)
-            if not plain:
-                items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                todo.extend(reversed([(f"{path}[{key!r}]", item) for key, item in items]))
+def standing_at(states: Mapping[str, Any]) -> frozenset[str]:
+    """The generators that stand where they stood."""
+    now = random_states()
+    return frozenset(name for name, state in states.items() if name in now and _is_state(now[name], state))
 
 
 def _is_state(value: Any, state: Any) -> bool:
@@ -262,3 +240,165 @@ def _plain(value: Any) -> Any:
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(a.detach(), b.to(a.device)))
+
+
+def weights_of(loop: TrainLoop) -> list[tuple[str, torch.Tensor]]:
+    """Declared weights by name; one that has several names comes with each."""
+    return [
+        (f"{prefix}.{name}".lstrip("."), weight)
+        for prefix, module in loop.modules.items()
+        for name, weight in members.named_parameters(module, remove_duplicate=False)
+    ]
+
+
+def tensors_of(loop: TrainLoop) -> list[tuple[str, torch.Tensor]]:
+    """Declared weights and buffers by name."""
+    buffers = (
+        (f"{prefix}.{name}".lstrip("."), buffer)
+        for prefix, module in loop.modules.items()
+        for name, buffer in members.named_buffers(module, remove_duplicate=False)
+    )
+    return [*weights_of(loop), *buffers]
+
+
+class StateDictCall(NamedTuple):
+    """A call of a module's ``load_state_dict``."""
+
+    where: str
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    right: frozenset[str]
+    """Names of declared weights and buffers that hold what was saved once it is through."""
+    assign: bool
+    elsewhere: str
+    """The class of the module, where it is a declared model's and none of its tensors are declared."""
+
+
+@contextlib.contextmanager
+def calls_noted(calls: list[StateDictCall], loop: TrainLoop, saved: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Note the outermost calls of ``load_state_dict``."""
+    depth = 0
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state_dict(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            where = str(here()[0]) if user_frames(1) else ""  # else a library restores the project's modules
+            depth += 1
+            try:
+                keys = original(module, state, *args, **kwargs)
+            finally:
+                depth -= 1
+            if depth:
+                return keys
+            now = tensors_of(loop)
+            declared = {id(tensor) for _, tensor in now}
+            apart = not declared & {id(tensor) for tensor in (*members.parameters(module), *members.buffers(module))}
+            same_class = any(type(own) is type(module) for own in loop.modules.values())
+            calls.append(
+                StateDictCall(
+                    where,
+                    missing=tuple(getattr(keys, "missing_keys", ())),
+                    unexpected=tuple(getattr(keys, "unexpected_keys", ())),
+                    right=frozenset(n for n, t in now if n in saved and same_tensor(saved[n], t.detach())),
+                    assign=bool(kwargs.get("assign", args[1:2] == (True,))),
+                    elsewhere=type(module).__name__ if apart and same_class else "",
+                )
+            )
+            return keys
+
+        return load_state_dict
+
+    with patched(nn.Module, "load_state_dict", around):
+        yield
+
+
+def put_in_place(loop: TrainLoop, before: Mapping[int, Any]) -> bool:
+    """Let the fields of a loop name what its functions use since ``load``, which may have made another optimizer,
+    schedule or model, while the declared ones lie idle. ``before`` is what the functions led to until then. Says
+    whether anything was replaced."""
+    after = reached_by_functions(loop)
+    fresh = [thing for key, thing in after.items() if key not in before]
+    replaced = False
+    for name in ("model", "optimizer", "scheduler", "scaler"):
+        field = getattr(loop, name)
+        gone = [thing for thing in listed(field) if id(thing) in before and id(thing) not in after]
+        new = [thing for thing in fresh if sort_of(thing) == ("module" if name == "model" else name)]
+        if name == "model":
+            inner = {id(m) for module in new for m in members.modules(module) if m is not module}
+            new = [module for module in new if id(module) not in inner]
+        others: dict[int, Any] = {}
+        for old in gone:
+            if alike := [thing for thing in new if type(thing) is type(old)] or new:
+                others[id(old)] = alike[0]
+                new = [thing for thing in new if thing is not alike[0]]
+        if not others:
+            continue
+        replaced = True
+        if isinstance(field, Mapping):
+            setattr(loop, name, {key: others.get(id(value), value) for key, value in field.items()})
+        elif isinstance(field, (list, tuple, set)):
+            setattr(loop, name, [others.get(id(value), value) for value in field])
+        else:
+            setattr(loop, name, others.get(id(field), field))
+        if name == "model":
+            loop._modules = named_modules(loop.model)
+    return replaced
+
+
+def reached_by_functions(loop: TrainLoop) -> dict[int, Any]:
+    """Objects that the loop's functions lead to, whatever is declared."""
+    bare = copy.copy(loop)
+    bare.optimizer = bare.scheduler = bare.scaler = None
+    bare._modules = {}
+    return _known(Reach.of(bare))
+
+
+def enabled_scalers(reach: Reach) -> list[Any]:
+    """Gradient scalers that can be reached and are switched on, declared or not."""
+    found = [thing for thing in _known(reach).values() if sort_of(thing) == "scaler"]
+    return [scaler for scaler in found if isinstance(scaler, GradScaler) and scaler.is_enabled()]
+
+
+def _known(reach: Reach) -> dict[int, Any]:
+    """All objects that a walk came by, each once."""
+    return {id(place.value): place.value for place in reach.walked.places.values()}
+
+
+_LOWER = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def rounded(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """The dtype and the names of what comes back from a checkpoint in a lower precision; empty where nothing does, or a
+    loop that has not trained yet can be saved or loaded by no means.
+
+    A run in float64 does not show it: what is cast to a lower precision stays in float64 there. So a loop in its own
+    precision is saved before it trains, and loaded into another one. Values that differ, and are those of the first
+    loop rounded to a lower dtype bit for bit, were rounded on the way.
+    """
+    first, second = evidence.fresh_loop(), evidence.fresh_loop()
+    checkpoint = Checkpoint()
+    try:
+        with preserved():
+            checkpoint.take(first)
+            saved = {name: tensor.detach().clone() for name, tensor in tensors_of(first)}
+            checkpoint.give(second)
+    except (Exception, SystemExit) as error:  # of the project's save and load
+        reraise_ours(error)
+        return "", ()
+    finally:
+        checkpoint.remove()
+    loaded = dict(tensors_of(second))
+    for dtype in _LOWER:
+        names = tuple(name for name, value in saved.items() if _is_rounded(value, loaded.get(name), dtype))
+        if names:
+            return str(dtype).removeprefix("torch."), names
+    return "", ()
+
+
+def _is_rounded(value: torch.Tensor, loaded: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    if loaded is None or not value.is_floating_point() or value.layout is not torch.strided or value.is_meta:
+        return False
+    if loaded.shape != value.shape or loaded.dtype != value.dtype or torch.equal(loaded, value):
+        return False
+    return torch.equal(loaded.detach().to(value.device), value.to(dtype).to(value.dtype))

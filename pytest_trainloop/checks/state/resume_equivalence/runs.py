@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop import nested, places
+from pytest_trainloop.checks.state.resume_equivalence.causes import RENEWABLE
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     Checkpoint,
+    StateDictCall,
     Uncopied,
+    calls_noted,
+    enabled_scalers,
+    put_in_place,
     random_states,
-    random_states_are,
+    reached_by_functions,
+    standing_at,
     states_among,
+    tensors_of,
+    weights_of,
 )
-from pytest_trainloop.checks.state.resume_equivalence.loading import Loading, enabled_scalers, reached_by_functions
-from pytest_trainloop.checks.state.resume_equivalence.names import declared_tensors, declared_weights, ties
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, UsageError
+from pytest_trainloop.knobs import nearest
 from pytest_trainloop.reach.leaves import same_value
-from pytest_trainloop.reach.snapshot import Snapshot, differences
-from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.reach.snapshot import Reach, differences
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import layer, place_of
-from pytest_trainloop.runs.halves import halves, same_tensor
+from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import raised as as_text
@@ -35,8 +40,10 @@ from pytest_trainloop.whose import present, project_may_raise, reraise_ours
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from pytest_trainloop.checks.state.two_courses import TwoCourses
     from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.reach.snapshot import Difference
+    from pytest_trainloop.reach.leaves import Leaf
+    from pytest_trainloop.reach.snapshot import Difference, Snapshot
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
@@ -46,150 +53,134 @@ ELSEWHERE = 7919
 """Added to the seed before ``load`` where the checkpoint holds a random state: what it restores is seen by it."""
 
 
+_TOUCHED = ("weight", "buffer", "mode", "requires_grad", "optimizer_state", "group_value")
+"""Kinds that save must leave as they are, where training goes on with them."""
+
+
 class Over(Exception):
     """Ends a run between its halves."""
 
     of_the_project = True  # the run is not broken by it
 
 
-@dataclass(slots=True)
-class SecondHalf:
-    """What is seen of the half after the cut."""
-
-    loop: TrainLoop | None = None
-    stepped: dict[int, Any] = field(default_factory=dict)
-    """Optimizers that step."""
-    inputs: list[torch.Tensor] | None = None
-    """What the first forward pass is given."""
-    drawn: frozenset[str] = frozenset()
-    """Whose generators are drawn from."""
-    end: Snapshot | None = None
-    held: frozenset[str] = frozenset()
-    """Names of declared weights that the optimizers that step hold."""
-    foreign: int = 0
-    """Tensors that they hold besides."""
-    _began: Mapping[str, Any] = field(default_factory=dict)
-
-    def contexts(self, watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        yield self._looked_at_the_end(watch)
-        yield hooked(before_steps(self._step))
-        yield before_calls(watch, self._call)
-
-    def begin(self, loop: TrainLoop, seed: int) -> None:
-        """From here on; generators are about to be seeded so."""
-        self.loop = loop
-        seed_all(seed)
-        self._began = random_states()
-
-    @contextlib.contextmanager
-    def _looked_at_the_end(self, watch: Watch) -> Iterator[None]:
-        yield
-        if self.loop is None:
-            return
-        self.drawn = frozenset(self._began) - random_states_are(self._began)
-        with watch.suspended():
-            self.end = Reach.of(self.loop).snapshot()
-            names = {id(p): name for name, p in declared_weights(self.loop)}
-            groups = [group for optimizer in self.stepped.values() for group in optimizer.param_groups]
-            held = [p for group in groups for p in group["params"]]
-            aliases: dict[int, list[str]] = {}
-            for name, p in declared_weights(self.loop):
-                aliases.setdefault(id(p), []).append(name)
-            self.held = frozenset(name for p in held for name in aliases.get(id(p), ()))
-            self.foreign = sum(id(p) not in names for p in held)
-        self.stepped.clear()
-
-    def _step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self.loop is not None:
-            self.stepped.setdefault(id(optimizer), optimizer)
-
-    def _call(self, _module: Any, args: Any, kwargs: Any) -> None:
-        if self.loop is not None and self.inputs is None:
-            self.inputs = [t.detach().clone() for t in nested.tensors([args, kwargs])]
-
-
-@dataclass(slots=True)
-class Ended:
-    """How a run ended."""
+class Run:
+    """One run, and what is seen of its half after the cut."""
 
     made: Halves
-    half: SecondHalf
+    """Set by the subclass, once the run is over."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.seed = evidence.plan().seed + 1
+        self.at_end: Snapshot | None = None
+        self.drawn = frozenset[str]()
+        """Whose generators are drawn from."""
+        self.held = frozenset[str]()
+        """Names of declared weights that the optimizers that step hold."""
+        self.foreign = 0
+        """Tensors that they hold besides."""
+        self.inputs: list[torch.Tensor] | None = None
+        """What the first forward pass is given."""
+        self.ties: list[tuple[str, ...]] = []
+        """Groups of names that share one weight at the cut."""
+        self.scales: dict[str, float] = {}
+        """The scale of each gradient scaler at the cut, by its path."""
+        self._loop: TrainLoop | None = None
+        self._stepped: dict[int, Any] = {}
 
     @property
     def raised(self) -> Raised | None:
         return self.made.record.raised
 
+    def _contexts(self, watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        def step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if self._loop is not None:
+                self._stepped.setdefault(id(optimizer), optimizer)
 
-class Uninterrupted:
+        def call(_module: Any, args: Any, kwargs: Any) -> None:
+            if self._loop is not None and self.inputs is None:
+                self.inputs = [t.detach().clone() for t in nested.tensors([args, kwargs])]
+
+        yield self._looked_at_the_end(watch)
+        yield hooked(before_steps(step))
+        yield before_calls(watch, call)
+
+    def _begin(self, loop: TrainLoop) -> None:
+        """The half after the cut begins."""
+        self._loop = loop
+        seed_all(self.seed)
+        self._began = random_states()
+
+    @contextlib.contextmanager
+    def _looked_at_the_end(self, watch: Watch) -> Iterator[None]:
+        yield
+        if self._loop is None:
+            return
+        self.drawn = frozenset(self._began) - standing_at(self._began)
+        with watch.suspended():
+            self.at_end = Reach.of(self._loop).snapshot()
+            names = _names_by_weight(self._loop)
+            groups = (group for optimizer in self._stepped.values() for group in optimizer.param_groups)
+            held = [id(p) for group in groups for p in group["params"]]
+            self.held = frozenset(name for key in held for name in names.get(key, ()))
+            self.foreign = sum(key not in names for key in held)
+        self._loop, self._stepped = None, {}
+
+    def _look_at_cut(self, loop: TrainLoop, reach: Reach) -> None:
+        self.ties = ties_of(loop)
+        self.scales = {reach.path_of(s): float(s.state_dict()["scale"]) for s in enabled_scalers(reach)}
+
+
+class Uninterrupted(Run):
     """``fit(b1); save(); fit(b2)``, with everything as it was when it was saved.
 
-    Raises ``CannotDecide`` where ``fit`` cannot be called twice.
+    ``put_back`` are paths that are restored after ``save``.
     """
 
     def __init__(self, evidence: Evidence, *, double: bool, put_back: Collection[str] = (), bare: bool = False) -> None:
-        self.evidence = evidence
-        self._put_back = put_back
+        super().__init__(evidence)
+        self.double = double
         self.checkpoint = Checkpoint(bare=bare)
         self.save_error: Raised | None = None
         self.unreadable = ""
+        """Why what ``save`` returned cannot be copied."""
         self._saved: Snapshot | None = None
         self.changed_by_save: list[Difference] = []
-        self.ties: list[tuple[str, ...]] = []
         self.states: dict[str, Any] = {}
         """Random states as ``save`` began."""
-        self.scales: dict[str, float] = {}
-        """The scale of each gradient scaler by its path."""
         self.lines = {"save": "", "load": ""}
         """Where these two functions begin."""
         self.paths: dict[str, str] = {}
         """The paths of declared weights and buffers by name."""
-        self.drifting: dict[str, str] = {}
-        """Entries of the checkpoint that went on changing, with the path that the loop keeps them under, if any."""
-        self._marks = not double
-        self.double = double
-        self.ended = self._run()
-
-    @property
-    def seed(self) -> int:
-        return self.evidence.plan().seed + 1
-
-    def _run(self) -> Ended:
-        half = SecondHalf()
+        kept: dict[str, str] = {}
 
         def between(loop: TrainLoop, watch: Watch) -> None:
             with watch.suspended():
-                if self._marks:
-                    for scaler in enabled_scalers(Reach.of(loop)):
-                        state = scaler.state_dict()
-                        scaler.load_state_dict({**state, "scale": state["scale"] / 2})
+                for scaler in [] if double else enabled_scalers(Reach.of(loop)):
+                    state = scaler.state_dict()
+                    scaler.load_state_dict({**state, "scale": state["scale"] / 2})
                 before = Reach.of(loop).snapshot()
-            self.lines = {"save": line_of(loop.save), "load": line_of(loop.load)}
+            self.lines = {name: line_of(getattr(loop, name)) for name in self.lines}
             self._save(loop)
             with watch.suspended():
-                if self._put_back:
-                    before.put_back(self._put_back)
+                if put_back:
+                    before.put_back(put_back)
                 reach = Reach.of(loop)
                 self._saved = reach.snapshot()
-                self.scales = scales(reach)
                 self.changed_by_save = differences(before, self.saved)
-                self.ties = ties(loop)
-                self.paths = {n: reach.path_of(t) for n, t in declared_tensors(loop)}
-                weights = {address(t) for _, t in declared_tensors(loop)} - {0}
-                own = ("weight", "buffer")
-                self._kept = {
-                    entry.path: reach.path_of(entry.live)
-                    for entry in self.checkpoint.entries
-                    if address(entry.live) in weights
-                    and (leaf := reach.leaves.get(reach.path_of(entry.live))) is not None
-                    and leaf.kind not in own
-                }  # fmt: skip
-                half.begin(loop, self.seed)
+                self._look_at_cut(loop, reach)
+                self.paths = {n: reach.path_of(t) for n, t in tensors_of(loop)}
+                weights = {address(t) for _, t in tensors_of(loop)} - {0}
+                for entry, live in self.checkpoint.live.items():
+                    leaf = reach.leaves.get(reach.path_of(live)) if address(live) in weights else None
+                    if leaf is not None and leaf.kind not in ("weight", "buffer"):
+                        kept[entry] = leaf.path
+                self._begin(loop)
 
-        made = halves(self.evidence, between, double=self.double, contexts=half.contexts)
-        self.drifting = {entry.path: self._kept.get(entry.path, "") for entry in self.checkpoint.changed()}
-        for entry in self.checkpoint.entries:
-            object.__setattr__(entry, "live", entry.saved)
-        return Ended(made, half)
+        self.made = halves(evidence, between, double=double, contexts=self._contexts)
+        changed = self.checkpoint.changed()
+        self.drifting = {entry: kept[entry] for entry in changed if entry in kept}
+        """Entries of the checkpoint that went on changing, with the path that the loop keeps them under."""
 
     def _save(self, loop: TrainLoop) -> None:
         seed_all(self.seed)
@@ -210,19 +201,25 @@ class Uninterrupted:
         return present(self._saved, "the saved state")
 
     @property
-    def cut(self) -> str:
-        """What the snapshot of the loop leaves out; empty without one."""
-        return "" if self._saved is None else self._saved.cut
+    def stopped(self) -> bool:
+        """Whether it did not come to its end."""
+        steps = self.made.steps
+        return bool(self.unreadable or self.save_error or self.raised or not (self.made.end and steps[-1]))
 
     def values(self) -> dict[str, torch.Tensor]:
         """Declared weights and buffers by name, as they were saved."""
         return {name: self.saved.value(path) for name, path in self.paths.items() if path in self.saved.leaves}
 
+    def name_of(self, path: str) -> str:
+        """A path; a declared weight or buffer by its plain name."""
+        return next((name for name, own in self.paths.items() if own == path), path)
+
     def require_two_halves(self) -> None:
-        raised, steps = self.ended.raised, self.ended.made.steps
-        if raised is not None:
-            when = "called a second time" if self.ended.made.calls > 1 else "run again"
-            raise CannotDecide(f"fit raised {raised.summary} when it was {when}")
+        """Raise ``CannotDecide`` where ``fit`` cannot be called twice."""
+        steps = self.made.steps
+        if self.raised is not None:
+            when = "called a second time" if self.made.calls > 1 else "run again"
+            raise CannotDecide(f"fit raised {self.raised.summary} when it was {when}")
         if not steps or not steps[0]:
             raise CannotDecide("fit made no optimizer step on its first batches")
         if not steps[-1]:
@@ -231,8 +228,6 @@ class Uninterrupted:
     def _run_out(self) -> str:
         """The counter that may have ended the second call of ``fit``: a number that the first one moved to the value of
         another one; empty where there is none."""
-        if self.saved is None:
-            return ""
         saved, fresh = self.saved, Reach.of(self.evidence.fresh_loop()).snapshot()
         both = [p for p, leaf in saved.leaves.items() if leaf.kind == "scalar" and p in fresh.leaves]
         numbers = {p: saved.value(p) for p in both if type(saved.value(p)) is int}
@@ -247,42 +242,40 @@ class Uninterrupted:
         return ""
 
 
-class Resumed:
+class Resumed(Run):
     """A fresh loop, ``load``, and the second half; with values of the uninterrupted run carried over in between.
 
-    ``carry`` gives the paths to carry for what differs after ``load``. With ``steps`` False, or under another seed of
-    building, no half is run.
+    ``carry`` gives the paths to carry for what differs after ``load``. Without ``steps`` no half is run.
     """
 
     def __init__(
         self,
         a: Uninterrupted,
+        renewed: Renewed,
         carry: Collection[str] = (),
         *,
-        renewed: Renewed | None = None,
         other_seed: int = 0,
         steps: bool = True,
         evaluate: bool = False,
     ) -> None:
-        self.a = a
+        super().__init__(a.evidence)
+        self.a, self.renewed = a, renewed
         self.load_error: Raised | None = None
         self.unopened = ""
         """What ``load`` did not find, within the folder that ``save`` wrote to."""
         self._built: Snapshot | None = None
         self.loaded: Snapshot | None = None
         self.lost: list[Difference] = []
-        self.ties: list[tuple[str, ...]] = []
-        self.restored: frozenset[str] = frozenset()
-        self.loading = Loading()
-        self.kept_for_later: frozenset[str] = frozenset()
-        """Of torch, numpy and python those whose random state the loop holds, to restore it when it trains."""
-        self.set_alike: frozenset[str] = frozenset()
+        self.calls: list[StateDictCall] = []
+        self.restored = frozenset[str]()
+        """Of torch, numpy and python those whose random state ``load`` restored."""
+        self.kept_for_later = frozenset[str]()
+        """Those whose random state the loop holds, to restore it when it trains."""
+        self.set_alike = frozenset[str]()
         """Paths of values that training has left as built and that ``load`` sets: the epoch to start from. The second
         half of the uninterrupted run began with them as they are built, and so does this one."""
-        self.scales: dict[str, float] = {}
         self.numbers: list[float] = []
         """The numbers in what ``evaluate`` returned."""
-        half = SecondHalf()
 
         def between(loop: TrainLoop, watch: Watch) -> None:
             with watch.suspended():
@@ -290,97 +283,140 @@ class Resumed:
                 before = reached_by_functions(loop)
             self._load(loop)
             with watch.suspended():
-                self.loading.put_in_place(loop, before)
+                if put_in_place(loop, before):  # a model that load made is the loop's own since
+                    self.calls = [StateDictCall(*call[:-1], elsewhere="") for call in self.calls]
                 reach = Reach.of(loop)
                 self.loaded = reach.snapshot()
-                self.scales = scales(reach)
-                held = (
-                    self.loaded.value(p) for p, leaf in self.loaded.leaves.items() if leaf.kind in ("tensor", "array")
-                )
-                self.kept_for_later = states_among(held, a.states) if a.checkpoint.random_states else frozenset()
-                self.ties = ties(loop)
+                self._look_at_cut(loop, reach)
+                if a.checkpoint.random_states:
+                    kinds = ((path, leaf.kind) for path, leaf in self.loaded.leaves.items())
+                    held = (self.loaded.value(path) for path, kind in kinds if kind in ("tensor", "array"))
+                    self.kept_for_later = states_among(held, a.states)
                 self.lost = differences(a.saved, self.loaded)
-                self.set_alike = self._for_resuming_alone()
-                chosen = {*carry, *self.set_alike, *(renewed.among(self.lost) if renewed is not None else ())}
+                self.set_alike = frozenset(d.leaf.path for d in self.lost if self._is_for_resuming_alone(d))
+                chosen = {*carry, *self.set_alike, *(d.leaf.path for d in self.lost if renewed.covers(d.leaf))}
                 if chosen:
                     a.saved.carry_over(reach, [d.leaf.path for d in self.lost if d.leaf.path in chosen])
             if evaluate and loop.evaluate is not None:
-                seed_all(a.seed)
+                seed_all(self.seed)
                 with project_may_raise():  # evaluation_is_pure says so
                     self.numbers = list(_numbers(loop.evaluate()))
             if not steps:
                 raise Over
-            half.begin(loop, a.seed)
+            self._begin(loop)
 
-        made = halves(
-            a.evidence, between, double=a.double, before=(), after=(1,), other_seed=other_seed, contexts=half.contexts
-        )
-        self.ended = Ended(made, half)
+        given: dict[str, Any] = {"before": (), "after": (1,), "other_seed": other_seed, "contexts": self._contexts}
+        self.made = halves(a.evidence, between, double=a.double, **given)
 
     def _load(self, loop: TrainLoop) -> None:
-        seed_all(self.a.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))
+        seed_all(self.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))
         try:
-            with self.loading.watched(loop, self.a.values()):
+            with calls_noted(self.calls, loop, self.a.values()):
                 self.a.checkpoint.give(loop)
         except Exception as error:  # of the project's load
             reraise_ours(error)
-            self.load_error, self.ties = as_text(error), ties(loop)
+            self.load_error, self.ties = as_text(error), ties_of(loop)
             self.unopened = self.a.checkpoint.missing(getattr(error, "filename", None))
             raise Over from None
-        self.restored = random_states_are(self.a.states)
+        self.restored = standing_at(self.a.states)
 
     @property
     def built(self) -> Snapshot:
         """The loop before ``load``."""
         return present(self._built, "the loop before load()")
 
-    def _for_resuming_alone(self) -> frozenset[str]:
-        built = self.built
-        return frozenset(
-            d.leaf.path
-            for d in self.lost
-            if d.leaf.kind == "scalar" and d.how == "changed" and d.leaf.path in built.leaves
-            and same_value(built.value(d.leaf.path), d.before)
-        )  # fmt: skip
+    def left_as_built(self, difference: Difference) -> bool:
+        """Whether ``load`` has left a value as the fresh loop had it."""
+        path = difference.leaf.path
+        if path not in self.built.leaves:
+            return difference.how == "vanished"
+        return difference.how != "vanished" and same_value(self.built.value(path), difference.after)
+
+    def _is_for_resuming_alone(self, d: Difference) -> bool:
+        known = d.leaf.kind == "scalar" and d.how == "changed" and d.leaf.path in self.built.leaves
+        return known and same_value(self.built.value(d.leaf.path), d.before)
 
     def unequal(self) -> list[str]:
         """Names of weights and buffers that end with other values than in the uninterrupted run: those that training
         moves or a state dict holds. "fit" where it raised."""
-        if self.ended.raised is not None:
+        if self.raised is not None:
             return ["fit"]
-        a, b = self.a.ended.made, self.ended.made
-        both = [name for name in self.a.paths if name in a.end and name in b.end and name not in self._apart()]
-        return [name for name in both if not same_tensor(a.end[name], b.end[name])]
+        mine, other, leaves = self.made.end, self.a.made.end, self.a.saved.leaves
+        held = [n for n, path in self.a.paths.items() if path not in leaves or leaves[path].persistent]
+        return [n for n in held if n in mine and n in other and not same_tensor(other[n], mine[n])]
 
-    def _apart(self) -> frozenset[str]:
-        """Names of buffers that no state dict holds."""
-        leaves = self.a.saved.leaves
-        return frozenset(n for n, path in self.a.paths.items() if path in leaves and not leaves[path].persistent)
+    def candidates(self) -> dict[str, tuple[Difference, ...]]:
+        """What differs after ``load``, by component: not what is declared to begin anew or set for resuming alone, nor
+        what the loop's data alone lead to (how far they have come is no part of a checkpoint here)."""
+        found: dict[str, list[Difference]] = {}
+        for d in self.lost:
+            if not (self.renewed.covers(d.leaf) or d.leaf.path in self.set_alike or d.leaf.reached_from == {"batches"}):
+                found.setdefault(d.leaf.component, []).append(d)
+        return {name: tuple(differences) for name, differences in found.items()}
+
+    def again(self, carry: Collection[str] = (), **options: Any) -> Resumed:
+        """The same with these paths carried over."""
+        return Resumed(self.a, self.renewed, carry, **options)
 
 
-@dataclass(frozen=True, slots=True)
 class Renewed:
-    """What the project declares to begin anew."""
+    """What the project declares to begin anew. Raises ``UsageError`` for a name that nothing has."""
 
-    names: tuple[str, ...] = ()
+    def __init__(self, evidence: Evidence, saved: Snapshot) -> None:
+        self.names = tuple(evidence.declared("renews") or ())
+        for name in self.names:
+            if name not in RENEWABLE and not any(_within(path, name) for path in saved.leaves):
+                known = [*RENEWABLE, *(path for path in saved.places if not path.startswith("len("))]
+                raise UsageError(f"TrainLoop.renews names {name!r}, which nothing has; {nearest(name, known)}")
 
-    def among(self, lost: list[Difference]) -> set[str]:
-        """Paths of what differs and is declared."""
-        return {d.leaf.path for d in lost if self.covers(d.leaf.path, d.leaf.kind)}
-
-    def covers(self, path: str, kind: str) -> bool:
-        return any(
-            kind in RENEWABLE_KINDS.get(name, ()) or (name not in RENEWABLE_KINDS and _within(path, name))
-            for name in self.names
-        )
+    def covers(self, leaf: Leaf) -> bool:
+        return any(leaf.kind in RENEWABLE[n] if n in RENEWABLE else _within(leaf.path, n) for n in self.names)
 
 
-RENEWABLE_KINDS = {
-    "optimizer": ("optimizer_state", "group_value"),
-    "scheduler": ("scheduler", "group_value"),
-    "scaler": ("scaler",),
-    "rng": ("generator",),
-}
+class Reported:
+    """What was reported of one loop."""
+
+    def __init__(self, _evidence: Evidence) -> None:
+        self.courses: TwoCourses | None = None
+        """The resumed run beside the uninterrupted one; None where nothing differs, or one of them raised."""
+
+
+def both(evidence: Evidence) -> tuple[Uninterrupted, Resumed | None]:
+    """The two runs in float64, where no scaler is used; in the loop's own precision where anything raises in float64.
+    None for the second one where the first did not come to its end."""
+    scaled = any(call.enabled for call in evidence.run().scaler_calls())
+    for double in (False,) if scaled else (True, False):
+        a = Uninterrupted(evidence, double=double)
+        b = None if a.stopped else Resumed(a, Renewed(evidence, a.saved))
+        if b is not None and b.unopened and a.checkpoint.files():  # the project may put the ending there itself
+            other = Uninterrupted(evidence, double=double, bare=True)
+            resumed = None if other.stopped else Resumed(other, b.renewed)
+            if resumed is not None and not resumed.unopened:
+                a, b, other = other, resumed, a
+            other.checkpoint.remove()
+        if not double or (b is not None and b.load_error is None and b.raised is None):
+            break
+        a.checkpoint.remove()
+    return a, b
+
+
+def changed_by_save(a: Uninterrupted) -> list[str]:
+    """What save leaves changed, where training goes on otherwise for it. Raises ``CannotDecide`` where it does for
+    something else."""
+    touched = [d for d in a.changed_by_save if d.leaf.kind in _TOUCHED]
+    if not touched:
+        return []
+    without = a.evidence.shared(no_halves)
+    if without.double != a.double:
+        without = halves(a.evidence, double=a.double)
+    both_hold = without.end.keys() & a.made.end.keys()
+    if not a.made.differ(without.end, both_hold):
+        return []
+    healed = Uninterrupted(a.evidence, double=a.double, put_back={d.leaf.path for d in touched})
+    healed.checkpoint.remove()
+    if healed.made.differ(without.end, without.end.keys() & healed.made.end.keys()):
+        raise CannotDecide("training goes on otherwise after save() than without it, for what cannot be put back")
+    return [a.name_of(d.leaf.path) for d in touched]
 
 
 def _within(path: str, name: str) -> bool:
@@ -391,8 +427,16 @@ def _within(path: str, name: str) -> bool:
     )
 
 
-def scales(reach: Reach) -> dict[str, float]:
-    return {reach.path_of(scaler): float(scaler.state_dict()["scale"]) for scaler in enabled_scalers(reach)}
+def _names_by_weight(loop: TrainLoop) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, parameter in weights_of(loop):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def ties_of(loop: TrainLoop) -> list[tuple[str, ...]]:
+    """Groups of names that share one weight."""
+    return [tuple(names) for names in _names_by_weight(loop).values() if len(names) > 1]
 
 
 def _numbers(result: Any) -> Iterator[float]:
