@@ -1,7 +1,8 @@
 """The passes over DataLoaders while a block runs: the order of each, what drew it, and the steps made meanwhile.
 
-The order is that of the indices that the sampler hands out, whatever sampler that is. What it draws is seen where the
-indices are asked for: an augmentation draws later, where the batch is fetched.
+The order is that of the indices that the sampler hands out, whatever sampler that is. What it draws is noted where the
+indices are asked for: an augmentation draws later, where the batch is fetched. Draws are those of torch, numpy and
+python.
 """
 
 from __future__ import annotations
@@ -10,17 +11,151 @@ import contextlib
 import functools
 import gc
 import itertools
+import random
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.checks.state.data_order.draws import IN_SAMPLERS, orders_drawn, others_noted
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler
+
+from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import loader_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+LEAST_ROWS = 10
+"""Different rows below which the same order twice may be chance: of ten rows one in 3.6 million orders is."""
+
+ORDERS = frozenset({"randperm", "multinomial", "randint"})
+"""What torch draws an order with. ``random_`` is not among them: a DataLoader draws the seed of its workers so."""
+
+IN_SAMPLERS = ORDERS | {"rand", "randn", "rand_like", "randn_like"}
+"""The same inside samplers, where whatever is drawn is for the order: ``torch.rand(n).argsort()``."""
+
+
+# Draws
+
+
+class Draws(FunctionMode):
+    """The draws of torch by these names while the mode is on, as (name, digest of the numbers)."""
+
+    def __init__(self, names: frozenset[str] = ORDERS, least: int = 0, into: list[tuple[str, int]] | None = None):
+        super().__init__()
+        self._names, self._least = names, least
+        self.seen: list[tuple[str, int]] = [] if into is None else into
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = super().call(name, func, args, kwargs)
+        if name in self._names and isinstance(out, torch.Tensor):
+            numbers = out.detach().cpu()
+            numbers = numbers.float() if numbers.dtype is torch.bfloat16 else numbers
+            _note(self.seen, self._least, name, numbers.numpy())
+        return out
+
+
+def _note(into: list[tuple[str, int]], least: int, name: str, order: Any) -> None:
+    """Note an order of at least so many entries. Numbers that may be equal choose rows, and are no labels or tokens, if
+    there is one for each row and most of them are different (odd: stream_of_rows_from_fixed_seeds)."""
+    entries = len(order) if getattr(order, "ndim", 1) and hasattr(order, "__len__") else 1
+    if entries < least:
+        return
+    if least and name.endswith(("choice", "randint")):
+        numbers = np.asarray(order)
+        if numbers.ndim != 1 or 2 * len(set(numbers.tolist())) <= len(numbers):
+            return
+    into.append((name, hash(order.tobytes()) if hasattr(order, "tobytes") else hash(repr(order))))
+
+
+class _Here(threading.local):
+    """Where the current thread notes what python and numpy draw."""
+
+    def __init__(self) -> None:
+        self.into: list[tuple[str, int]] | None = None
+        self.least = 0
+
+
+_HERE = _Here()
+
+
+@contextlib.contextmanager
+def orders_drawn(into: list[tuple[str, int]], names: frozenset[str] = ORDERS, least: int = 0) -> Iterator[None]:
+    """Note the permutations that this thread draws in the block: those of torch by these names, and inside
+    ``others_noted`` those of numpy and python. With ``least`` only those of as many entries: where items are made as
+    well, one number is no order, and a generator with a seed of its own may be an item's."""
+    before = _HERE.into, _HERE.least
+    _HERE.into, _HERE.least = into, least
+    try:
+        with Draws(names, least, into):
+            yield
+    finally:
+        _HERE.into, _HERE.least = before
+
+
+@contextlib.contextmanager
+def others_noted() -> Iterator[None]:
+    """Have permutations of numpy and python noted too, in all threads.
+
+    Of their generators those are seen that are called through the module, python's own, and the making of a new one of
+    numpy's with a seed: its methods cannot be replaced, and what it draws is the same each time.
+    """
+    with Patches() as patches:
+        for owner in (random, random.Random):
+            for name in ("shuffle", "sample"):
+                patches.put(owner, name, functools.partial(_noted, f"{owner.__name__}.{name}"))
+        for name in ("shuffle", "permutation", "choice", "randint"):
+            patches.put(np.random, name, functools.partial(_noted, f"np.random.{name}"))
+        patches.put(np.random, "default_rng", _made)
+        patches.put(np.random, "RandomState", _class_noted)
+        yield
+
+
+def _noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        if _HERE.into is not None:
+            _note(_HERE.into, _HERE.least, name, args[-1] if out is None and args else out)
+        return out
+
+    return call
+
+
+def _note_seed(name: str, given: tuple[Any, ...]) -> None:
+    if _HERE.into is not None and not _HERE.least and given and isinstance(given[0], int):
+        _HERE.into.append((f"np.random.{name}", hash(repr(given))))
+
+
+def _made(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _note_seed("default_rng", (*args, *kwargs.values()))
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _class_noted(original: Any) -> Any:
+    """The same for a class: what it makes are objects of the original, and these stay its instances."""
+
+    class Meta(type):
+        def __instancecheck__(cls, thing: Any) -> bool:
+            return isinstance(thing, original) if cls is noted else super().__instancecheck__(thing)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            _note_seed(original.__name__, (*args, *kwargs.values()))
+            return original(*args, **kwargs) if cls is noted else super().__call__(*args, **kwargs)
+
+    noted = Meta(original.__name__, (original,), {})
+    return noted
+
+
+# Passes
 
 
 @dataclass(slots=True)
@@ -29,7 +164,7 @@ class Pass:
 
     loader: int
     """The number of the loader: those over one data set that are iterated by one line count as one."""
-    where: str
+    place: str
     """The line that asked for the iterator."""
     sampler: str
     """The class of the sampler that gives the order."""
@@ -51,7 +186,7 @@ class Pass:
     """Optimizer steps made at the end of the block."""
     indexed: bool = True
     """Whether the sampler gives indices: not where the data set only iterates."""
-    _last: Any = None
+    _last: int | None = None
 
     @property
     def trained(self) -> bool:
@@ -66,10 +201,7 @@ class Pass:
     def take(self, index: Any) -> None:
         indices = list(index) if isinstance(index, (list, tuple)) else [index]
         self.indexed = self.indexed and None not in indices
-        try:
-            self.order = hash((self.order, tuple(indices)))
-        except TypeError:
-            self.order = hash((self.order, repr(indices)))
+        self.order = hash((self.order, repr(indices)))
         self.rows += len(indices)
         for one in indices:
             number = one if isinstance(one, int) else None
@@ -78,7 +210,7 @@ class Pass:
 
 
 class LoaderPasses:
-    """Notes the passes in a block; ``steps`` gives the optimizer steps so far, ``ignored`` what is not the loop's."""
+    """Notes the passes in a block."""
 
     def __init__(self) -> None:
         self.passes: list[Pass] = []
@@ -88,14 +220,13 @@ class LoaderPasses:
         self._looked_for_cycle: set[int] = set()
 
     @contextlib.contextmanager
-    def noting(
-        self, steps: Callable[[], int] = lambda: 0, ignored: Callable[[], bool] = lambda: False
-    ) -> Iterator[None]:
-        """Note passes in the block; what identifies a loader is let go of at its end."""
+    def noting(self, steps: Callable[[], int], ignored: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Note passes in the block; what identifies a loader is let go of at its end. ``steps`` gives the optimizer
+        steps so far, ``ignored`` says what is not the loop's."""
         kind, names = loader_calls()
         with others_noted(), Patches() as patches:
             patches.put(kind, names["begin"], functools.partial(self._begun, ignored))
-            patches.put(kind, names["again"], functools.partial(self._begun_again, ignored))
+            patches.put(kind, names["again"], functools.partial(self._begun, ignored))  # workers that live on
             patches.put(kind, names["indices"], self._drawn)
             patches.put(kind, names["next"], functools.partial(self._next, steps))
             try:
@@ -109,43 +240,18 @@ class LoaderPasses:
     def _begun(self, ignored: Callable[[], bool], original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-            if ignored():
+            if ignored() or True in (*args, *kwargs.values()):  # the first reset belongs to the iterator's making
                 return original(iterator, loader, *args, **kwargs)
-            noted = self._enter(iterator, loader)
+            data, place = getattr(loader, "dataset", loader), str(here()[0])
+            self._held.append(data)
+            number = self._numbers.setdefault((id(data), place), len(self._numbers))
+            noted = Pass(number, place, type(order_of(loader)).__name__, epoch_setter(loader)[0])
+            self.passes.append(noted)
+            self._under_way[iterator] = noted
             with orders_drawn(noted.draws, IN_SAMPLERS):
                 return original(iterator, loader, *args, **kwargs)
 
         return begin
-
-    def _begun_again(self, ignored: Callable[[], bool], original: Callable[..., Any]) -> Any:
-        """Workers that live on reset one iterator at each pass; the first time belongs to its making."""
-
-        @functools.wraps(original)
-        def again(iterator: Any, loader: Any, first_iter: bool = False) -> Any:
-            if first_iter or ignored() or iterator not in self._under_way:
-                return original(iterator, loader, first_iter)
-            noted = self._enter(iterator, loader)
-            with orders_drawn(noted.draws, IN_SAMPLERS):
-                return original(iterator, loader, first_iter)
-
-        return again
-
-    def _enter(self, iterator: Any, loader: Any) -> Pass:
-        place = str(here()[0])
-        key = (id(getattr(loader, "dataset", loader)), place)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._numbers)
-            self._held.append(getattr(loader, "dataset", loader))
-        sampler, setter = order_of(loader), epoch_setter(loader)[0]
-        noted = Pass(
-            self._numbers[key],
-            place,
-            type(sampler).__name__,
-            setter,
-        )
-        self.passes.append(noted)
-        self._under_way[iterator] = noted
-        return noted
 
     def _drawn(self, original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
@@ -174,7 +280,8 @@ class LoaderPasses:
                     noted.steps_at.append(steps())
                     if noted.draws and noted.loader not in self._looked_for_cycle:  # once: it goes through all objects
                         self._looked_for_cycle.add(noted.loader)
-                        noted.kept_by_cycle = _in_cycle(iterator)
+                        holders = gc.get_referrers(iterator)
+                        noted.kept_by_cycle = any(type(holder) is itertools.cycle for holder in holders)
                 raise
             noted.steps_at.append(steps())
             return batch
@@ -184,12 +291,10 @@ class LoaderPasses:
 
 def order_of(loader: Any) -> Any:
     """What gives the order: the sampler, or a batch sampler of its own."""
-    from torch.utils.data import BatchSampler
-
     batch_sampler = getattr(loader, "batch_sampler", None)
-    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        return getattr(batch_sampler, "sampler", None) or batch_sampler
-    return getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    own = None if type(batch_sampler) is BatchSampler else batch_sampler
+    return inner or own or getattr(loader, "sampler", None)
 
 
 def epoch_setter(loader: Any) -> tuple[str, Any]:
@@ -204,7 +309,3 @@ def epoch_setter(loader: Any) -> tuple[str, Any]:
         if callable(getattr(type(owner), "set_epoch", None)):
             return path, owner
     return "", None
-
-
-def _in_cycle(iterator: Any) -> bool:
-    return any(type(holder) is itertools.cycle for holder in gc.get_referrers(iterator))
