@@ -130,18 +130,18 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Finding]:
-    from pytest_trainloop.checks.state.data_order import items, orders, pairs
+    from pytest_trainloop.checks.state.data_order import items, orders, streams
 
     rules = [
         orders.of_epochs(stream),
-        pairs.leaves_alike(stream),
-        pairs.of_epochs(stream),
-        pairs.rows_never_drawn(stream),
-        items.shared_slots(stream.held, stream.streams.loop),
+        orders.leaves_alike(stream),
+        orders.labels_apart(stream),
+        streams.rows_never_drawn(stream),
+        streams.shared_slots(stream.held, stream.streams.loop),
     ]
     workers = stream.is_loader and stream.source.of.num_workers > 0
     if stream.is_loader and not items.only_iterates(stream.source.of):
-        rules += [pairs.collated(stream), items.changed_in_place(stream), items.one_noise_for_all(stream)]
+        rules += [items.collated(stream), items.changed_in_place(stream), items.one_noise_for_all(stream)]
         rules += [items.shared_randomness(stream)] if workers else []
     elif workers:
         rules.append(items.duplicated(stream))
@@ -156,12 +156,7 @@ def _once_each(findings: list[Finding]) -> Iterator[Finding]:
     """Of two findings with one cause and line the fault counts, and that which names the line to change: the collate
     function, not the loader. A collate function is often that of several loaders: its repair is given once."""
     known: dict[tuple[str, str], Finding] = {}
-    for one in findings:
-        at = one.cause, one.where
-        if at not in known or (one.level == "fault", bool(one.change)) > (
-            known[at].level == "fault",
-            bool(known[at].change),
-        ):
-            known[at] = one
+    for one in sorted(findings, key=lambda one: (one.level == "fault", bool(one.change)), reverse=True):
+        known.setdefault((one.cause, one.where), one)
     sure = any(one.cause == "labels_apart" and one.level == "fault" for one in known.values())
     yield from (one for one in known.values() if one.level == "fault" or one.cause != "labels_apart" or not sure)

@@ -1,33 +1,47 @@
-"""The order of epochs: what they contradict in themselves, in the data that were read and while ``fit`` trains."""
+"""What epochs contradict in themselves: their order, and the pairs of inputs and labels; what ``fit`` trains on."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
+from pytest_trainloop import nested
 from pytest_trainloop.checks.state.data_order.causes import found
-from pytest_trainloop.checks.state.data_order.items import shared_slots
-from pytest_trainloop.checks.state.data_order.passes import LEAST_ROWS, LoaderPasses, epoch_setter
-from pytest_trainloop.checks.state.data_order.streams import MOST_BATCHES, Held, in_this_process, length, read, sizes
+from pytest_trainloop.checks.state.data_order.reading import (
+    LEAST_ROWS,
+    MOST_BATCHES,
+    LoaderPasses,
+    epoch_setter,
+    read,
+    sizes,
+)
+from pytest_trainloop.checks.state.data_order.streams import Held, in_this_process, length, pair_stored, shared_slots
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.torch_names import LOSSES, SIGN_LOSSES
 from pytest_trainloop.runs.batch_stream import generators_kept
 from pytest_trainloop.runs.run import fit_of
+from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
+from pytest_trainloop.tracing.provenance_queries import ancestors
 from pytest_trainloop.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_trainloop.checks.state.data_order.passes import Pass
-    from pytest_trainloop.checks.state.data_order.streams import Epoch, Reading, Source, Stream, Streams
+    from pytest_trainloop.checks.state.data_order.reading import Epoch, Pass, Reading
+    from pytest_trainloop.checks.state.data_order.streams import Source, Stream, Streams
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.provenance import Node
 
 SAME_BATCHES = 8
 """Batches that hold the same rows, at least, for a stream of one batch."""
@@ -47,6 +61,22 @@ RESEEDING = frozenset({"manual_seed", "seed_everything", "set_seed", "seed_all",
 SAMPLING = frozenset({"sample", "choice", "choices", "randint", "randperm", "multinomial", "permutation"})
 FILLING = frozenset({"append", "appendleft", "extend", "push", "add", "store"})
 """What a loop calls that fills a buffer and samples from it."""
+
+
+ENOUGH = 10.0
+"""Bits: of 1024 streams that draw some labels anew fewer than one holds as many of each kind every time."""
+
+MORE = 5
+"""How many times as many epochs are read where two hold the same labels in other pairs."""
+
+MOST_NODES = 20_000
+"""Calls before a loss function in which the leaf is looked for."""
+
+WITH_TARGETS = LOSSES - SIGN_LOSSES - {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
+"""Losses with a target for each row: others compare rows that are drawn for each other anew."""
+
+_FILLS = frozenset({"pad", "masked_fill", "setitem", "one_hot"})
+"""Operations that give some entries another value, or add some: the others are those of the first argument."""
 
 
 # As it was read
@@ -194,6 +224,136 @@ def last_batch(stream: Stream) -> Iterator[Finding]:
         facts |= {"smallest": count(last, "row"), "sampler": type(batch_sampler).__name__}
         culprit = "DataLoader" if stream.is_loader else source.name
         yield found("last_batch_raises", raised, (culprit,), variant, **facts)
+
+
+# Labels
+
+
+def labels_apart(stream: Stream) -> Iterator[Finding]:
+    """Two leaves that hold the same rows in two epochs, and not the same pairs of them."""
+    x, y, changed = _apart(stream.reading.identity, stream.epochs)
+    if not y or not (_by_no_chance(x, y, stream.epochs) or _by_no_chance(x, y, _further_epochs(stream))):
+        return
+    first, source = stream.epochs[0], stream.source
+    inputs, labels, rows = pair_stored(stream.held, first, x, y)
+    sure = rows > 0 and source.as_trained and is_target(stream.evidence, y)
+    facts: dict[str, Any] = {"inputs": x, "labels": y, "rows": first.rows, "changed": changed, "stream": source.name}
+    facts |= {"kinds": ("input",) * 2, "stored": rows, "stored_inputs": inputs, "stored_labels": labels}
+    yield found("labels_apart", source, (x, y), level="fault" if sure else "advice", **facts)
+
+
+def _apart(x: str, epochs: Sequence[Epoch]) -> tuple[str, str, int]:
+    for first, second in itertools.islice(itertools.combinations(epochs, 2), 8):
+        leaves = [path for path in first.leaves if path in second.leaves]
+        for y in leaves if x in leaves else ():
+            whole = [batch[y].digests for batch in first.batches[:-1]]
+            numbers = len(whole) > 1 and len(set(map(frozenset, whole))) == 1 and len(set(whole[0])) == len(whole[0])
+            if y == x or numbers or len(set(first.column(y))) < 2:  # the numbers of a batch's rows are no labels
+                continue
+            mine, other = _pairs(first, x, y), _pairs(second, x, y)
+            if mine == other or any(Counter(p[i] for p in mine) != Counter(p[i] for p in other) for i in (0, 1)):
+                continue
+            # another leaf may give each row its own: then this one gives it those of others, as negatives are drawn
+            values = Counter(first.column(y))
+            own = (z for z in leaves if z not in (x, y) and Counter(first.column(z)) == values)
+            if not any(_pairs(first, x, z) == _pairs(second, x, z) for z in own):
+                known = dict(other.elements())
+                return x, y, sum(known.get(row) != label for row, label in mine.elements())
+    return x, "", 0
+
+
+def _pairs(epoch: Epoch, x: str, y: str) -> Counter[tuple[int, int]]:
+    return Counter(zip(epoch.column(x), epoch.column(y), strict=True))
+
+
+def _by_no_chance(x: str, y: str, epochs: Sequence[Epoch]) -> bool:
+    """Whether all of these epochs hold the same rows and labels, in pairs that labels drawn anew would not give."""
+    bits = 0.0
+    for epoch in epochs[1:]:
+        if any(Counter(epochs[0].column(path)) != Counter(epoch.column(path)) for path in (x, y)):
+            return False
+        known = dict(zip(epochs[0].column(x), epochs[0].column(y), strict=True))
+        pairs = zip(epoch.column(x), epoch.column(y), strict=True)
+        bits += unlikely([known[row] for row, label in pairs if known[row] != label])
+    return bits >= ENOUGH
+
+
+def unlikely(labels: Sequence[int]) -> float:
+    """By how many bits it is unlikely that labels drawn anew from these are as many of each kind: of ``m`` rows, where
+    ``c_i`` have label ``i``, they are so with probability ``m! prod((c_i / m)^c_i / c_i!)``."""
+    rows, counts = len(labels), Counter(labels).values()
+    ways = math.lgamma(rows + 1) - sum(math.lgamma(count + 1) for count in counts)
+    return -(ways + sum(count * math.log(count / rows) for count in counts)) / math.log(2)
+
+
+def _further_epochs(stream: Stream) -> list[Epoch]:
+    streams, source = stream.fresh()
+    more = streams.read(source, times=MORE)
+    return more.cycles() if more.raised is None else []
+
+
+def leaves_alike(stream: Stream) -> Iterator[Finding]:
+    """Two of three leaves of one shape that are equal in every row, and the third."""
+    epoch = stream.reading.epochs[0]
+    first = epoch.batches[0]
+    floating = [name for name in epoch.leaves if first[name].floating and first[name].elements > 1]
+    if len(floating) != 3 or len({(first[name].shape, first[name].dtype) for name in floating}) > 1:
+        return
+    columns = {name: epoch.column(name) for name in floating}
+    for a, b in itertools.combinations(floating, 2):
+        third = next(name for name in floating if name not in (a, b))
+        if columns[a] == columns[b] != columns[third] and len(set(columns[a])) > 1:
+            facts: dict[str, Any] = {"a": a, "b": b, "third": third, "rows": epoch.rows}
+            yield found("leaves_alike", stream.source, (a, b), level="advice", kinds=("input",) * 2, **facts)
+            return
+
+
+class Targets(WatchingMode):
+    """Whether a leaf is given to a loss function as its target, as it is or cast, moved, cut or padded, and no
+    prediction that such a loss gets is made of it: what a model is conditioned on is no target."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.compared = self.predicts = False
+        self._lineage = Lineage()
+
+    def take(self, _number: int, item: Any) -> None:
+        self._lineage.forget()
+        for path, leaf in nested.paths(item):
+            if nested.shown(path) == self.path:
+                self._lineage.adopt(leaf)
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in WITH_TARGETS:
+            targets, predictions = tensors_in(args[1:], kwargs), tensors_in(args[:1], kwargs.get("input"))
+            with self.watch.suspended():
+                if any(self._is_leaf(self._lineage.of(target)) for target in targets):
+                    self.compared = True
+                    made_of = (node for one in predictions for node in ancestors(self._lineage.of(one), MOST_NODES))
+                    self.predicts = self.predicts or any(node.op == "batch" for node in made_of)
+        full = name_of(func)
+        if not watched(full):
+            return super().call(name, func, args, kwargs)
+        parents = self._lineage.before(full, args, kwargs)
+        out = super().call(name, func, args, kwargs)
+        with self.watch.suspended():
+            self._lineage.note(self.watch, func, full, args, kwargs, parents, out)
+        return out
+
+    def _is_leaf(self, node: Node) -> bool:
+        while node.op != "batch":
+            if not (node.moves or node.op in _FILLS) or not node.parents:
+                return False
+            node = node.parents[0]
+        return True
+
+
+def is_target(evidence: Evidence, path: str) -> bool:
+    seen = Targets(path)
+    how: dict[str, Any] = {"enough": lambda record: record.rounds >= STEPS, "may_raise": True}
+    evidence.rerun(before_item=seen.take, contexts=seen.contexts, **how)
+    return seen.compared and not seen.predicts
 
 
 # While ``fit`` trains

@@ -1,4 +1,4 @@
-"""The streams of batches of a loop, and what they give: rows, epoch by epoch."""
+"""The streams of batches of a loop, and what their code holds: loaders, stored rows, records."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ import functools
 import itertools
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from pytest_trainloop import nested
+from pytest_trainloop import members
 from pytest_trainloop.adapters.training_data import training_data
 from pytest_trainloop.batches.padding import padding_ids
-from pytest_trainloop.checks.state.data_order.passes import LEAST_ROWS, LoaderPasses, Pass, orders_drawn
+from pytest_trainloop.checks.state.data_order.causes import found
+from pytest_trainloop.checks.state.data_order.reading import (
+    MOST_BATCHES,
+    PADS,
+    Epoch,
+    Leaf,
+    Reading,
+    digest,
+    read,
+    rows_of,
+)
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.reach.entering import Entering
 from pytest_trainloop.reach.graph import Graph
@@ -28,16 +38,16 @@ from pytest_trainloop.reach.places import Place
 from pytest_trainloop.reach.sorts import is_plain, sort_of, sort_of_root
 from pytest_trainloop.reach.walker import quiet
 from pytest_trainloop.recording.patches import patched
-from pytest_trainloop.recording.samples import as_bytes
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_internals import has_values
+from pytest_trainloop.recording.torch_internals import writes_in_place
 from pytest_trainloop.runs.guard import Guard, let_go
 from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import SeededApart, preserved
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import present, project_may_raise, reraise_ours
+from pytest_trainloop.whose import present, project_may_raise, reraise_raised
 
 if TYPE_CHECKING:
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -46,18 +56,17 @@ T = TypeVar("T")
 DRAWN = 48
 """Batches that are asked of ``batches(n)``."""
 
-MOST_BATCHES = 400
-MOST_ROWS = 4096
-"""Of one epoch that are read."""
-
 MOST_LOADERS = 4
 """Loaders that are judged."""
 
 MOST_OBJECTS = 20_000
 """Objects that are looked into for data."""
 
-PADS = (0, -100)
-"""Ids that pad rows to one width, besides the declared ones: the same row has another width in another batch."""
+MOST_BYTES = 1 << 28
+"""Bytes of one stored tensor that are read, at most."""
+
+LEAST_RECORDS = 8
+"""Records that share an object, at least."""
 
 NEW_ROWS = (
     "no row comes twice in 48 batches (augmented or made on the fly); give the DataLoader itself as batches= to have "
@@ -122,242 +131,6 @@ class Held:
 def _names(code: types.CodeType) -> frozenset[str]:
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
-
-
-# Rows by digest
-
-
-class Leaf(NamedTuple):
-    """What one tensor, array or list of a batch holds: a digest for each row, and what a row is."""
-
-    digests: tuple[int, ...]
-    floating: bool
-    shape: tuple[int, ...]
-    dtype: str
-    elements: int
-    nbytes: int
-
-    @property
-    def is_label(self) -> bool:
-        """Whether a row is one whole number, or one word."""
-        return not self.floating and self.elements == 1
-
-
-Batch = Mapping[str, Leaf]
-"""The leaves of a batch that have rows, by path."""
-
-
-def rows_of(batch: Any, axis: int = 0, pads: Collection[int] = PADS) -> dict[str, Leaf]:
-    """The leaves of a batch along the dimension in which its rows lie. A list of examples is read by their fields."""
-    leaves = {}
-    for path, rows in values_of(batch, axis).items():
-        if any(isinstance(row, torch.Tensor) and not _readable(row) for row in rows):
-            continue
-        digests, first = tuple(digest(row, pads) for row in rows), array_of(rows[0])
-        if first is None:
-            size = len(rows[0]) if isinstance(rows[0], str) else 8
-            leaves[path] = Leaf(digests, False, (), type(rows[0]).__name__, 1, size)
-        else:
-            floating = first.dtype.kind in "fcV"
-            leaves[path] = Leaf(digests, floating, first.shape, str(first.dtype), first.size, first.nbytes)
-    return leaves
-
-
-def values_of(batch: Any, axis: int = 0) -> dict[str, Any]:
-    """The values of a batch that have rows, by path, each as a sequence of its rows."""
-    found = dict(_values(batch, axis))
-    lengths = [len(rows) for rows in found.values()]
-    count = max(dict.fromkeys(lengths), key=lengths.count, default=0)
-    return {path: rows for path, rows in found.items() if count and len(rows) == count}
-
-
-def _values(value: Any, axis: int, path: nested.Path = (), depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor):
-        if _readable(value) and -value.dim() <= axis < value.dim() and value.numel():
-            yield nested.shown(path), _as_array(value.movedim(axis, 0))
-    elif isinstance(value, np.ndarray):
-        if value.ndim and value.size:
-            yield nested.shown(path), value
-    elif isinstance(value, (list, tuple)) and value and {type(row) for row in value} <= {str, int, float, bool, bytes}:
-        if not hasattr(value, "_fields"):
-            yield nested.shown(path), list(value)
-    elif isinstance(value, list) and value and len({type(row) for row in value}) == 1 and _is_example(value[0]):
-        rows = [dict(nested.named_children(row)) for row in value]
-        for key in rows[0]:
-            if all(key in row for row in rows):
-                yield nested.shown((*path, key)), [row[key] for row in rows]
-    elif depth < 6 and not isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)):
-        for key, child in nested.named_children(value):
-            yield from _values(child, axis, (*path, key), depth + 1)
-
-
-def _is_example(value: Any) -> bool:
-    return isinstance(value, (Mapping, tuple)) or dataclasses.is_dataclass(value)
-
-
-def array_of(value: Any) -> np.ndarray[Any, Any] | None:
-    """A tensor, an array, a number or a list of numbers as an array; None for anything else."""
-    if isinstance(value, torch.Tensor):
-        return _as_array(value) if _readable(value) else None
-    plain = isinstance(value, (np.ndarray, np.generic, int, float)) or (
-        isinstance(value, list) and all(isinstance(entry, (int, float)) for entry in value)
-    )
-    array = np.asarray(value) if plain else None
-    return None if array is None or array.dtype == object else array
-
-
-def digest(value: Any, pads: Collection[int] = ()) -> int:
-    """The digest of one value: a tensor, an array, or a nest of these and plain data. It leaves out the padding at the
-    ends of a row of ids, which has another width in another batch."""
-    if isinstance(value, torch.Tensor):
-        if not _readable(value):
-            return hash(("unread", id(value)))
-        value = _as_array(value)
-    if isinstance(value, (int, float, np.generic)):
-        value = np.asarray(value)  # as the entry of an array that is made of such values
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "iu" and value.ndim == 1 and pads:
-            kept = np.flatnonzero(~np.isin(value, list(pads)))
-            value = value[kept[0] : kept[-1] + 1] if len(kept) else value[:0]
-        return hash(np.ascontiguousarray(value).tobytes().rstrip(b"\0"))
-    if isinstance(value, (str, bytes, complex, type(None))):
-        return hash(value)
-    return hash(tuple((str(key), digest(child, pads)) for key, child in nested.named_children(value)))
-
-
-def _readable(tensor: torch.Tensor) -> bool:
-    return has_values(tensor) and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The entries as an array; those of a dtype that numpy lacks by their bits."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    try:
-        return plain.numpy()
-    except TypeError:
-        return as_bytes(plain).numpy().view(f"V{plain.element_size()}").reshape(tuple(plain.shape))
-
-
-# Epochs
-
-
-@dataclass(slots=True)
-class Epoch:
-    """Batches in their order, and the draws of an order made for them."""
-
-    batches: list[Batch] = field(default_factory=list)
-    draws: list[tuple[str, int]] = field(default_factory=list)
-    drawn_before: list[int] = field(default_factory=list)
-    """How many draws there had been when each batch was there."""
-    complete: bool = False
-    """Whether the stream came to its end."""
-    order: int | None = None
-    """The digest of the sampler's indices, of a whole epoch of a map-style data set."""
-    ascending: bool = False
-
-    @property
-    def leaves(self) -> list[str]:
-        """The leaves that every batch has."""
-        first = self.batches[0] if self.batches else {}
-        return [path for path in first if all(path in batch for batch in self.batches)]
-
-    def column(self, path: str) -> tuple[int, ...]:
-        """The digests of a leaf, row by row."""
-        return tuple(itertools.chain.from_iterable(batch[path].digests for batch in self.batches))
-
-    @property
-    def rows(self) -> int:
-        return sum(sizes(self.batches))
-
-
-def sizes(batches: Sequence[Batch]) -> list[int]:
-    """The number of rows of each batch."""
-    return [len(next(iter(batch.values())).digests) if batch else 0 for batch in batches]
-
-
-@dataclass(slots=True)
-class Reading:
-    """What was read of one stream. Its first epoch has a batch where ``identity`` is not empty."""
-
-    epochs: list[Epoch] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
-    raised: BaseException | None = None
-
-    @property
-    def identity(self) -> str:
-        """The leaf that tells rows apart: the one of most bytes, and of those the one with most different rows."""
-        first = self.epochs[0]
-        if not first.batches:
-            return ""
-        size = {path: (first.batches[0][path].nbytes, len(set(first.column(path)))) for path in first.leaves}
-        return max(size, key=size.__getitem__, default="")
-
-    def cycles(self) -> list[Epoch]:
-        """The epochs that were read, or the windows of a stream that goes on. None where no epoch is seen.
-
-        An epoch is E batches if all windows of E batches that follow one another hold the same rows.
-        """
-        if len(self.epochs) > 1 and all(epoch.complete for epoch in self.epochs):
-            return self.epochs
-        first, name = self.epochs[0], self.identity
-        if not name:
-            return []
-        counts = [Counter(batch[name].digests) for batch in first.batches]
-        for length in range(1, len(counts) // 2 + 1):
-            starts = range(0, len(counts) - length + 1, length)
-            windows = [sum(counts[i : i + length], Counter()) for i in starts]
-            if all(window == windows[0] for window in windows):
-                drawn = [0, *first.drawn_before]
-                return [Epoch(first.batches[i : i + length], first.draws[drawn[i] : drawn[i + length]]) for i in starts]
-        return []
-
-
-def read(
-    give: Callable[[], Iterable[Any]],
-    *,
-    axis: int,
-    pads: Collection[int],
-    epochs: int = 2,
-    most: int = MOST_BATCHES,
-    out_of_time: Callable[[], bool] = lambda: False,
-) -> Reading:
-    """Read a stream as often as ``epochs`` says; one that cannot begin again, once.
-
-    Of a DataLoader those draws count that its sampler makes: what its data set draws is no order. Of other streams, and
-    of data sets that only iterate, all that are made while they are read.
-    """
-    reading, noted, total = Reading(), LoaderPasses(), 0
-    with noted.noting(steps=lambda: total):
-        try:
-            for _ in range(epochs):
-                epoch, before, rows = Epoch(), len(noted.passes), 0
-                reading.epochs.append(epoch)
-                with orders_drawn(epoch.draws, least=LEAST_ROWS):
-                    stream = give()
-                    source = iter(stream)
-                    while len(epoch.batches) < most and rows < MOST_ROWS and not out_of_time():
-                        try:
-                            batch = next(source)
-                        except StopIteration:
-                            epoch.complete = True
-                            break
-                        epoch.batches.append(rows_of(batch, axis, pads))
-                        epoch.drawn_before.append(len(epoch.draws))
-                        rows += sizes(epoch.batches[-1:])[0]
-                        total += 1
-                own = noted.passes[before:]
-                if len(own) == 1 and own[0].indexed:
-                    epoch.ascending = own[0].ascending
-                    epoch.order = own[0].order if own[0].complete and own[0].rows >= len(epoch.batches) else None
-                if isinstance(stream, DataLoader) and all(one.indexed for one in own):
-                    epoch.draws = [draw for one in own for draw in one.draws]
-                if isinstance(stream, (Iterator, list, tuple)) or not (epoch.complete and epoch.batches):
-                    break
-        except Exception as error:  # of the project's data set, sampler or collate function
-            reraise_ours(error)
-            reading.raised = error
-    reading.passes = noted.passes
-    return reading
 
 
 # Streams
@@ -558,3 +331,100 @@ def length(loader: Any) -> int:
 
 def first_line(error: BaseException, most: int) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:most]}"
+
+
+# What the stream's own code stores
+
+
+def pair_stored(held: Held, epoch: Epoch, x: str, y: str) -> tuple[str, str, int]:
+    """Where a tensor holds the inputs and one of the same length the labels, so that each row has a label of its own,
+    and their length; 0 where there are none."""
+    inputs, labels = set(epoch.column(x)), Counter(epoch.column(y))
+    stored = [(path, value) for path, value in (*held.stored, *held.records) if _length(value) >= epoch.rows]
+    rows_at = {
+        path: _length(value) for path, value in stored if inputs <= set(_stored_rows(value, epoch.batches[0][x]))
+    }
+    for path, value in stored if rows_at else ():
+        same = next((p for p, rows in rows_at.items() if rows == _length(value) and p != path), "")
+        if same and not labels - Counter(_stored_rows(value, epoch.batches[0][y])):
+            return same, path, _length(value)
+    return "", "", 0
+
+
+def rows_never_drawn(stream: Stream) -> Iterator[Finding]:
+    """A stored tensor that holds all rows seen, and at least twice as many that were never drawn in five times as many
+    draws as it has rows."""
+    x, epoch = stream.reading.identity, Epoch([batch for one in stream.reading.epochs for batch in one.batches])
+    if not stream.source.trains or x not in epoch.leaves or epoch.batches[0][x].elements < 2:
+        return
+    seen, held = set(epoch.column(x)), stream.held
+    for path, value in (*held.stored, *held.records):
+        rows = _length(value)
+        there = set(_stored_rows(value, epoch.batches[0][x])) if 3 * len(seen) <= rows <= epoch.rows / 5 else set[int]()
+        if seen <= there and len(there) >= 3 * len(seen):
+            facts: dict[str, Any] = {"missing": rows - len(seen), "rows": rows, "draws": epoch.rows, "drawn": len(seen)}
+            yield found("rows_never_drawn", stream.source, (path,), level="advice", **facts)
+            return
+
+
+def _length(value: Any) -> int:
+    """Rows of what is stored."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return int(value.shape[0]) if value.ndim else 0
+    return len(value)
+
+
+def _stored_rows(value: Any, like: Leaf) -> tuple[int, ...]:
+    """The digests of stored rows, in the dtype in which a batch holds them."""
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes > MOST_BYTES:
+        return ()
+    try:
+        leaf = next(iter(rows_of([value]).values()), None) if isinstance(value, torch.Tensor) else None
+        if leaf is not None and leaf.dtype == like.dtype:
+            return leaf.digests
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        if array.dtype.kind in "fiub":
+            leaf = next(iter(rows_of([array.astype(like.dtype)]).values()), leaf)
+        return tuple(map(digest, value)) if leaf is None else leaf.digests
+    except (TypeError, ValueError, RuntimeError, StopIteration) as error:
+        reraise_raised(error)
+        return ()
+
+
+def shared_slots(held: Held, loop: TrainLoop) -> Iterator[Finding]:
+    """Slots of records that hold one object which was written in place, at least once a record; no tensors of the
+    model."""
+    modules = loop.modules.values()
+    own = {id(t) for module in modules for t in (*members.parameters(module), *members.buffers(module))}
+    for path, records in held.records:
+        for slot, values in _slots(list(records)).items() if len(records) >= LEAST_RECORDS else ():
+            first = values[0]
+            if id(first) in own or any(value is not first for value in values):
+                continue
+            facts: dict[str, Any] = {"path": path, "records": len(values), "written": 0, "level": "advice"}
+            if isinstance(first, torch.Tensor):
+                facts |= {"written": writes_in_place(first), "level": "fault"}
+                if isinstance(first, torch.nn.Parameter) or facts["written"] < len(values):
+                    continue
+            elif not isinstance(first, np.ndarray) or not first.ndim:  # an array does not count what is written
+                continue
+            yield found("slots_share_tensor", "", (f"{path}[...]{slot}",), shape=str(tuple(first.shape)), **facts)
+
+
+def _slots(records: Sequence[Any]) -> dict[str, list[Any]]:
+    """The values of each slot of the records, which are of one kind; a bare tensor is its own slot."""
+    first = records[0]
+    if len({type(record) for record in records}) > 1:
+        return {}
+    if isinstance(first, (torch.Tensor, np.ndarray)):
+        return {"": list(records)}
+    if isinstance(first, Mapping):
+        keys = [key for key in first if all(key in record for record in records)]
+        return {f"[{key!r}]": [record[key] for record in records] for key in keys}
+    if isinstance(first, (tuple, list)):
+        names, width = getattr(first, "_fields", None), min(map(len, records))
+        return {f".{names[i]}" if names else f"[{i}]": [record[i] for record in records] for i in range(width)}
+    if dataclasses.is_dataclass(first):
+        names = [field.name for field in dataclasses.fields(first)]
+        return {f".{name}": [getattr(record, name, None) for record in records] for name in names}
+    return {}
