@@ -25,7 +25,7 @@ from pytest_trainloop.checks.numerics.parameter_precision import runs as precisi
 from pytest_trainloop.checks.numerics.precision_parity import further, modes, operations
 from pytest_trainloop.checks.scale.compile_parity.compared import Operations
 from pytest_trainloop.checks.scale.distributed_equivalence import ledger
-from pytest_trainloop.checks.state.data_order import draws, fed
+from pytest_trainloop.checks.state.data_order import orders, reading
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog
 from pytest_trainloop.checks.state.evaluation_is_pure import interposed
 from pytest_trainloop.checks.state.memory_growth.lines import Lines
@@ -65,7 +65,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         precision_runs._LostWrite(),
         further.AngleLog(),
         operations.OpLog(),
-        fed._Uses("x"),
+        orders.Targets("x"),
         CallLog(),
         Lines(),
         Tracer(),
@@ -78,7 +78,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield Construction().watching()
     yield ledger._Draws(watch, ledger.Seen())
     yield RecomputedCalls(watch, [], lambda generator: None)
-    yield draws.Draws()
+    yield reading.Draws()
     yield interposed._Casts(interposed.Seen())
     yield Writes(watch, {"0.weight"})
     yield weights.Lines()

@@ -902,7 +902,7 @@ pair(
     "texts_sorted_and_tags_not_and_masked_as_padding",
     "data_order",
     "labels_apart",
-    culprits=("batch['input_ids']", "batch['labels']"),
+    culprits=("input_ids", "labels"),
     mentions=("agrees with an item wherever it has a label",),
     faulty=tagging(together=False, masked=True),
     fixed=tagging(together=True, masked=True),

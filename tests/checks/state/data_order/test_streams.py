@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop.checks.state.data_order.draws import orders_drawn, others_noted
+from pytest_trainloop.checks.state.data_order.reading import orders_drawn, others_noted
 
 
 def test_draws_of_python_and_numpy_are_noted_and_nothing_stays_replaced():
