@@ -58,10 +58,9 @@ def _known(launched: Launch) -> dict[str, list[str]]:
     results = [rank.value for rank in launched]
     if not all(isinstance(result, RankResult) and result.record is not None for result in results):
         return {}
-    logs = [result.digests for result in results]
     known = {"batches": [str(result.record.items) for result in results]}
-    if all(logs):
-        ends = [log[-1] for log in logs]
+    ends = [result.states[-1] for result in results if len(result.states) > 1]
+    if len(ends) == len(results):
         known["weights"] = ["as on rank 0" if end == ends[0] else "other than on rank 0" for end in ends]
     drawn = [{place: tuple(found) for place, found in result.draws.items()} for result in results]
     if any(drawn):

@@ -113,6 +113,7 @@ class Log:
             group.group_name,
             *_channel(name, given, group.group_name, group.rank(), members),
             shapes=tuple(tuple(t.shape) for t in tensors),
+            takes=tuple(t.numel() for t in _tensors(given["output_tensors"])) if name == "allgather_" else (),
             dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
             bytes=sum(t.numel() * t.element_size() for t in tensors),
             root=given.get("root_rank"),

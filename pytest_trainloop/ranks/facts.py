@@ -29,6 +29,8 @@ class Collective:
     """How many calls of this group the rank has made before; of a pair of sender and receiver for "send", "recv"."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the tensors that this rank gives (of those it gets, for "scatter" and "recv")."""
+    takes: tuple[int, ...] = ()
+    """Of a list of tensors that gets one from each rank: how many entries it has room for."""
     dtypes: tuple[str, ...] = ()
     bytes: int = 0
     root: int | None = None

@@ -15,7 +15,7 @@ from pytest_trainloop.recording.events import Place
 
 
 def result(weights, batches=9):
-    return RankResult(record=types.SimpleNamespace(items=batches), digests=[{"weight": weights}])
+    return RankResult(record=types.SimpleNamespace(items=batches), states=2 * [{"weight": weights}])
 
 
 def lines(*made, knobs=("ranks",), outcome="passed"):

@@ -73,6 +73,14 @@ CAUSES = {
         "rows alone",
         shown_by=_BY_RANK + "; 0 calls of the wrapper",
         repair="call the wrapper: loss = criterion(ddp_model(x), y); ddp_model.module is for saving and evaluation",
+        variants={
+            "steps": {
+                "summary": "DistributedDataParallel wraps the model, and {bare} of {steps:step} do without it, "
+                "the first in step {step}: there each rank trains on its own rows alone",
+                "measured": _RAN,
+                "shown_by": "the ranks read different gradients at just these steps, and the same at those with a call",
+            }
+        },
         source=_DDP,
     ),
     "parameters_not_in_wrapper": _compared(
@@ -171,6 +179,11 @@ CAUSES = {
             "after": {
                 "summary": "before the clip the ranks have the gradient of one process, and after it they do not",
                 "shown_by": "the gradients before the clip agree to rounding",
+            },
+            "copies": {
+                "summary": "each rank clips its copy of {names} by another norm{norms:? ({norms})|}: the copies part",
+                "shown_by": "with all rows on every rank the gradient of these copies is that of one process before "
+                "the clip, and another on each rank after it",
             },
             "shards": {
                 "summary": "each rank scales its shard of the gradient by another factor than the others",

@@ -24,17 +24,21 @@ How it decides
     With a knob ``accumulate`` too, or where a step takes several batches, each rank gets windows of micro-batches. A
     last micro-batch that only its own rank reads is a ``no_sync`` turned round; gradients that are exchanged in each of
     them are advice.
+    Of ranks that share out the model, the parameters that all hold whole are compared with all rows on every rank: with
+    one gradient before the clip and another on each rank after it, each clips by the norm of its own part. Where some
+    steps call the wrapper and others do not, the ranks read different gradients at just those without a call.
     A loop whose gradients differ and whose updates do not is right: its rate is scaled to match, or its optimizer
     reduces. So is one that cuts whole batches by itself, and one whose ranks share out the model: with all rows on
     every rank it agrees. Where rows interact (a contrastive loss) a gradient that agrees is right, one in the direction
     of the single process is advice with its factor, and of any other nothing is said.
-    A rank that waits in a collective which another never enters is found from the calls that each rank makes: no clock
-    is asked. What torch raises for parameters without a gradient is named with these. Over the loop's own batches the
-    ranks have different seeds. The same losses and the same gradients on all, bit for bit, are the same rows. Weights
-    that differ before the first step are a fault, and advice where the seeds alone make the difference: then those of a
-    run under one seed are followed. Weights that part later are a fault where an optimizer steps them; what parts first
-    is named: the rate, the number of steps, the gradient. Weights that come together after some steps are averaged on
-    purpose. The same draws on all ranks, batch norms by rank, and buffers that part are advice.
+    A rank that waits in a collective which another never enters is found from the calls that each rank makes, without a
+    clock; so are tensors of other sizes, and lists that have no room for what a rank gives. What torch raises for
+    parameters without a gradient is named with these. Over the loop's own batches the ranks have different seeds. The
+    same losses and the same gradients on all, bit for bit, are the same rows. Weights that differ before the first step
+    are a fault, and advice where the seeds alone make the difference: then those of a run under one seed are followed.
+    Weights that part later are a fault where an optimizer steps them; what parts first is named: the rate, the number
+    of steps, the gradient. Weights that come together after some steps are averaged on purpose. The same draws on all
+    ranks, batch norms by rank, and buffers that part are advice.
 
 Faulty
     >>> if ranks > 1:

@@ -25,13 +25,14 @@ from pytest_trainloop.recording.events import ClipCall, Step
 from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, Shard
     from pytest_trainloop.gradients.compare import Agreement
     from pytest_trainloop.gradients.vectors import Gradient
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.ranks.facts import Launch
+    from pytest_trainloop.recording.events import TensorSample
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -57,6 +58,7 @@ class Comparison:
         self._evidence, self._gradients = evidence, evidence.shared(StepGradients.of)
         self.parts, self.world, self._layout = parts, world, layout
         self.window = len(parts) // world
+        self._layouts: dict[Layout, Comparison] = {}
 
     @classmethod
     def of(cls, evidence: Evidence, world: int, window: int) -> Comparison | None:
@@ -69,7 +71,9 @@ class Comparison:
 
     def laid_out(self, layout: Layout) -> Comparison:
         """The same rows, handed to the ranks in another way."""
-        return Comparison(self._evidence, self.parts, self.world, layout)
+        if layout not in self._layouts:
+            self._layouts[layout] = Comparison(self._evidence, self.parts, self.world, layout)
+        return self._layouts[layout]
 
     def __str__(self) -> str:
         ranks = (" | ".join(str(list(part.rows)) for part in self._of(rank)) for rank in range(self.world))
@@ -216,14 +220,25 @@ class Comparison:
     def clips_apart(self) -> tuple[tuple[float, ...], float, str] | None:
         """The first clip before the step whose norm is another on some rank than in one process: the norms of the
         ranks, that of one process, and the line."""
-        norms, _ = _clip_norms(self.one)
-        found = [_clip_norms(record) for record in self._records]
+        norms, _ = clip_norms(self.one)
+        found = [clip_norms(record) for record in self._records]
         line = next((line for _, line in found if line), "")
         for number, norm in enumerate(norms):
             theirs = tuple(n[number] for n, _ in found if len(n) == len(norms))
             if len(theirs) == len(found) and any(abs(n - norm) > self.bound * norm for n in theirs):
                 return theirs, norm, line
         return None
+
+    def clipped_by_rank(self) -> tuple[str, ...]:
+        """The parameters that all ranks hold whole, where all have the gradient of one process before a clip, and not
+        all the same one after it."""
+        names = set(self.expected).intersection(*self.got).difference(*(result.strange for result in self.results))
+        read = first_reads(self.results)
+        before = vectors([{name: g[name] for name in names} for g in (self.expected, *self.got)])
+        after = vectors([{name: g[name] for name in names & g.keys()} for g in read])
+        same = all(agreement(before[0], got).difference <= self.bound for got in before[1:])
+        apart = any(agreement(after[0], got).difference > self.bound for got in after[1:])
+        return tuple(name for name in self.expected if name in names) if same and apart else ()
 
     @cached_property
     def wrong(self) -> frozenset[str]:
@@ -293,26 +308,32 @@ class Comparison:
             factors.append(factor)
         return tuple(factors) if max(factors) - min(factors) > self.bound * max(factors) else ()
 
-    def same_updates(self) -> bool:
+    def same_updates(self) -> bool | None:
         """Whether the weights end as those of one process: its rate is scaled to match, or its optimizer gathers
-        the gradients."""
+        the gradients. None where none moves (a first step at rate 0)."""
         record = self._gradients.over(self._gradients.batch).windows(self._all)
         if record.raised is not None:
             return False
         start = {plain(name): entries for name, entries in ends(record)[0].items()}
-        expected = _last_weights(record)
+        expected = entries_of(record, record.end)
         whole = _joined([result.ends for result in self.results])
         parts = {name for result in self.results for name in result.ends}
         for one in self._records:
-            got = {name: entries for name, entries in _last_weights(one).items() if name not in parts} | whole
+            got = {name: entries for name, entries in entries_of(one, one.end).items() if name not in parts} | whole
             before, after, theirs = vectors([start, expected, got])
-            moved = float(torch.linalg.vector_norm(after - before))
-            if float(torch.linalg.vector_norm(theirs - after)) > self.bound * max(moved, 1e-300):
+            moved, off = (float(torch.linalg.vector_norm(v)) for v in (after - before, theirs - after))
+            if off > self.bound * max(moved, 1e-300):
                 return False
-        return True
+        return True if moved else None
 
 
 # what records say
+
+
+def entries_of(record: Record, samples: Mapping[int, TensorSample | None]) -> Gradient:
+    """The entries of dense samples by the parameters' names."""
+    dense = {i: sample for i, sample in samples.items() if sample is not None and sample.raw and not sample.sparse}
+    return {plain(record.name(i)): values(sample, record.parameters[i].dtype) for i, sample in dense.items()}
 
 
 def first_read(record: Record, *, before_clip: bool = False) -> Gradient:
@@ -320,16 +341,10 @@ def first_read(record: Record, *, before_clip: bool = False) -> Gradient:
     found: Gradient = {}
     for optimizer in optimizers(record):
         if before_clip:
-            read = consumed(record, optimizer, 0) or {}
+            read = {plain(name): entries for name, entries in (consumed(record, optimizer, 0) or {}).items()}
         else:
-            samples = steps_of(record, optimizer)[0].reads[0].grads
-            read = {
-                record.name(i): values(s, record.parameters[i].dtype)
-                for i, s in samples.items()
-                if s is not None and s.raw and not s.sparse
-            }
-        for name, entries in read.items():
-            found.setdefault(plain(name), entries)
+            read = entries_of(record, steps_of(record, optimizer)[0].reads[0].grads)
+        found = read | found
     return found
 
 
@@ -363,22 +378,11 @@ def _joined(parts: Sequence[dict[str, Shard]]) -> Gradient:
     return made
 
 
-def _last_weights(record: Record) -> Gradient:
-    return {
-        plain(p.name): values(record.end[p.index], p.dtype)
-        for p in record.parameters
-        if p.index in record.end and record.end[p.index].raw
-    }
-
-
 def _first_arrivals(record: Record) -> Gradient:
     """What the first backward pass brings to each parameter, before ranks exchange anything."""
     first = next((b for b in record.backwards() if b.arrivals), None)
-    return {
-        plain(record.name(i)): values(found[0].incoming, record.parameters[i].dtype)
-        for i, found in (first.arrivals if first is not None else {}).items()
-        if found and found[0].incoming.raw and not found[0].incoming.sparse
-    }
+    arrivals = first.arrivals if first is not None else {}
+    return entries_of(record, {i: found[0].incoming for i, found in arrivals.items() if found})
 
 
 def _first_loss(record: Record) -> float:
@@ -387,7 +391,7 @@ def _first_loss(record: Record) -> float:
     return sum(root.value for root in first.roots) if first is not None and first.roots else math.nan
 
 
-def _clip_norms(record: Record) -> tuple[tuple[float, ...], str]:
+def clip_norms(record: Record) -> tuple[tuple[float, ...], str]:
     """The norms that torch's clips by norm found before the first step, and the line of the first one."""
     first = min((s.reads[0].at for o in optimizers(record) for s in steps_of(record, o)[:1]), default=0)
     calls = [c for c in record.of(ClipCall) if c.at < first and c.by == "clip_grad_norm_" and c.limit < float("inf")]

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.scale.distributed_equivalence.causes import PASS_THE_KNOB_ON, found
-from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison
-from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import come_together, same_everywhere
+from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison, clip_norms
+from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import (
+    bypassed_steps,
+    come_together,
+    ends_apart,
+    same_everywhere,
+)
 from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.wording import direction, some
@@ -82,15 +87,18 @@ class _Judge:
     def _known(self) -> Finding | None:
         made = self._made
         if made.equal:
-            # a clip may find nothing to cut on these rows (pair: norm_of_the_ranks_own_gradient)
+            # a clip may find nothing to cut on these rows
             if made.clips_apart() is not None or not made.equal_as_read:
                 return self._clipped(cuts=not made.equal_as_read)
             return self._exchanged_often()
-        if made.same_updates():
+        same = made.same_updates()
+        if same or (same is None and not made.wrong.intersection(ends_apart(self._own))):
             return None
         if factors := made.shards_scaled():
             return self._found("norm_of_one_shard", variant="shards", factors=" and ".join(f"{f:.4g}" for f in factors))
         strange = made.results[0].strange
+        if strange and (copies := self._copies_clipped()):
+            return copies
         weights, outside = (None, 0.0) if strange else made.weights()
         if weights is not None:
             return self._of_weights(weights)
@@ -142,12 +150,15 @@ class _Judge:
             return self._found("parameters_not_in_wrapper", wrong, others=others, several=others > 1, by_rank=by_rank)
         if pattern == "own" and any(r.wrappers for r in self._own) and not any(r.wrapper_calls for r in self._own):
             return self._found("wrapper_bypassed", by_rank=by_rank)
+        if pattern == "own" and (bare := bypassed_steps(self._own, wrong)):
+            facts: dict[str, Any] = {"bare": len(bare), "steps": len(self._own[0].called), "step": bare[0] + 1}
+            return self._found("wrapper_bypassed", (), "steps", **facts)
         if pattern in ("own", "one_rank") or abs(factor) < CLOSE:
             return self._never_synchronised(pattern, ranks, by_rank)
         if pattern == "last_own":
             return self._found("last_micro_batch_not_synchronised", window=made.window, by_rank=by_rank)
         if pattern == "means" and one is not None:
-            # weights of classes or examples may be meant (odd: weighted_classes_by_rank)
+            # weights of classes or examples may be intended
             valid = made.valid(one)
             facts = {"got": listed(ranks[0]), "one": listed(one), "valid": ", ".join(map(str, valid or ()))}
             return self._found("mean_of_means", level="fault" if valid else "advice", **facts)
@@ -187,6 +198,20 @@ class _Judge:
         norms, norm, line = apart
         shown = ", ".join(f"{n:.4g}" for n in norms)
         return self._found("norm_of_one_shard", (), "norms", line, norms=shown, norm=norm, cuts=cuts)
+
+    def _copies_clipped(self) -> Finding | None:
+        """Of ranks that share out the model: whether each clips its copy of the same gradient by another factor."""
+        other = self._made.laid_out("whole")
+        try:
+            names = other.clipped_by_rank()
+        except CannotDecide:
+            return None
+        # copies that are sent to all ranks after steps (odd: copies_sent_after_each_step)
+        if not names or come_together(other.results, names) or come_together(self._own, names):
+            return None
+        clips = [clip_norms(result.require()) for result in other.results]
+        norms = ", ".join(f"{norms[0]:.4g}" for norms, _ in clips if norms)
+        return _Judge(other, self._own)._found("norm_of_one_shard", names, "copies", clips[0][1], norms=norms)
 
     def _come_together(self, names: Sequence[str]) -> bool:
         """Whether these weights are the same on all ranks after some step, though their gradients were not."""

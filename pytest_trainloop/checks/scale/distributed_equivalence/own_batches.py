@@ -7,12 +7,12 @@ What is so only under different seeds is advice: the project's launcher may seed
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from array import array
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.scale.distributed_equivalence.causes import (
@@ -22,7 +22,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence.causes import (
     UNREDUCED,
     found,
 )
-from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison
+from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison, entries_of
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import (
     error_of_a_rank,
     over_own_batches,
@@ -32,7 +32,6 @@ from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import (
 from pytest_trainloop.errors import BrokenRun, CannotDecide, UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.gradients.compare import first_backward
-from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.ranks.facts import LOST
 from pytest_trainloop.ranks.launch import launch
 from pytest_trainloop.recording.events import Backward, SchedulerStep, Step
@@ -43,7 +42,7 @@ from pytest_trainloop.wording import some
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, Values
+    from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, State
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.ranks.facts import Hang, Launch, Other
@@ -271,39 +270,64 @@ def _other(other: Other, hang: Hang) -> str:
 
 def starts_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
     """The weights and buffers that differ as ``fit`` begins, and still before the first step."""
-    entered = set(_apart([result.entered for result in results], results))
-    return tuple(name for name in _apart([result.first for result in results], results) if name in entered)
+    entered = _apart(results, [result.entered for result in results])
+    return tuple(name for name in _apart(results, [result.states[0] for result in results]) if name in entered)
 
 
 def ends_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
     """The weights and buffers that the ranks begin alike and that differ at the end, and did not come together again in
     between."""
-    logs = [result.digests for result in results]
-    count = min(map(len, logs))
-    last = _apart([result.last for result in results], results)
-    if not count:  # some rank makes no step
-        entered = set(_apart([result.entered for result in results], results))
+    last = _apart(results, [result.states[-1] for result in results])
+    if any(len(result.states) == 1 for result in results):  # some rank makes no step
+        entered = _apart(results, [result.entered for result in results])
         return tuple(name for name in last if name not in entered)
-    alike = {name: [len({log[n].get(name) for log in logs}) == 1 for n in range(count)] for name in last}
+    # a forward pass may change buffers before the first step
+    first = [r.states[0] | {name: v for name, v in r.entered.items() if name in r.buffers} for r in results]
+    states = [first, *_at_once(results)[1:]]
+    alike = {name: [len({state.get(name) for state in at_once}) == 1 for at_once in states] for name in last}
     return tuple(name for name, at in alike.items() if at[0] and at == sorted(at, reverse=True))
 
 
 def come_together(results: Sequence[RankResult], names: Sequence[str]) -> bool:
-    """Whether these weights are the same on all ranks after some step."""
-    states = list(zip(*(result.digests for result in results), strict=False))[1:]
-    return any(all(len({state.get(name) for state in at_once}) == 1 for name in names) for at_once in states)
+    """Whether these weights are the same on all ranks after some step that moves them."""
+    return any(
+        all(len({state.get(name) for state in after}) == 1 for name in names)
+        and any(
+            after[0].get(name) != before[0].get(name) for name in names
+        )  # not at rate 0 (pair: bare_at_every_other_step)
+        for before, after in itertools.pairwise(_at_once(results))
+    )
 
 
-def _apart(sides: Sequence[Values], results: Sequence[RankResult]) -> Iterator[str]:
+def bypassed_steps(results: Sequence[RankResult], names: Sequence[str]) -> list[int]:
+    """The steps, from 0, that are made without a call of DistributedDataParallel; none unless these are just the steps
+    at which the ranks read different gradients of the parameters."""
+    records = [result.require() for result in results]
+    at_once = list(zip(*map(_steps, records), strict=False))
+    calls = list(zip(*(itertools.pairwise([0, *result.called]) for result in results), strict=False))
+    bare = [number for number, of_ranks in enumerate(calls) if all(before == after for before, after in of_ranks)]
+    # several optimizers may step after one call (odd: embedding_stepped_every_other_time)
+    if not 0 < len(bare) < len(calls) or len({step.optimizer for of_ranks in at_once for step in of_ranks}) > 1:
+        return []
+    return bare if bare == [n for n, steps in enumerate(at_once) if _read_apart(records, steps, names)] else []
+
+
+def _at_once(results: Sequence[RankResult]) -> list[tuple[State, ...]]:
+    """The states of all ranks before each step, and after the last."""
+    return list(zip(*(result.states for result in results), strict=False))
+
+
+def _apart(results: Sequence[RankResult], sides: Sequence[State]) -> list[str]:
     """The names of which some entry differs by more than rounding."""
     dtypes = {plain(p.name): p.dtype for p in results[0].require().parameters}
-    for name, first in sides[0].items():
-        if not all(name in other and len(other[name]) == len(first) for other in sides[1:]):
-            continue
-        share = ROUNDING.get(dtypes.get(name, "float32"), math.inf)
-        limit = share * max((abs(x) for x in first), default=0.0)
-        if any(abs(a - b) > limit for other in sides[1:] for a, b in zip(first, other[name], strict=True)):
-            yield name
+    apart = []
+    for name in sides[0]:
+        read = [array("d", side.get(name, b"")) for side in sides]
+        limit = ROUNDING.get(dtypes.get(name, "float32"), math.inf) * max(map(abs, read[0]), default=0.0)
+        pairs = [pair for other in read[1:] for pair in zip(read[0], other, strict=False)]
+        if all(len(other) == len(read[0]) for other in read) and any(abs(a - b) > limit for a, b in pairs):
+            apart.append(name)
+    return apart
 
 
 def of_parting(results: Sequence[RankResult]) -> Iterator[Finding]:
@@ -313,7 +337,9 @@ def of_parting(results: Sequence[RankResult]) -> Iterator[Finding]:
     apart = ends_apart(results)
     weights = tuple(name for name in apart if name in stepped)
     others = tuple(name for name in apart if name not in stepped and name not in norms)
-    if weights:
+    if weights and (bare := bypassed_steps(results, weights)):
+        yield found("wrapper_bypassed", "", (), "steps", bare=len(bare), steps=len(results[0].called), step=bare[0] + 1)
+    elif weights:
         first, line = _parts_first(results, weights)
         yield found("weights_drift", line, weights, first=first)
     elif others:
@@ -325,7 +351,7 @@ def of_parting(results: Sequence[RankResult]) -> Iterator[Finding]:
 def _parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[str, str]:
     """What is another on some rank before the weights are, in words, and its line where that is known."""
     records = [result.require() for result in results]
-    steps = [[s for s in record.of(Step) if not s.nested] for record in records]
+    steps = [_steps(record) for record in records]
     counts = [len(of_rank) for of_rank in steps]
     if min(counts) != max(counts):
         return f"the optimizer steps {_by_rank(counts, ' times')}", ""
@@ -334,7 +360,7 @@ def _parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[s
         if alone:
             stepped = f"{some(alone, most=1)} {'is' if len(alone) == 1 else 'are'} stepped by rank {who} alone"
             return f"{stepped}, and not sent to the others", ""
-    states = list(zip(*(result.digests for result in results), strict=False))
+    states = _at_once(results)
     differ = (n for n, at_once in enumerate(states) if any(len({s.get(name) for s in at_once}) > 1 for name in names))
     until = next(differ, len(states))  # steps that were made before some of these weights differ
     for number, at_once in enumerate(list(zip(*steps, strict=True))[:until]):
@@ -350,29 +376,27 @@ def _parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[s
             ]
             line = str(scheduled[-1].place) if scheduled else ""
             return f"the learning rates part at step {number + 1}{shown}", line
-        read = [_read(record, step) for record, step in zip(records, at_once, strict=True)]
-        if first := [name for name in names if _differ([gradients.get(name) for gradients in read])]:
+        if first := _read_apart(records, at_once, names):
             what = f"at step {number + 1} the ranks read different gradients of {some(first, most=2)}"
             return what, str(at_once[0].place)
     return f"after step {until} they differ, though rates and gradients are the same on all ranks until then", ""
 
 
-def _read(record: Record, step: Step) -> dict[str, torch.Tensor]:
-    read = {}
-    for index, sample in (step.reads[0].grads if step.reads else {}).items():
-        if sample is not None and sample.raw and not sample.sparse:
-            entries = values(sample, record.parameters[index].dtype)
-            read[plain(record.name(index))] = entries if len(entries) else torch.zeros(1)
-    return read
+def _steps(record: Record) -> list[Step]:
+    return [step for step in record.of(Step) if not step.nested]
 
 
-def _differ(read: Sequence[torch.Tensor | None]) -> bool:
-    """Whether the ranks read different gradients of a parameter, by more than rounding."""
-    first = read[0]
-    if first is None or any(other is None or len(other) != len(first) for other in read):
-        return False
-    limit = ROUNDING["float32"] * float(first.abs().max()) if len(first) else 0.0
-    return any(float((other - first).abs().max()) > limit for other in read[1:] if other is not None)
+def _read_apart(records: Sequence[Record], steps: Sequence[Step], names: Sequence[str]) -> list[str]:
+    """The parameters of which the ranks' steps read different gradients, by more than rounding."""
+    read = [entries_of(r, s.reads[0].grads) if s.reads else {} for r, s in zip(records, steps, strict=True)]
+    apart = []
+    for name in names:
+        held = [gradients[name] for gradients in read if name in gradients]
+        if len(held) == len(read) and len(set(map(len, held))) == 1:
+            limit = ROUNDING["float32"] * max(map(abs, held[0].tolist()), default=0.0)
+            if any(bool(((other - held[0]).abs() > limit).any()) for other in held[1:]):
+                apart.append(name)
+    return apart
 
 
 def _by_rank(numbers: Sequence[float], unit: str = "") -> str:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import sys
+from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
-Values = dict[str, tuple[float, ...]]
-"""Sampled entries by name."""
+State = dict[str, bytes]
+"""The sampled entries of weights and buffers by name, as doubles."""
 
 Shard = tuple[tuple[int, ...], tuple[float, ...], int]
 """Of a DTensor: the numbers of the sampled entries that the rank holds, their values, and how many the sample has."""
@@ -90,15 +91,10 @@ class RankResult:
     record: Record | None = None
     refused: tuple[str, Any] | None = None
     """The exception of this package that ended it: its class, and its arguments."""
-    digests: list[dict[str, bytes]] = field(default_factory=list)
-    """Of the sampled entries of each weight and buffer before each step, and at the end; of buffers first as they were
-    before ``fit``, since a forward pass may change them."""
-    entered: Values = field(default_factory=dict)
+    entered: State = field(default_factory=dict)
     """Weights and buffers before ``fit``."""
-    first: Values = field(default_factory=dict)
-    """The same before the first step."""
-    last: Values = field(default_factory=dict)
-    """The same at the end."""
+    states: list[State] = field(default_factory=list)
+    """The same before each step, and at the end."""
     buffers: frozenset[str] = frozenset()
     """Which of these names are buffers."""
     stepped: set[str] = field(default_factory=set)
@@ -116,6 +112,8 @@ class RankResult:
     wrappers: int = 0
     """Instances of DistributedDataParallel that were built."""
     wrapper_calls: int = 0
+    called: list[int] = field(default_factory=list)
+    """How many of these calls there were before each step."""
     late: tuple[str, ...] = ()
     """Parameters of the wrapped modules that were not there when they were wrapped."""
     asks_for_rank: bool = False
@@ -249,6 +247,11 @@ def error_of_a_rank(launch: Launch, rank: int, error: UserError, text: str) -> E
     ranks = f"with ranks={len(launch)}"
     if _ELSEWHERE.search(text):
         return CannotDecide(f"{error.stage} raised {error.summary} {ranks}: it needs a device that is not here")
+    if any(len(set(call.takes)) > 1 for call in launch[rank].collectives[-1:]):
+        return CannotDecide(
+            f"{error.stage} gathers tensors of different sizes {ranks}, which gloo refuses and nccl does not: pad them "
+            "to one size to have ranks compared"
+        )
     return UserCodeError(replace(error, stage=f"{error.stage} {ranks} (rank {rank})"), one_check=True)
 
 
@@ -269,27 +272,18 @@ def _wrappers_noted(result: RankResult) -> Iterator[None]:
 
         return init
 
-    def calling(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            result.wrapper_calls += 1
-            return original(wrapper, *args, **kwargs)
+    def calling(*_args: Any, **_kwargs: Any) -> None:
+        result.wrapper_calls += 1
 
-        return forward
-
-    def asking(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            result.asks_for_rank = result.asks_for_rank or layer(sys._getframe(2).f_code.co_filename) > 0
-            return original(*args, **kwargs)
-
-        return asked
+    def asking(*_args: Any, **_kwargs: Any) -> None:
+        asks = layer(sys._getframe(3).f_code.co_filename) > 0  # behind what the patch puts around the call
+        result.asks_for_rank = result.asks_for_rank or asks
 
     with Patches() as patches:
         patches.put(DistributedDataParallel, "__init__", building)
-        patches.put(DistributedDataParallel, "forward", calling)
+        patches.put(DistributedDataParallel, "forward", _first(calling))
         for name in ("get_rank", "get_world_size"):
-            patches.put(torch.distributed, name, asking)
+            patches.put(torch.distributed, name, _first(asking))
         try:
             yield
         finally:
@@ -309,7 +303,7 @@ def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
     def named() -> Iterator[tuple[str, torch.Tensor]]:
         return ((plain(e.name), tensor) for e, tensor in zip(table.entries, table.tensors, strict=True))
 
-    def state() -> Values:
+    def state() -> State:
         """Sampled entries of what every rank is to hold in the same way: no shard."""
         found = {name: tensor for name, tensor in named() if readable(tensor) and not is_distributed(tensor)}
         buffers = {
@@ -319,7 +313,7 @@ def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
             if readable(buffer) and not is_distributed(buffer)
         }
         result.buffers = frozenset(buffers)
-        return {name: tuple(_entries(tensor)) for name, tensor in (found | buffers).items()}
+        return {name: _doubles(tensor) for name, tensor in (found | buffers).items()}
 
     def before(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         nonlocal depth
@@ -328,11 +322,8 @@ def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
         depth += 1
         with watch.suspended(), torch.no_grad():
             if depth == 1:
-                values = state()
-                if not result.digests:
-                    result.first = values
-                    values = values | {name: v for name, v in result.entered.items() if name in result.buffers}
-                result.digests.append(_digests(values))
+                result.states.append(state())
+                result.called.append(result.wrapper_calls)
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if (index := table.index(parameter)) is not None:
                     name = plain(table.entries[index].name)
@@ -345,10 +336,15 @@ def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
         if not watch.is_suspended:
             depth = max(0, depth - 1)
 
+    def saving(*args: Any, **kwargs: Any) -> None:
+        given = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+        if isinstance(given, (str, os.PathLike)):
+            result.written.setdefault(os.path.realpath(given), here()[0])
+
     with Patches() as patches, hooked(before_steps(before), after_steps(after)), _Draws(watch, result):
         for module, name in (("torch", "save"), ("safetensors.torch", "save_file")):
             if module in sys.modules:
-                patches.put(sys.modules[module], name, functools.partial(_saving, result.written))
+                patches.put(sys.modules[module], name, _first(saving))
         patches.put(DistributedSampler, "__iter__", functools.partial(_sharing, result.samplers))
         with watch.suspended(), torch.no_grad():
             result.entered = state()
@@ -356,9 +352,7 @@ def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
             yield
         finally:
             with watch.suspended(), torch.no_grad():
-                result.last = state()
-                if result.digests:
-                    result.digests.append(_digests(result.last))
+                result.states.append(state())
                 result.ends = {name: _shard(tensor) for name, tensor in named() if is_distributed(tensor)}
 
 
@@ -380,19 +374,23 @@ class _Draws(FunctionMode):
             kept = self._draws.setdefault(here()[0], [])
             if len(kept) < MOST_DRAWS:
                 with self._watch.suspended(), torch.no_grad():
-                    kept.append(_digest(spaced(local(out)).tolist()))
+                    entries = repr(spaced(local(out)).tolist()).encode()
+                    kept.append(hashlib.blake2b(entries, digest_size=8).digest())
         return out
 
 
-def _saving(written: dict[str, Place], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        given = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-        if isinstance(given, (str, os.PathLike)):
-            written.setdefault(os.path.realpath(given), here()[0])
-        return original(*args, **kwargs)
+def _first(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``Patches.put``: calls ``note`` with the arguments, then the original."""
 
-    return save
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            note(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return called
+
+    return wrap
 
 
 def _sharing(found: list[SharedOut], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -418,17 +416,8 @@ def _sharing(found: list[SharedOut], original: Callable[..., Any]) -> Callable[.
     return iterate
 
 
-def _entries(tensor: torch.Tensor) -> list[float]:
-    entries: list[float] = as_real(spaced(tensor.detach())).flatten().to(torch.float64).tolist()
-    return entries
-
-
-def _digests(values: Values) -> dict[str, bytes]:
-    return {name: _digest(entries) for name, entries in values.items()}
-
-
-def _digest(entries: object) -> bytes:
-    return hashlib.blake2b(repr(entries).encode(), digest_size=8).digest()
+def _doubles(tensor: torch.Tensor) -> bytes:
+    return array("d", as_real(spaced(tensor.detach())).flatten().to(torch.float64).tolist()).tobytes()
 
 
 def _shard(tensor: torch.Tensor) -> Shard:

@@ -31,19 +31,6 @@ def waiting(last=None, how="left"):
     return Hang(0, call, (Other(1, how, last),))
 
 
-def test_nothing_where_all_ranks_came_to_their_end():
-    assert of_ending(launched(result(), result())) is None
-
-
-def test_a_rank_that_waits_is_named_with_its_line_and_what_the_other_did_last():
-    last = Collective("barrier", "0", 3, place=Place("train.py", 33))
-    found = of_ending(launched(None, result(), hang=waiting(last)))
-    assert found.cause == "one_rank_waits"
-    assert "rank 0 waits for ever in all_reduce" in found.summary
-    assert "last in barrier at train.py:33" in found.summary
-    assert found.where == "train.py:40"
-
-
 def test_what_gloo_raises_in_a_rank_that_lost_another_is_no_exception_of_the_loop():
     lost = result("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", ended=False)
     found = of_ending(Launch((Rank(0, value=lost), Rank(1, value=result())), waiting(), waiting=(0,)))
@@ -62,12 +49,6 @@ def test_another_call_at_another_line_is_told_by_its_line():
 def test_a_rank_that_we_stopped_leaves_the_others_waiting_through_no_fault_of_the_loop():
     with pytest.raises(CannotDecide, match="unequally often"):
         of_ending(launched(None, result(ended=False), hang=waiting()))
-
-
-def test_what_torch_says_of_unreduced_parameters_is_a_cause():
-    assert of_ending(launched(result(UNREDUCED), result(UNREDUCED))).cause == "unused_parameters"
-    late = of_ending(launched(result(UNREDUCED, late=("head.weight",)), result(UNREDUCED)))
-    assert (late.cause, late.culprits) == ("parameters_not_in_wrapper", ("head.weight",))
 
 
 def test_the_loops_own_exception_is_told_and_the_rank_that_waits_for_it_is_not_blamed():
