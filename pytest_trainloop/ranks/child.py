@@ -1,4 +1,4 @@
-"""One launched process, from its start to its end."""
+"""One launched process, from its start to its end: its environment, what it gives back, the files that it writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.recording.source import place_of
+from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.recording import opened_files
+from pytest_trainloop.recording.source import here
 from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ FOREIGN = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_", "KUBERNETES_", "LSB_", "T
 
 _PR_SET_PDEATHSIG = 1
 
+_OF_SYSTEM = ("/dev/", "/proc/", "/sys/")
+_OF_PYTHON = (f"{os.sep}__pycache__{os.sep}", f"{os.sep}torchinductor_", f"{os.sep}triton{os.sep}")
+
 
 def main(
     rank: int,
@@ -53,14 +58,21 @@ def main(
     gc.freeze()
     try:
         os.setpgid(0, 0)
-        _end_with(parent)
+        if sys.platform == "linux":  # the kernel ends this process when its parent is killed
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
         for other in others:
             other.close()
         _redirect(Path(folder), rank)
         _set_environment(rank, ranks, folder)
-        tell = _Teller(connection)
+        tell = _teller(connection)
         result = _run(rank, ranks, folder, tell, work, seconds)
-        _write(Path(folder) / f"result{rank}", result)
+        try:
+            text = pickle.dumps(result)
+        except Exception as error:
+            text = pickle.dumps(result | {"value": None, "unsent": f"{type(error).__name__}: {error}"})
+        (Path(folder) / f"result{rank}").write_bytes(text)
         tell("end", "raised" if result["raised"] else "left")
         connection.recv()
     except (EOFError, OSError):
@@ -69,63 +81,45 @@ def main(
         os._exit(0)
 
 
-class _Teller:
+def _teller(connection: Connection) -> Callable[[str, Any], None]:
     """Tells the parent what happens, as it happens."""
+    lock, own = threading.Lock(), os.getpid()
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-
-    def __call__(self, what: str, value: Any) -> None:
-        if os.getpid() != self._pid:
+    def tell(what: str, value: Any) -> None:
+        if os.getpid() != own:
             return  # a worker process of the project's
         try:
-            with self._lock:
-                self._connection.send((what, value))
+            with lock:
+                connection.send((what, value))
         except OSError:
             os._exit(1)  # nobody is there to hear of it
 
+    return tell
+
 
 def _run(
-    rank: int, ranks: int, folder: str, tell: _Teller, work: Callable[[int], Any], seconds: float
+    rank: int, ranks: int, folder: str, tell: Callable[[str, Any], None], work: Callable[[int], Any], seconds: float
 ) -> dict[str, Any]:
     import torch
 
-    from pytest_trainloop.ranks.collectives import Log
-    from pytest_trainloop.ranks.files import Files
-    from pytest_trainloop.ranks.groups import Groups
+    from pytest_trainloop.ranks.collectives import Groups, Log
     from pytest_trainloop.runs.accelerate_state import forget_process
 
     torch.set_num_threads(1)  # first of all: threads of the parent's are not here, and OpenMP would wait for them
     torch.set_num_threads = lambda *_: None
     forget_process()
-    shown: list[str] = []
-    result: dict[str, Any] = {"value": None, "raised": None, "error": None, "warnings": shown}
+    result: dict[str, Any] = {"value": None, "raised": None, "error": None}
     try:
         log = Log(tell)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             Groups(rank, ranks, folder, 2 * seconds + 60, log).begin()
         log.begin()
-        files = Files(lambda: log.steps, tell)
-        files.begin()
-        warnings.showwarning = lambda message, category, filename, line, *_: shown.append(
-            f"{category.__name__}: {message} ({place_of(str(filename), line)})"
-        )
-        with contextlib.closing(files):
+        with contextlib.closing(_Files(tell)):
             result["value"] = work(rank)
     except BaseException as error:
         result["raised"], result["error"] = as_data(error)
     return result
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    try:
-        text = pickle.dumps(result)
-    except Exception as error:
-        text = pickle.dumps(result | {"value": None, "unsent": f"{type(error).__name__}: {error}"})
-    path.write_bytes(text)
 
 
 def as_data(error: BaseException) -> tuple[Raised, Any]:
@@ -142,14 +136,6 @@ def as_data(error: BaseException) -> tuple[Raised, Any]:
     return told, (type(error), error.args, vars(error)) if ours else None
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _redirect(folder: Path, rank: int) -> None:
     """Keep what is written out of the terminal, and stacks in a file of their own."""
     out = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -164,26 +150,16 @@ def _redirect(folder: Path, rank: int) -> None:
 
 
 def _set_environment(rank: int, ranks: int, folder: str) -> None:
-    """As torchrun does it. What a process puts aside for its own time goes where the parent removes it: Python does so
-    at the end of a process, which those here do not come to.
+    """The variables that torchrun sets, and gloo's network interface: the machine itself.
 
-    The sockets of multiprocessing are directly in the folder: their names must be short.
+    What a process puts aside for its own time goes where the parent removes it: Python does so at the end of a process,
+    which those here do not come to. The sockets of multiprocessing are directly in the folder: their names must be
+    short.
     """
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         del os.environ[name]
-    os.environ.update(_environment(rank, ranks))
-    with contextlib.suppress(KeyError, OSError):  # where torch keeps what it compiled; else each launch compiles anew
-        os.environ.setdefault(
-            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
-        )
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    util.get_temp_dir = lambda: folder
-
-
-def _environment(rank: int, ranks: int) -> dict[str, str]:
-    """The variables that torchrun sets, and gloo's network interface: the machine itself."""
     number, size = str(rank), str(ranks)
-    return {
+    os.environ |= {
         "RANK": number,
         "LOCAL_RANK": number,
         "GROUP_RANK": "0",
@@ -201,3 +177,45 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
+    with contextlib.suppress(KeyError, OSError):  # where torch keeps what it compiled; else each launch compiles anew
+        os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+        )
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    util.get_temp_dir = lambda: folder
+
+
+class _Files:
+    """Tells of each file that this process opens to write, ``tell("wrote", (path, place))``, until ``close``: by
+    Python's audit events, and those that libraries open in C++ or Rust."""
+
+    def __init__(self, tell: Callable[[str, Any], None]) -> None:
+        from pytest_trainloop.recording.torch_internals import around_zip_files
+
+        self._tell, self._pid, self._known = tell, os.getpid(), set[str]()
+        opened_files.listen(self._note)
+        around_zip_files(self._note)
+        safetensors: Any = sys.modules.get("safetensors.torch")
+        if safetensors is not None:
+            save = safetensors.serialize_file
+
+            def told(data: Any, path: Any, *more: Any, **named: Any) -> Any:
+                self._note(path)
+                return save(data, path, *more, **named)
+
+            safetensors.serialize_file = told
+
+    def close(self) -> None:
+        opened_files.stop(self._note)
+        self._pid = 0
+
+    def _note(self, path: Any) -> None:
+        if not isinstance(path, (str, bytes, os.PathLike)) or os.getpid() != self._pid:
+            return
+        full = str(Path(os.fsdecode(path)).resolve())
+        if full in self._known or full.startswith((*_OF_SYSTEM, PACKAGE)) or any(part in full for part in _OF_PYTHON):
+            return
+        self._known.add(full)
+        place = here()[0]
+        if place.file:
+            self._tell("wrote", (full, place))

@@ -1,4 +1,4 @@
-"""Every collective of a process, told as it is called.
+"""The process groups of a launched process, and every collective of it, told as it is called.
 
 Torch calls its process groups through operators, ``torch.ops.c10d``: ``torch.distributed``'s functions, the reducer of
 DistributedDataParallel in C++, FSDP, DTensor and functional collectives alike. They are given a kernel that torch asks
@@ -10,6 +10,9 @@ that lets go of a tensor waits for that lock, and holds one that a call takes.
 from __future__ import annotations
 
 import functools
+import inspect
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +22,14 @@ from pytest_trainloop.ranks.facts import Collective
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.mistakes import PASSING_OVER
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_internals import FIRST_KERNEL, argument_names, in_backward, pass_on
+from pytest_trainloop.recording.torch_internals import (
+    FIRST_KERNEL,
+    argument_names,
+    forget_process_groups,
+    in_backward,
+    pass_on,
+    wrapped_cell,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,10 +113,10 @@ class Log:
             group.group_name,
             *_channel(name, given, group.group_name, group.rank(), members),
             shapes=tuple(tuple(t.shape) for t in tensors),
+            takes=tuple(t.numel() for t in _tensors(given["output_tensors"])) if name == "allgather_" else (),
             dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
             bytes=sum(t.numel() * t.element_size() for t in tensors),
             root=given.get("root_rank"),
-            operation=_operation(given.get("reduce_op")),
             even=name in SAME_SIZES,
             waits=given.get("async_op") is False or name == "monitored_barrier_",
         )
@@ -141,5 +151,76 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for part in value for t in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
-def _operation(value: Any) -> str:
-    return "" if value is None else str(dist.ReduceOp.RedOpType(value.op()).name)
+class Groups:
+    """``torch.distributed``'s process groups in one process of ``ranks``: a default one from the start, and the
+    project's own answered like it.
+
+    Whatever a project asks for, the processes meet in a file in ``folder``: no port is opened for it, and none that a
+    project names is taken twice by two sessions on one machine.
+    """
+
+    def __init__(self, rank: int, ranks: int, folder: str, seconds: float, log: Log) -> None:
+        self._rank, self._ranks, self._folder = rank, ranks, Path(folder)
+        self._timeout = timedelta(seconds=seconds)
+        self._log = log
+        self._made = 0
+        self._ours = False
+
+    def begin(self) -> None:
+        """Make the default group, and answer the project's calls from now on, also of those who have imported the
+        functions by their names."""
+        forget_process_groups()  # one of the parent's, that a run in a single process has made
+        cells = wrapped_cell(dist.init_process_group), wrapped_cell(dist.new_group)
+        self._init, self._new = (cell.cell_contents for cell in cells)
+        for cell, ours in zip(cells, (self._asked_for_default, self._asked_for_more), strict=True):
+            cell.cell_contents = ours
+        self._make("gloo", self._rank, self._ranks)
+        dist.barrier()  # a process that is connected may end the group while another still connects
+        self._ours = True
+
+    def _asked_for_default(self, *args: Any, **kwargs: Any) -> None:
+        """``init_process_group``: the first call is answered with a group in place of the one that is there already."""
+        asked = _arguments(self._init, args, kwargs)
+        if dist.is_initialized() and self._ours:
+            dist.destroy_process_group()
+        self._ours = False
+        rank, ranks = (asked[name] for name in ("rank", "world_size"))
+        own = self._rank if rank is None or rank < 0 else int(rank)
+        self._make(_answered(asked["backend"], self._ranks), own, self._ranks if (ranks or -1) < 0 else int(ranks))
+
+    def _make(self, backend: str | None, rank: int, ranks: int) -> None:
+        if dist.is_initialized():
+            self._init(backend=backend, rank=rank, world_size=ranks)  # which torch refuses in its own words
+        self._made += 1
+        alone = ranks != self._ranks  # as a project says that makes each process a group of its own
+        name = f"group{self._made}" + (f"-{self._rank}" if alone else "")
+        if self._made > 1:
+            self._log.era = f"{name} "
+            self._log.alone = self._rank if alone else None
+            if not alone:
+                self._log.waits("init_process_group", tuple(range(ranks)))
+        store = dist.FileStore(str(self._folder / name), ranks)  # type: ignore[attr-defined]
+        self._init(backend=backend, store=store, rank=rank, world_size=ranks, timeout=self._timeout)
+
+    def _asked_for_more(self, *args: Any, **kwargs: Any) -> Any:
+        """``new_group``, whose members wait for each other."""
+        asked = _arguments(self._new, args, kwargs)
+        members = tuple(range(dist.get_world_size())) if asked["ranks"] is None else tuple(map(int, asked["ranks"]))
+        if dist.get_rank() in members and len(members) > 1:
+            self._log.waits("new_group", members)
+        if isinstance(asked["backend"], str):
+            asked["backend"] = _answered(asked["backend"], self._ranks)
+        return self._new(**asked | {"timeout": self._timeout})
+
+
+def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    given = inspect.signature(function).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
+
+
+def _answered(backend: str | None, ranks: int) -> str | None:
+    """The backend that can be had: gloo in place of nccl where each rank has no device of its own."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        return backend
+    return str(backend).lower() if str(backend).lower() in ("gloo", "fake") else "gloo"

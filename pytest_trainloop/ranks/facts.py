@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,12 @@ class Collective:
     """How many calls of this group the rank has made before; of a pair of sender and receiver for "send", "recv"."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the tensors that this rank gives (of those it gets, for "scatter" and "recv")."""
+    takes: tuple[int, ...] = ()
+    """Of a list of tensors that gets one from each rank: how many entries it has room for."""
     dtypes: tuple[str, ...] = ()
     bytes: int = 0
     root: int | None = None
     """The rank in the group that sends to all or gets from all."""
-    operation: str = ""
-    """How values are reduced: "SUM", "AVG"."""
     place: Place = NOWHERE
     """The user's line; for what happens in a backward pass the line that began it."""
     steps: int = 0
@@ -47,17 +47,6 @@ class Collective:
 
     def __str__(self) -> str:
         return f"{self.kind} number {self.number + 1} of group {self.group}"
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A file that a rank has opened to write."""
-
-    path: str
-    """In full."""
-    place: Place
-    steps: int
-    """Optimizer steps that the rank had made before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +65,10 @@ class Rank:
     collectives: tuple[Collective, ...] = ()
     steps: int = 0
     """Optimizer steps made."""
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The ranks of each process group that it used, by the group's name."""
-    written: tuple[Written, ...] = ()
-    """Files that it wrote, each once; none of Python's own nor of torch's caches."""
-    warnings: tuple[str, ...] = ()
-    """As "UserWarning: text"."""
+    written: Mapping[str, Place] = field(default_factory=dict)
+    """The full path of each file that it opened to write, with the line; none of Python's own nor of torch's caches."""
     output: str = ""
     """The end of what it wrote to its standard output and error."""
-
-    @property
-    def left(self) -> bool:
-        """Whether the work came to its end."""
-        return self.raised is None and not self.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +113,10 @@ class Launch(Sequence[Rank]):
     @property
     def raised(self) -> Rank | None:
         """The first rank that ended by itself with an exception or without a result."""
-        return next((rank for rank in self.ranks if not rank.left and rank.number not in self.waiting), None)
+        return next((r for r in self.ranks if (r.raised or r.ended) and r.number not in self.waiting), None)
 
     def __getitem__(self, index: Any) -> Any:
         return self.ranks[index]
 
     def __len__(self) -> int:
         return len(self.ranks)
-
-    def __iter__(self) -> Iterator[Rank]:
-        return iter(self.ranks)

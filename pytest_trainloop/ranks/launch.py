@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,30 +13,21 @@ import torch.distributed as dist
 
 from pytest_trainloop.errors import BrokenRun, CannotDecide, OwnMistake, TimeRanOut, Unreliable
 from pytest_trainloop.ranks.children import Children
-from pytest_trainloop.ranks.facts import LOST, Collective, Hang, Launch, Rank, Written
-from pytest_trainloop.ranks.stacks import users_line, users_part
+from pytest_trainloop.ranks.facts import LOST, Collective, Hang, Launch, Rank
 from pytest_trainloop.ranks.waiting import Waiting
+from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.recording.torch_internals import load_for_wrappers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
+
+    from pytest_trainloop.recording.events import Place
 
 
 UNDECIDED = (CannotDecide, TimeRanOut, BrokenRun, OwnMistake, Unreliable)
 """What a check raises that cannot decide, in a rank as in one process."""
 
-
-class RanksRanOut(TimeRanOut):
-    """The ranks took longer than they may. ``stacks`` has for each what it was at, as text; ``ended`` those that had
-    come to their end."""
-
-    def __init__(self, steps: int, seconds: float, stacks: tuple[str, ...], ended: Collection[int]) -> None:
-        at = (
-            f"rank {rank} has ended" if rank in ended else f"rank {rank} at {users_line(stack) or 'no line of yours'}"
-            for rank, stack in enumerate(stacks)
-        )
-        super().__init__(steps, seconds, where=f" of {len(stacks)} ranks ({', '.join(at)})")
-        self.stacks = stacks
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 
 
 def launch(work: Callable[[int], Any], ranks: int, *, timeout: float) -> Launch:
@@ -47,7 +39,7 @@ def launch(work: Callable[[int], Any], ranks: int, *, timeout: float) -> Launch:
 
     A rank that waits for another which never comes is ended at once: ``Launch.hang``. What ``work`` raises is in
     ``Rank.raised``, but ``CannotDecide`` and its like, which are raised here too. Raises ``CannotDecide`` where no such
-    processes can be started or the value cannot be sent, and ``RanksRanOut`` after ``timeout`` seconds. No process and
+    processes can be started or the value cannot be sent, and ``TimeRanOut`` after ``timeout`` seconds. No process and
     no file is left behind.
     """
     fork = _can_fork()
@@ -58,10 +50,16 @@ def launch(work: Callable[[int], Any], ranks: int, *, timeout: float) -> Launch:
         try:
             hang = told.listen(time.monotonic() + timeout)
         except TimeoutError:
-            stacks = tuple(map(users_part, children.stacks()))
+            stacks = list(map(_users_part, children.stacks()))
             for rank, stack in enumerate(stacks):
                 sys.stderr.write(f"rank {rank} after {timeout:g} s:\n{stack}\n{children.output(rank)}\n")
-            raise RanksRanOut(min(told.steps), timeout, stacks, told.gone) from None
+            at = ", ".join(
+                f"rank {rank} has ended"
+                if rank in told.gone
+                else f"rank {rank} at {_users_line(stack) or 'no line of yours'}"
+                for rank, stack in enumerate(stacks)
+            )
+            raise TimeRanOut(min(told.steps), timeout, f" of {ranks} ranks ({at})") from None
         launched = Launch(tuple(map(told.rank, range(ranks))), hang, tuple(sorted(told.waited)))
     for one in launched:
         if isinstance(one.error, UNDECIDED) and one.number not in launched.waiting:
@@ -90,8 +88,7 @@ class _Told:
         self._children = children
         self._waiting = Waiting(ranks)
         self._collectives: list[list[Collective]] = [[] for _ in range(ranks)]
-        self._groups: list[dict[str, tuple[int, ...]]] = [{} for _ in range(ranks)]
-        self._written: list[list[Written]] = [[] for _ in range(ranks)]
+        self._written: list[dict[str, Place]] = [{} for _ in range(ranks)]
         self.gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
         self._lost: Hang | None = None
@@ -104,29 +101,32 @@ class _Told:
         for rank, what, value in self._children.messages(deadline):
             hang = None
             if what == "collective":
-                hang = self._called(rank, *value)
+                channel, members, call = value
+                self._collectives[rank].append(call)
+                self._waiting.entered(rank, channel, members, call)
+                hang = self._waiting.different(rank, channel, call)
             else:
                 self._waiting.went_on(rank)
             if what == "step":
                 self.steps[rank] = value
             elif what == "wrote":
-                self._written[rank].append(value)
+                self._written[rank].update([value])
             elif what in ("end", "gone"):
                 self._over(rank, what, value)
             hang = hang or self._waiting.stuck()
             if hang is not None:
                 self.waited |= set(range(len(self.steps))) - self.gone.keys()
                 return self._lost or hang
-            self._let_go()
-        self._look_again()
+            if self.gone and (doomed := self._waiting.doomed()) is not None:
+                # those who are through leave: another has begun a call that they have not, and if it waits for them,
+                # gloo raises in it
+                self._lost = self._lost or doomed
+                for one in self.gone:
+                    self._children.let_go(one)
+        for rank, how in self.gone.items():  # a process that died may be heard of after those who lost it
+            if how == "raised" and rank not in self.waited and self._has_lost(rank):
+                self._waits(rank)
         return self._lost if self.waited else None
-
-    def _called(self, rank: int, channel: str, members: tuple[int, ...], call: Collective) -> Hang | None:
-        self._collectives[rank].append(call)
-        if ">" not in channel:
-            self._groups[rank][call.group] = members
-        self._waiting.entered(rank, channel, members, call)
-        return self._waiting.different(rank, channel, call)
 
     def _over(self, rank: int, what: str, value: str) -> None:
         """A rank has come to its end: "left" or "raised" as it says, or its process has."""
@@ -148,20 +148,6 @@ class _Told:
         raised = (self._children.result(rank) or {}).get("raised")
         return raised is not None and LOST in raised.traceback + raised.message
 
-    def _let_go(self) -> None:
-        """Let those who are through leave, where another has begun a call that they have not: if it waits for them,
-        gloo raises in it."""
-        if self.gone and (found := self._waiting.doomed()) is not None:
-            self._lost = self._lost or found
-            for rank in self.gone:
-                self._children.let_go(rank)
-
-    def _look_again(self) -> None:
-        """A process that died may be heard of after those who lost it."""
-        for rank, how in self.gone.items():
-            if how == "raised" and rank not in self.waited and self._has_lost(rank):
-                self._waits(rank)
-
     def rank(self, rank: int) -> Rank:
         """What a rank has done. Raises ``CannotDecide`` where its value cannot be sent."""
         result = self._children.result(rank) or {}
@@ -171,23 +157,48 @@ class _Told:
             rank,
             value=result.get("value"),
             raised=result.get("raised"),
-            error=_made_again(result.get("error")),
+            error=_made_again(*result["error"]) if result.get("error") else None,
             ended=self._ended.get(rank, "" if result else "ended while it waited for others"),
             collectives=tuple(self._collectives[rank]),
             steps=self.steps[rank],
-            groups=self._groups[rank],
-            written=tuple(self._written[rank]),
-            warnings=tuple(result.get("warnings", ())),
+            written=self._written[rank],
             output=self._children.output(rank),
         )
 
 
-def _made_again(parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]] | None) -> BaseException | None:
+def _made_again(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     """An exception of this package from its parts: what it is made with is not what it keeps."""
-    if parts is None:
-        return None
-    kind, args, state = parts
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(state)
     return error
+
+
+def _users_part(text: str) -> str:
+    """Stacks of faulthandler with the innermost frame outside this package and torch, and below it those of the
+    project; nothing of what lies above the launched function."""
+    kept: list[str] = []
+    above = inner = False
+    for line in text.splitlines():
+        frame = _FRAME.match(line)
+        if frame is None:
+            above = inner = False
+            kept.append(line)
+            continue
+        above = above or frame["file"].replace("\\", "/").endswith("ranks/child.py")
+        shown = layer(frame["file"]) == 2 or (layer(frame["file"]) == 1 and not inner)
+        if shown and not above:
+            inner = True
+            kept.append(line)
+    return "\n".join(kept).strip()
+
+
+def _users_line(text: str) -> str:
+    """The project's innermost line in such stacks, as "train.py:57", that of the main thread where it is known; empty
+    where there is none."""
+    current = text.rpartition("Current thread")[2]
+    frames = (frame for part in (current, text) for frame in _FRAME.finditer(part) if layer(frame["file"]) == 2)
+    for frame in frames:
+        place = place_of(frame["file"], int(frame["line"]))
+        return f"{place.file}:{place.line}"
+    return ""

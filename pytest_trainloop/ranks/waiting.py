@@ -52,11 +52,23 @@ class Waiting:
     def different(self, rank: int, channel: str, call: Collective) -> Hang | None:
         """Another rank that makes a different call as the n-th of this group."""
         for other, calls in sorted(self._calls[channel].items()):
-            theirs = calls[call.number] if len(calls) > call.number else call
-            if ">" not in channel and not _same(call, theirs):
+            if other == rank or ">" in channel or len(calls) <= call.number:
+                continue
+            theirs = calls[call.number]
+            if not (_same(call, theirs) and self._fit(channel, {rank: call, other: theirs})):
                 (first, own), (second, its) = sorted([(rank, call), (other, theirs)], key=lambda pair: pair[0])
                 return Hang(first, own, (Other(second, "waited", its),), different=True)
         return None
+
+    def _fit(self, channel: str, calls: dict[int, Collective]) -> bool:
+        """Whether lists of tensors that get one from each rank have room for just what the ranks give. They may be
+        uneven where the sizes are known: nccl takes that, and gloo does not."""
+        members = self._members[channel]
+        return all(
+            len(mine.takes) != len(members) or mine.takes[members.index(other)] == _entries(theirs)
+            for mine in calls.values()
+            for other, theirs in calls.items()
+        )
 
     def stuck(self) -> Hang | None:
         """A rank that waits in a call which the ranks that are gone or wait themselves never enter."""

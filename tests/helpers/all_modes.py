@@ -24,7 +24,7 @@ from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import Ze
 from pytest_trainloop.checks.numerics.parameter_precision import runs as precision_runs
 from pytest_trainloop.checks.numerics.precision_parity import further, modes, operations
 from pytest_trainloop.checks.scale.compile_parity.compared import Operations
-from pytest_trainloop.checks.scale.distributed_equivalence import ledger
+from pytest_trainloop.checks.scale.distributed_equivalence import rank_runs
 from pytest_trainloop.checks.state.data_order import orders, reading
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog
 from pytest_trainloop.checks.state.evaluation_is_pure import interposed
@@ -76,7 +76,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     for one in given:
         yield from one.contexts(watch)
     yield Construction().watching()
-    yield ledger._Draws(watch, ledger.Seen())
+    yield rank_runs._Draws(watch, rank_runs.RankResult())
     yield RecomputedCalls(watch, [], lambda generator: None)
     yield reading.Draws()
     yield interposed._Casts(interposed.Seen())

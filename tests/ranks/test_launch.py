@@ -45,9 +45,9 @@ def test_buckets_of_ddp_are_told_with_the_line_of_backward():
 
     for rank in run(work):
         buckets = [c for c in rank.collectives if c.kind == "all_reduce"]
-        assert [(c.shapes, c.operation, c.in_backward, c.steps) for c in buckets] == [
-            (((4,),), "SUM", True, 0),
-            (((4,),), "SUM", True, 1),
+        assert [(c.shapes, c.in_backward, c.steps) for c in buckets] == [
+            (((4,),), True, 0),
+            (((4,),), True, 1),
         ]
         assert buckets[0].place.code.endswith("# here")
         assert rank.steps == 2
@@ -124,7 +124,6 @@ def test_the_time_limit_shows_where_each_rank_is(capfd):
 
     with pytest.raises(TimeRanOut) as caught:
         run(work, timeout=0.5)
-    assert "in work" in caught.value.stacks[1]
     assert "0 steps of 2 ranks (rank 0 has ended, rank 1 at tests/ranks/test_launch.py:" in str(caught.value)
     assert "in work" in capfd.readouterr().err
 
@@ -162,7 +161,7 @@ def test_files_are_told_with_their_lines(tmp_path):
         (tmp_path / f"log{rank}").write_text("")
 
     for number, rank in enumerate(run(work)):
-        assert {w.path: w.place.code for w in rank.written} == {
+        assert {path: place.code for path, place in rank.written.items()} == {
             str(tmp_path / "last.pt"): 'torch.save({}, tmp_path / "last.pt")  # here',
             str(tmp_path / f"log{number}"): '(tmp_path / f"log{rank}").write_text("")',
         }
@@ -176,4 +175,4 @@ def test_a_collective_that_is_not_waited_for_and_one_in_inference_mode():
         return [w.wait() for w in works]
 
     for rank in run(work):
-        assert [(c.operation, c.waits) for c in rank.collectives] == [("SUM", True), ("MAX", False), ("MAX", False)]
+        assert [c.waits for c in rank.collectives] == [True, False, False]

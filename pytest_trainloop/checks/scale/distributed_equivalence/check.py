@@ -24,17 +24,21 @@ How it decides
     With a knob ``accumulate`` too, or where a step takes several batches, each rank gets windows of micro-batches. A
     last micro-batch that only its own rank reads is a ``no_sync`` turned round; gradients that are exchanged in each of
     them are advice.
+    Of ranks that share out the model, the parameters that all hold whole are compared with all rows on every rank: with
+    one gradient before the clip and another on each rank after it, each clips by the norm of its own part. Where some
+    steps call the wrapper and others do not, the ranks read different gradients at just those without a call.
     A loop whose gradients differ and whose updates do not is right: its rate is scaled to match, or its optimizer
     reduces. So is one that cuts whole batches by itself, and one whose ranks share out the model: with all rows on
     every rank it agrees. Where rows interact (a contrastive loss) a gradient that agrees is right, one in the direction
     of the single process is advice with its factor, and of any other nothing is said.
-    A rank that waits in a collective which another never enters is found from the calls that each rank makes: no clock
-    is asked. What torch raises for parameters without a gradient is named with these. Over the loop's own batches the
-    ranks have different seeds. The same losses and the same gradients on all, bit for bit, are the same rows. Weights
-    that differ before the first step are a fault, and advice where the seeds alone make the difference: then those of a
-    run under one seed are followed. Weights that part later are a fault where an optimizer steps them; what parts first
-    is named: the rate, the number of steps, the gradient. Weights that come together after some steps are averaged on
-    purpose. The same draws on all ranks, batch norms by rank, and buffers that part are advice.
+    A rank that waits in a collective which another never enters is found from the calls that each rank makes, without a
+    clock; so are tensors of other sizes, and lists that have no room for what a rank gives. What torch raises for
+    parameters without a gradient is named with these. Over the loop's own batches the ranks have different seeds. The
+    same losses and the same gradients on all, bit for bit, are the same rows. Weights that differ before the first step
+    are a fault, and advice where the seeds alone make the difference: then those of a run under one seed are followed.
+    Weights that part later are a fault where an optimizer steps them; what parts first is named: the rate, the number
+    of steps, the gradient. Weights that come together after some steps are averaged on purpose. The same draws on all
+    ranks, batch norms by rank, and buffers that part are advice.
 
 Faulty
     >>> if ranks > 1:
@@ -69,9 +73,10 @@ References
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.scale.distributed_equivalence.causes import CAUSES
+from pytest_trainloop.checks.scale.distributed_equivalence.causes import CAUSES, RANKS
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.registry import check
 
@@ -81,13 +86,70 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
+AT_THE_STEP = ("never_synchronised", "summed_over_ranks", "weights_drift")
+"""Causes that show where the optimizer steps; the others at the backward pass."""
+
+CALLS = {
+    **dict.fromkeys(AT_THE_STEP, "optimizer.step()"),
+    "norm_of_one_shard": "clip_grad_norm_()",
+    "same_draws_on_every_rank": "manual_seed()",
+    "same_rows_on_every_rank": "batches",
+}
+"""What is named where nothing of the project's own is: a call that others would find too."""
+
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def distributed_equivalence(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.scale.distributed_equivalence.findings import RANKS, Findings
-
     _require_knob(evidence)
-    yield from Findings(evidence, RANKS).all()
+    seen = evidence.run()
+    if seen.raised is not None:
+        raise CannotDecide(f"fit raised {seen.raised.summary} in one process")
+    if not seen.steps:
+        raise CannotDecide("the loop makes no optimizer step in one process")
+    for finding in _findings(evidence):
+        names = finding.culprits or (CALLS.get(finding.cause, "loss.backward()"),)
+        yield replace(finding, culprits=names, where=finding.where or _line(evidence, finding.cause))
+
+
+def _findings(evidence: Evidence) -> Iterator[Finding]:
+    """In the order in which one explains the next. Raises ``CannotDecide`` where nothing was found and the gradients
+    could not be compared."""
+    from pytest_trainloop.checks.scale.distributed_equivalence.gradients import of_gradients
+    from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import OwnBatches
+
+    own = evidence.shared(OwnBatches)
+    if ended := own.ending():
+        yield ended
+        return
+    undecided, finding = None, None
+    try:
+        finding = of_gradients(evidence, RANKS, own.results)
+    except CannotDecide as reason:
+        undecided = reason
+    if finding is not None:
+        yield finding
+    named = finding is not None and finding.level == "fault"
+    unsynchronised = finding is not None and finding.cause == "never_synchronised"  # also where the knob is not read
+    others = list(own.rules(parts=not named and not unsynchronised))
+    if named or any(other.level == "fault" for other in others):  # which says more of the same
+        others = [other for other in others if other.level == "fault" or other.cause != "start_differs"]
+    yield from others
+    if undecided is not None and not any(other.level == "fault" for other in others):
+        raise undecided
+
+
+def _line(evidence: Evidence, cause: str) -> str:
+    """Where the loop steps or backpropagates in one process; where it calls the model, if a trainer does both."""
+    from pytest_trainloop.gradients import compare
+
+    record = evidence.run()
+    optimizer = next(iter(compare.optimizers(record)), 0)
+    backward = compare.first_backward(record, optimizer)
+    if backward is not None and (cause == "wrapper_bypassed" or compare.made_by_library(backward)):
+        return compare.line_of_forward(record, backward) or str(backward.place)
+    if backward is None or cause in AT_THE_STEP:
+        return compare.step_place(record, optimizer)
+    return str(backward.place)
 
 
 def _require_knob(evidence: Evidence) -> None:

@@ -1,40 +1,420 @@
-"""What the ranks did over the loop's own batches: the same rows, other weights at the start, weights that part, files
-that all write, draws that are the same on all. Plain data, no torch."""
+"""What the ranks do over the loop's own batches, each under a seed of its own: how the launch ends, weights and buffers
+that differ at the start or later, rows and draws that are the same on all ranks, files that all write.
+
+What is so only under different seeds is advice: the project's launcher may seed all ranks in the same way.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from typing import TYPE_CHECKING
+from array import array
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.checks.scale.distributed_equivalence.diagnosis import Diagnosis
-from pytest_trainloop.recording.events import Backward
+from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.scale.distributed_equivalence.causes import (
+    DRAW_IN_COMMON,
+    RANKS,
+    STEPS,
+    UNREDUCED,
+    found,
+)
+from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison, entries_of
+from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import (
+    error_of_a_rank,
+    over_own_batches,
+    raises_by_itself,
+    results_of,
+)
+from pytest_trainloop.errors import BrokenRun, CannotDecide, UserCodeError
+from pytest_trainloop.finding import UserError
+from pytest_trainloop.gradients.compare import first_backward
+from pytest_trainloop.ranks.facts import LOST
+from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.recording.events import Backward, SchedulerStep, Step
 from pytest_trainloop.recording.plain_names import plain
+from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
-    from pytest_trainloop.checks.scale.distributed_equivalence.samplers import Shared
+    from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, State
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.ranks.facts import Hang, Launch, Other
+    from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+
+BETWEEN_SEEDS = 7919
+"""Between the seeds of two ranks."""
 
 ROUNDING = {"float64": 2.2e-13, "float32": 1.2e-4}
 """A thousand machine epsilons: numbers that ranks reduce in another order may part by so much of their size. In lower
 precision nothing is judged."""
 
-STEPS = 2
+SAME = 2
 """Backward passes that must be the same before the rows are called so."""
 
 
-def same_everywhere(dids: Sequence[Did]) -> int:
+class OwnBatches:
+    """The launches over the loop's own batches, to be asked for by ``evidence.shared``."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+
+    @cached_property
+    def launched(self) -> Launch:
+        """Each rank under a seed of its own."""
+        return self._launch(lambda rank: self._evidence.seed + rank * BETWEEN_SEEDS)
+
+    @cached_property
+    def _seeded_alike(self) -> Launch:
+        return self._launch(lambda _rank: self._evidence.seed)
+
+    @cached_property
+    def results(self) -> list[RankResult]:
+        return results_of(self.launched)
+
+    @cached_property
+    def under_one_seed(self) -> list[RankResult]:
+        """Raises ``CannotDecide`` where the ranks then do not come to their end."""
+        if of_ending(self._seeded_alike) is not None:
+            raise CannotDecide("under one seed on all ranks they do not come to their end")
+        return results_of(self._seeded_alike)
+
+    def _launch(self, seeds: Callable[[int], int]) -> Launch:
+        seen = self._evidence.run()
+        window = max(1, round(seen.items / max(1, seen.rounds)))
+        batches = max(STEPS, 2 * window) + 1
+
+        def every_nth(rank: int, loop: TrainLoop) -> Iterator[Any]:
+            yield from first_batches(loop, RANKS * batches)[rank::RANKS]
+
+        stream: Callable[[int, TrainLoop], Iterator[Any]] | None = None
+        if not self.shared_out:  # handed over in the same way on all ranks: with the same rows they would seem in step
+            if "batches" in self._evidence.offers:
+                stream = every_nth
+            else:
+                with contextlib.suppress(CannotDecide):
+                    made = Comparison.of(self._evidence, RANKS, 1)
+                    stream = made.over_and_over if made is not None else None
+        work = over_own_batches(self._evidence, RANKS, seeds, batches, stream)
+        return launch(work, RANKS, timeout=self._evidence.timeout)
+
+    @cached_property
+    def makes_own(self) -> bool:
+        return self._evidence.shared(makes_own_data)
+
+    @cached_property
+    def shared_out(self) -> bool:
+        """Whether it is the loop that shares rows out: by its own DataLoader, or inside of ``fit``."""
+        from torch.utils.data import DataLoader
+
+        return isinstance(self._evidence.fresh_loop().batches, DataLoader) or self.makes_own
+
+    # how they end
+
+    def ending(self) -> Finding | None:
+        """Why the ranks do not come to their end. Raises what the project's code raised in one, and ``CannotDecide``
+        where that is no fault of the loop's."""
+        finding, error = _ended(self.launched)
+        if finding is None and error is None:
+            return None
+        comes_back = _ended(self._seeded_alike) == (None, None)
+        if error is not None:
+            if comes_back:
+                raise CannotDecide(f"{error}, and not under one seed on all ranks")
+            if error.error.stage.startswith("fit"):
+                bare = launch(raises_by_itself(self._evidence, RANKS), RANKS, timeout=self._evidence.timeout)
+                if all(rank.value is False for rank in bare):
+                    raise BrokenRun(f"{error} only while the ranks were watched")
+            raise error
+        if finding is not None and comes_back:
+            return by_seed(finding, "they come to their end", repair=DRAW_IN_COMMON)
+        return finding
+
+    # what they hold, read and write
+
+    def rules(self, *, parts: bool) -> Iterator[Finding]:
+        """``parts``: whether weights that part are no consequence of what is found already."""
+        one = {plain(p.name): p.shape for p in self._evidence.run().parameters if p.declared}
+        theirs = [{plain(p.name): p.shape for p in result.require().parameters} for result in self.results]
+        # ranks that share out the model hold parts of it
+        if all(held.get(name) == shape for held in theirs for name, shape in one.items()):
+            if start := starts_apart(self.results):
+                yield from self._start(start, parts=parts)
+            elif parts:
+                yield from self._parting()
+        same = same_everywhere(self.results)
+        if not same:
+            yield from of_draws(self.results)
+        for finding in of_samplers(self.results):
+            only = not any(True for _ in of_samplers(self.under_one_seed))
+            yield by_seed(finding, "they are shared out") if only else finding
+        if self.shared_out:
+            alike = 0 if same or self.makes_own else same_everywhere(self.under_one_seed)
+            if same or alike:
+                first = first_backward(self.results[0].require(), 0)
+                level, variant = ("fault", "") if same else ("advice", "seeded")
+                yield found("same_rows_on_every_rank", first or "", (), variant, same=same or alike, level=level)
+        yield from of_files(self.results)
+
+    def _start(self, names: tuple[str, ...], *, parts: bool) -> Iterator[Finding]:
+        """Weights that differ at the start: advice where the seeds alone make the difference, and then what parts
+        under one seed."""
+        seeds = not set(names) & set(starts_apart(self.under_one_seed))
+        yield found("start_differs", "", names, seeds=seeds, level="advice" if seeds else "fault")
+        if seeds and parts:
+            yield from of_parting(self.under_one_seed)
+
+    def _parting(self) -> Iterator[Finding]:
+        """Weights that part: advice where that is so only under different seeds (noise that is added to weights)."""
+        for finding in of_parting(self.results):
+            only = finding.level == "fault" and not ends_apart(self.under_one_seed)
+            yield by_seed(finding, "they stay alike") if only else finding
+
+
+def by_seed(finding: Finding, what: str, **more: Any) -> Finding:
+    """The finding as advice, since it is not so under one seed on all ranks."""
+    return replace(finding, level="advice", shown_by=f"{finding.shown_by}; under one seed on all ranks {what}", **more)
+
+
+def own_launch(evidence: Evidence) -> Launch:
+    """The launch over the loop's own batches, for the loop card."""
+    return evidence.shared(OwnBatches).launched
+
+
+# a launch that did not come to its end
+
+
+def _ended(launched: Launch) -> tuple[Finding | None, UserCodeError | None]:
+    """Why the ranks did not come to their end, or what the project's code raised in one."""
+    try:
+        return of_ending(launched), None
+    except UserCodeError as error:
+        return None, error
+
+
+def of_ending(launched: Launch) -> Finding | None:
+    """Why the ranks did not come to their end: one raised, or waits for ever; None where they did.
+
+    Raises ``CannotDecide`` where that is no fault of the loop's, and ``UserCodeError`` where it raised by itself.
+    """
+    results = results_of(launched)
+    made = [(rank, result.record) for rank, result in enumerate(results) if result.record is not None]
+    # what a rank raises that waited for another which is gone follows from that, as it does where it was ended
+    made = [(rank, r) for rank, r in made if not (rank in launched.waiting and r.raised and LOST in _said(r.raised))]
+    raised = [(rank, record.raised) for rank, record in made if record.raised]
+    for rank, what in raised:
+        if UNREDUCED in _said(what):
+            if late := results[rank].late:
+                return found("parameters_not_in_wrapper", what.place, late, "late", kind=what.kind)
+            record = results[rank].require()
+            first = next(iter(record.backwards()), None)
+            without = (
+                plain(p.name)
+                for p in record.parameters
+                if p.declared and p.requires_grad and first is not None and not first.arrivals.get(p.index)
+            )
+            return found("unused_parameters", what.place, without, kind=what.kind)
+    for rank, what in raised:
+        error = UserError(stage="fit", summary=what.summary, traceback=what.traceback)
+        raise error_of_a_rank(launched, rank, error, _said(what))
+    if (hang := launched.hang) is not None:
+        if any(not record.ended for _, record in made):
+            raise CannotDecide(
+                "a rank made all the steps that it was to make, and another was in the middle of one: the ranks step "
+                "unequally often"
+            )
+        facts = {
+            "rank": hang.rank,
+            "others": "; ".join(_other(other, hang) for other in hang.others),
+            "call": str(hang.collective),
+            "line": str(hang.line),
+            "step": hang.collective.steps,
+        }
+        return found("one_rank_waits", hang.line, (hang.collective.kind,), **facts)
+    ended = next((rank for rank in launched if rank.ended), None)
+    if ended is not None:
+        raise CannotDecide(f"the process of rank {ended.number} of {len(launched)} ended early: {ended.ended}")
+    return None
+
+
+def _said(what: Raised) -> str:
+    return f"{what.summary} {what.message}"
+
+
+def _other(other: Other, hang: Hang) -> str:
+    """What another rank does while one waits."""
+    number, how, last = other.number, other.how, other.last
+    at = f" at {last.place}" if last is not None and last.place.file else ""
+    kind = last.kind if last is not None else "another"
+    if how == "waited" and hang.different and last is not None and at:
+        if last.place != hang.line:
+            own = "a " if kind == hang.collective.kind else ""
+            return f"rank {number} is at another line, and waits in {own}{kind} there:{at.removeprefix(' at')}"
+        return f"rank {number} waits in {kind} of other shapes{at}"
+    if how == "waited":
+        return f"rank {number} waits in {kind}{at}"
+    known = f" (last in {kind}{at})" if at else ""
+    return f"rank {number} has come to its end without it{known}" if how == "left" else f"rank {number} {how}{known}"
+
+
+# weights and buffers
+
+
+def starts_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
+    """The weights and buffers that differ as ``fit`` begins, and still before the first step."""
+    entered = _apart(results, [result.entered for result in results])
+    return tuple(name for name in _apart(results, [result.states[0] for result in results]) if name in entered)
+
+
+def ends_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
+    """The weights and buffers that the ranks begin alike and that differ at the end, and did not come together again in
+    between."""
+    last = _apart(results, [result.states[-1] for result in results])
+    if any(len(result.states) == 1 for result in results):  # some rank makes no step
+        entered = _apart(results, [result.entered for result in results])
+        return tuple(name for name in last if name not in entered)
+    # a forward pass may change buffers before the first step
+    first = [r.states[0] | {name: v for name, v in r.entered.items() if name in r.buffers} for r in results]
+    states = [first, *_at_once(results)[1:]]
+    alike = {name: [len({state.get(name) for state in at_once}) == 1 for at_once in states] for name in last}
+    return tuple(name for name, at in alike.items() if at[0] and at == sorted(at, reverse=True))
+
+
+def come_together(results: Sequence[RankResult], names: Sequence[str]) -> bool:
+    """Whether these weights are the same on all ranks after some step that moves them."""
+    return any(
+        all(len({state.get(name) for state in after}) == 1 for name in names)
+        and any(
+            after[0].get(name) != before[0].get(name) for name in names
+        )  # not at rate 0 (pair: bare_at_every_other_step)
+        for before, after in itertools.pairwise(_at_once(results))
+    )
+
+
+def bypassed_steps(results: Sequence[RankResult], names: Sequence[str]) -> list[int]:
+    """The steps, from 0, that are made without a call of DistributedDataParallel; none unless these are just the steps
+    at which the ranks read different gradients of the parameters."""
+    records = [result.require() for result in results]
+    at_once = list(zip(*map(_steps, records), strict=False))
+    calls = list(zip(*(itertools.pairwise([0, *result.called]) for result in results), strict=False))
+    bare = [number for number, of_ranks in enumerate(calls) if all(before == after for before, after in of_ranks)]
+    # several optimizers may step after one call (odd: embedding_stepped_every_other_time)
+    if not 0 < len(bare) < len(calls) or len({step.optimizer for of_ranks in at_once for step in of_ranks}) > 1:
+        return []
+    return bare if bare == [n for n, steps in enumerate(at_once) if _read_apart(records, steps, names)] else []
+
+
+def _at_once(results: Sequence[RankResult]) -> list[tuple[State, ...]]:
+    """The states of all ranks before each step, and after the last."""
+    return list(zip(*(result.states for result in results), strict=False))
+
+
+def _apart(results: Sequence[RankResult], sides: Sequence[State]) -> list[str]:
+    """The names of which some entry differs by more than rounding."""
+    dtypes = {plain(p.name): p.dtype for p in results[0].require().parameters}
+    apart = []
+    for name in sides[0]:
+        read = [array("d", side.get(name, b"")) for side in sides]
+        limit = ROUNDING.get(dtypes.get(name, "float32"), math.inf) * max(map(abs, read[0]), default=0.0)
+        pairs = [pair for other in read[1:] for pair in zip(read[0], other, strict=False)]
+        if all(len(other) == len(read[0]) for other in read) and any(abs(a - b) > limit for a, b in pairs):
+            apart.append(name)
+    return apart
+
+
+def of_parting(results: Sequence[RankResult]) -> Iterator[Finding]:
+    """Weights that an optimizer steps and that part; else buffers and averages that do; norms by rank."""
+    norms = {plain(s.name): plain(s.owner) for s in results[0].require().statistics}
+    stepped = set().union(*(result.stepped for result in results))
+    apart = ends_apart(results)
+    weights = tuple(name for name in apart if name in stepped)
+    others = tuple(name for name in apart if name not in stepped and name not in norms)
+    if weights and (bare := bypassed_steps(results, weights)):
+        yield found("wrapper_bypassed", "", (), "steps", bare=len(bare), steps=len(results[0].called), step=bare[0] + 1)
+    elif weights:
+        first, line = _parts_first(results, weights)
+        yield found("weights_drift", line, weights, first=first)
+    elif others:
+        yield found("weights_drift", "", others, "state", level="advice")
+    if by_rank := tuple(dict.fromkeys(norms[name] for name in apart if name in norms)):
+        yield found("batch_norm_per_rank", "", by_rank, level="advice")
+
+
+def _parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[str, str]:
+    """What is another on some rank before the weights are, in words, and its line where that is known."""
+    records = [result.require() for result in results]
+    steps = [_steps(record) for record in records]
+    counts = [len(of_rank) for of_rank in steps]
+    if min(counts) != max(counts):
+        return f"the optimizer steps {_by_rank(counts, ' times')}", ""
+    for who, result in enumerate(results):
+        alone = [n for n in names if n in result.stepped and sum(n in other.stepped for other in results) == 1]
+        if alone:
+            stepped = f"{some(alone, most=1)} {'is' if len(alone) == 1 else 'are'} stepped by rank {who} alone"
+            return f"{stepped}, and not sent to the others", ""
+    states = _at_once(results)
+    differ = (n for n, at_once in enumerate(states) if any(len({s.get(name) for s in at_once}) > 1 for name in names))
+    until = next(differ, len(states))  # steps that were made before some of these weights differ
+    for number, at_once in enumerate(list(zip(*steps, strict=True))[:until]):
+        rates = [(s.lrs, *s.named_rates.values()) for s in at_once]
+        if any(r != rates[0] for r in rates[1:]):
+            groups = [of_group for of_group in zip(*(s.lrs for s in at_once), strict=False) if len(set(of_group)) > 1]
+            shown = f": {_by_rank(groups[0])}" if groups else ""
+            scheduled = [
+                call
+                for record, step in zip(records, at_once, strict=True)
+                for call in record.of(SchedulerStep)
+                if call.at < step.at and call.optimizer in (None, step.optimizer)
+            ]
+            line = str(scheduled[-1].place) if scheduled else ""
+            return f"the learning rates part at step {number + 1}{shown}", line
+        if first := _read_apart(records, at_once, names):
+            what = f"at step {number + 1} the ranks read different gradients of {some(first, most=2)}"
+            return what, str(at_once[0].place)
+    return f"after step {until} they differ, though rates and gradients are the same on all ranks until then", ""
+
+
+def _steps(record: Record) -> list[Step]:
+    return [step for step in record.of(Step) if not step.nested]
+
+
+def _read_apart(records: Sequence[Record], steps: Sequence[Step], names: Sequence[str]) -> list[str]:
+    """The parameters of which the ranks' steps read different gradients, by more than rounding."""
+    read = [entries_of(r, s.reads[0].grads) if s.reads else {} for r, s in zip(records, steps, strict=True)]
+    apart = []
+    for name in names:
+        held = [gradients[name] for gradients in read if name in gradients]
+        if len(held) == len(read) and len(set(map(len, held))) == 1:
+            limit = ROUNDING["float32"] * max(map(abs, held[0].tolist()), default=0.0)
+            if any(bool(((other - held[0]).abs() > limit).any()) for other in held[1:]):
+                apart.append(name)
+    return apart
+
+
+def _by_rank(numbers: Sequence[float], unit: str = "") -> str:
+    return ", ".join(f"{number:.6g}{unit} on rank {rank}" for rank, number in enumerate(numbers))
+
+
+# rows, draws and files
+
+
+def same_everywhere(results: Sequence[RankResult]) -> int:
     """How many backward passes in a row, from the first, are the same on all ranks bit for bit: values and gradients.
 
     0 where fewer than two are, or some pass differs.
     """
-    passes = [_passes(did.require()) for did in dids]
+    passes = [_passes(result.require()) for result in results]
     count = min(map(len, passes))
     same = all(other[:count] == passes[0][:count] for other in passes[1:])
-    return count if same and count >= STEPS else 0
+    return count if same and count >= SAME else 0
 
 
 def _passes(record: Record) -> list[object]:
@@ -49,120 +429,37 @@ def _passes(record: Record) -> list[object]:
     ]
 
 
-def starts_apart(dids: Sequence[Did]) -> tuple[str, ...]:
-    """The weights and buffers that differ as ``fit`` begins, and still before the first step."""
-    entered = set(_apart([did.seen.entered for did in dids], dids))
-    return tuple(name for name in _apart([did.seen.first for did in dids], dids) if name in entered)
-
-
-def ends_apart(dids: Sequence[Did]) -> tuple[str, ...]:
-    """The weights and buffers that the ranks begin alike and that differ at the end, and did not come together again in
-    between."""
-    logs = [did.seen.digests for did in dids]
-    count = min(map(len, logs))
-    found = []
-    if not count:  # some rank makes no step
-        entered = set(_apart([did.seen.entered for did in dids], dids))
-        return tuple(name for name in _apart([did.seen.last for did in dids], dids) if name not in entered)
-    for name in _apart([did.seen.last for did in dids], dids):
-        alike = [len({log[n].get(name) for log in logs}) == 1 for n in range(count)]
-        if alike[0] and alike == sorted(alike, reverse=True):
-            found.append(name)
-    return tuple(found)
-
-
-def come_together(dids: Sequence[Did], names: Sequence[str]) -> bool:
-    """Whether these weights are the same on all ranks after some step."""
-    logs = [did.seen.digests for did in dids]
-    return any(
-        all(len({log[n].get(name) for log in logs}) == 1 for name in names) for n in range(1, min(map(len, logs)))
-    )
-
-
-def _apart(sides: Sequence[dict[str, tuple[float, ...]]], dids: Sequence[Did]) -> Iterator[str]:
-    """The names of which some entry differs by more than rounding."""
-    dtypes = {plain(p.name): p.dtype for p in dids[0].require().parameters}
-    for name, first in sides[0].items():
-        if not all(name in other and len(other[name]) == len(first) for other in sides[1:]):
-            continue
-        share = ROUNDING.get(dtypes.get(name, "float32"), math.inf)
-        limit = share * max((abs(x) for x in first), default=0.0)
-        if any(abs(a - b) > limit for other in sides[1:] for a, b in zip(first, other[name], strict=True)):
-            yield name
-
-
-def of_start(names: Sequence[str], *, only_by_seed: bool) -> Diagnosis:
-    """Weights or buffers that differ before the first step."""
-    return Diagnosis(
-        "start_differs",
-        f"the ranks begin with different values of {some(names, most=3)}"
-        f"{': they follow the seed of each rank, and nothing brings them together' if only_by_seed else ''}",
-        "under one seed on all ranks they are the same" if only_by_seed else "also under one seed on all ranks",
-        level="advice" if only_by_seed else "fault",
-        culprits=tuple(names),
-    )
-
-
-def of_files(dids: Sequence[Did]) -> Iterator[Diagnosis]:
-    """Files that several ranks write."""
-    for path in dict.fromkeys(p for did in dids for p in did.seen.written):
-        places = [did.seen.written[path] for did in dids if path in did.seen.written]
-        if len(places) > 1:
-            name = path.replace("\\", "/").rpartition("/")[2]
-            yield Diagnosis(
-                "written_by_every_rank",
-                f"{len(places)} ranks write one and the same file, {name}: the last one wins, or they mix",
-                "the path is the same on all of them",
-                culprits=(name,),
-                where=str(places[0]),
-            )
-
-
-def of_draws(dids: Sequence[Did]) -> Iterator[Diagnosis]:
+def of_draws(results: Sequence[RankResult]) -> Iterator[Finding]:
     """Lines at which every rank draws the same."""
-    logs = [did.seen.draws for did in dids]
-    for place, drawn in logs[0].items():
+    for place, drawn in results[0].draws.items():
         fresh = len(set(drawn)) > 1  # else it is a constant, whatever draws it
-        if fresh and place.file and all(other.get(place) == drawn for other in logs[1:]):
-            yield Diagnosis(
-                "same_draws_on_every_rank",
-                "every rank draws the same random numbers here, for different rows",
-                "the ranks were given different seeds: the loop seeds them alike",
-                level="advice",
-                where=str(place),
-            )
+        if fresh and place.file and all(other.draws.get(place) == drawn for other in results[1:]):
+            yield found("same_draws_on_every_rank", place, level="advice")
 
 
-def of_samplers(dids: Sequence[Did]) -> Iterator[Diagnosis]:
+def of_samplers(results: Sequence[RankResult]) -> Iterator[Finding]:
     """Rows that several ranks go over in one epoch, or none does."""
-    world = len(dids)
-    for shares in zip(*(did.seen.samplers for did in dids), strict=False):
-        if any(s.replicas != world for s in shares):
+    for shares in zip(*(result.samplers for result in results), strict=False):
+        if any(s.replicas != len(results) for s in shares):
             continue
         if len({s.rows for s in shares}) > 1:
-            yield _other_data(shares)
+            common = len(set.intersection(*(set(s.rows or range(s.size)) for s in shares)))
+            counts = ", ".join(str(s.size) for s in shares)
+            yield found("rows_left_out", "", common=common, counts=counts, samplers=len(shares))
         elif len({s.seed for s in shares}) > 1 and all(s.shuffle for s in shares):
-            yield _other_seeds(shares)
+            facts = {
+                "twice": len(set.intersection(*(set(s.order) for s in shares))),
+                "never": shares[0].size - len(set().union(*(s.order for s in shares))),
+                "rows": shares[0].size,
+                "seeds": ", ".join(str(s.seed) for s in shares),
+            }
+            yield found("rows_left_out", "", (), "seeds", **facts)
 
 
-def _other_data(shares: Sequence[Shared]) -> Diagnosis:
-    common = len(set.intersection(*(set(s.rows or range(s.count)) for s in shares)))
-    return Diagnosis(
-        "rows_left_out",
-        f"DistributedSampler shares out a data set that is already another on each rank, with {common} rows in common: "
-        f"of its own part each rank goes over one row in {len(shares)}",
-        f"the subsets that the samplers were given, of {', '.join(str(s.count) for s in shares)} rows",
-        repair="give DistributedSampler the same data set on all ranks: cut it by rank once, and draw splits with a "
-        "generator of one seed",
-    )
-
-
-def _other_seeds(shares: Sequence[Shared]) -> Diagnosis:
-    twice = len(set.intersection(*(set(s.order) for s in shares)))
-    never = shares[0].count - len(set().union(*(s.order for s in shares)))
-    return Diagnosis(
-        "rows_left_out",
-        f"in one epoch {twice} of {shares[0].count} rows are on all ranks, and {never} on none",
-        f"DistributedSampler has the seeds {', '.join(str(s.seed) for s in shares)}, and cuts one order per seed",
-        repair="DistributedSampler(dataset, seed=seed) with the same seed on all ranks",
-    )
+def of_files(results: Sequence[RankResult]) -> Iterator[Finding]:
+    """Files that several ranks write."""
+    for path in dict.fromkeys(path for result in results for path in result.written):
+        places = [result.written[path] for result in results if path in result.written]
+        if len(places) > 1:
+            name = path.replace("\\", "/").rpartition("/")[2]
+            yield found("written_by_every_rank", places[0], (name,), writers=len(places))

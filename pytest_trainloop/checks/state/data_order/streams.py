@@ -34,7 +34,7 @@ from pytest_trainloop.checks.state.data_order.reading import (
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.reach.entering import Entering
 from pytest_trainloop.reach.graph import Graph
-from pytest_trainloop.reach.places import Place
+from pytest_trainloop.reach.slots import Place
 from pytest_trainloop.reach.sorts import is_plain, sort_of, sort_of_root
 from pytest_trainloop.reach.walker import quiet
 from pytest_trainloop.recording.patches import patched

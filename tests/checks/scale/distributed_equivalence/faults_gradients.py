@@ -182,36 +182,45 @@ pair(
 )
 
 
-def kept_before(wraps):
-    """A runner that wraps a name of its own, and trains the one it was given."""
-
-    class Runner:
-        def __init__(self, model, ranks):
-            self.net = model
-            self.ddp = wrapped(model, ranks)
-            self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.05)
-
-        def run(self, batches):
-            net = self.ddp if wraps else self.net
-            for x, y in batches:
-                self.optimizer.zero_grad()
-                F.mse_loss(net(x), y).backward()
-                self.optimizer.step()
+def partly_bare(is_bare, warm_up=0):
+    """A loop that calls the wrapper at some steps, and the bare model at others."""
 
     def make(ranks=1):
         model = Regressor()
-        runner = Runner(model, ranks)
-        return TrainLoop(model=model, optimizer=runner.optimizer, batch=data.table(), fit=runner.run)
+        called = wrapped(model, ranks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, step / warm_up) if warm_up else 1.0
+        )
+
+        def fit(batches):
+            for step, (x, y) in enumerate(batches):
+                net = model if is_bare(step) else called
+                optimizer.zero_grad()
+                F.mse_loss(net(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
 
     return make
 
 
 pair(
-    "the_unwrapped_name_is_trained",
+    "bare_at_every_other_step",
     "distributed_equivalence",
     "wrapper_bypassed",
-    faulty=kept_before(wraps=False),
-    fixed=kept_before(wraps=True),
+    faulty=partly_bare(lambda step: step % 2 == 0, warm_up=3),
+    fixed=partly_bare(lambda step: False, warm_up=3),
+    where="net(x)",
+)
+pair(
+    "bare_after_the_first_steps",
+    "distributed_equivalence",
+    "wrapper_bypassed",
+    faulty=partly_bare(lambda step: step > 2),
+    fixed=partly_bare(lambda step: False),
+    where="net(x)",
 )
 
 

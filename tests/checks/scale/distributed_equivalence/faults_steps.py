@@ -171,6 +171,56 @@ pair(
 )
 
 
+def gathered(select, padded):
+    """What each rank selects of its outputs is gathered in tensors of one size, the rank's own."""
+
+    def make(ranks=1):
+        model = network()
+        if ranks > 1:
+            begin_alike(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def log(x):
+            chosen = select(model(x).detach())
+            if padded:
+                chosen = F.pad(chosen, (0, len(x) - len(chosen)))
+            every = [torch.zeros_like(chosen) for _ in range(ranks)]
+            if ranks > 1:
+                dist.all_gather(every, chosen)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                average(model, ranks)
+                optimizer.step()
+                log(x)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+def positive(out):
+    return out[out > 0.1]
+
+
+def one_more_by_rank(out):
+    return out.flatten()[: 1 + (dist.get_rank() if dist.is_initialized() else 0)]
+
+
+for name, select in {"positive_outputs_gathered": positive, "one_more_row_on_rank_one": one_more_by_rank}.items():
+    pair(
+        name,
+        "distributed_equivalence",
+        "one_rank_waits",
+        faulty=gathered(select, padded=False),
+        fixed=gathered(select, padded=True),
+        where="dist.all_gather(every, chosen)",
+        culprits=("all_gather",),
+    )
+
+
 # files
 
 

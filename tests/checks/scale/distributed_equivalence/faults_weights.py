@@ -18,6 +18,11 @@ from tests.checks.scale.distributed_equivalence.faults_gradients import (
     summed,
     wrapped,
 )
+from tests.checks.scale.distributed_equivalence.unusual_sharded import (
+    by_the_norm_of_a_rank,
+    by_the_norm_of_all_ranks,
+    hidden_units,
+)
 from tests.loops import data
 from tests.loops.pairs import pair
 
@@ -291,6 +296,27 @@ pair(
     fixed=unfrozen(late=False),
     culprits=("body.0.weight",),
 )
+
+
+def shared_out(clip):
+    return lambda ranks=1: hidden_units(ranks, clip)
+
+
+def by_the_norm_of_a_group(model):
+    """Copies and shards are optimizer groups, and each rank adds up the norms of its own."""
+    groups = [nn.utils.get_total_norm([p.grad for p in group]) for group in (model.copies(), model.parts())]
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, torch.stack(groups).norm())
+
+
+for name, clip in {"of_a_rank": by_the_norm_of_a_rank, "of_the_groups_of_a_rank": by_the_norm_of_a_group}.items():
+    pair(
+        f"copies_clipped_by_the_norm_{name}",
+        "distributed_equivalence",
+        "norm_of_one_shard",
+        faulty=shared_out(clip),
+        fixed=shared_out(by_the_norm_of_all_ranks),
+        culprits=("scale", "bias"),
+    )
 
 
 # gathered features

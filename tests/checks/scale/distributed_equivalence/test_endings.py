@@ -2,9 +2,8 @@
 
 import pytest
 
-from pytest_trainloop.checks.scale.distributed_equivalence.endings import dids_of, of_launch
-from pytest_trainloop.checks.scale.distributed_equivalence.ledger import Seen, Wrapped
-from pytest_trainloop.checks.scale.distributed_equivalence.rank_work import Did
+from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import of_ending
+from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, results_of
 from pytest_trainloop.errors import CannotDecide, UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Other, Rank
@@ -14,17 +13,17 @@ from pytest_trainloop.recording.record import Record
 UNREDUCED = "Expected to have finished reduction in the prior iteration before starting a new one."
 
 
-def did(raised="", *, ended=True, late=()):
+def result(raised="", *, ended=True, late=()):
     record = Record(ended=ended)
     if raised:
         record.raised = Raised(
             kind="RuntimeError", summary=raised, traceback="", place=Place("train.py", 9), message=raised
         )
-    return Did(record, Seen(wrapped=Wrapped(built=1, calls=1, late=late)))
+    return RankResult(record, late=late)
 
 
-def launched(*dids, hang=None):
-    return Launch(tuple(Rank(number, value=made) for number, made in enumerate(dids)), hang)
+def launched(*results, hang=None):
+    return Launch(tuple(Rank(number, value=made) for number, made in enumerate(results)), hang)
 
 
 def waiting(last=None, how="left"):
@@ -32,65 +31,46 @@ def waiting(last=None, how="left"):
     return Hang(0, call, (Other(1, how, last),))
 
 
-def test_nothing_where_all_ranks_came_to_their_end():
-    assert of_launch(launched(did(), did())) is None
-
-
-def test_a_rank_that_waits_is_named_with_its_line_and_what_the_other_did_last():
-    last = Collective("barrier", "0", 3, place=Place("train.py", 33))
-    found = of_launch(launched(None, did(), hang=waiting(last)))
-    assert found.cause == "one_rank_waits"
-    assert "rank 0 waits for ever in all_reduce" in found.summary
-    assert "last in barrier at train.py:33" in found.summary
-    assert found.where == "train.py:40"
-
-
 def test_what_gloo_raises_in_a_rank_that_lost_another_is_no_exception_of_the_loop():
-    lost = did("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", ended=False)
-    found = of_launch(Launch((Rank(0, value=lost), Rank(1, value=did())), waiting(), waiting=(0,)))
+    lost = result("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", ended=False)
+    found = of_ending(Launch((Rank(0, value=lost), Rank(1, value=result())), waiting(), waiting=(0,)))
     assert found.cause == "one_rank_waits"
 
 
 def test_another_call_at_another_line_is_told_by_its_line():
     call = Collective("broadcast", "0", 4, place=Place("train.py", 40))
     other = Collective("broadcast", "0", 4, place=Place("train.py", 50))
-    found = of_launch(launched(None, None, hang=Hang(0, call, (Other(1, "waited", other),), different=True)))
+    found = of_ending(launched(None, None, hang=Hang(0, call, (Other(1, "waited", other),), different=True)))
     assert "rank 1 is at another line, and waits in a broadcast there: train.py:50" in found.summary
     same_line = Hang(0, call, (Other(1, "waited", call),), different=True)
-    assert "broadcast of other shapes" in of_launch(launched(None, None, hang=same_line)).summary
+    assert "broadcast of other shapes" in of_ending(launched(None, None, hang=same_line)).summary
 
 
 def test_a_rank_that_we_stopped_leaves_the_others_waiting_through_no_fault_of_the_loop():
     with pytest.raises(CannotDecide, match="unequally often"):
-        of_launch(launched(None, did(ended=False), hang=waiting()))
-
-
-def test_what_torch_says_of_unreduced_parameters_is_a_cause():
-    assert of_launch(launched(did(UNREDUCED), did(UNREDUCED))).cause == "unused_parameters"
-    late = of_launch(launched(did(UNREDUCED, late=("head.weight",)), did(UNREDUCED)))
-    assert (late.cause, late.culprits) == ("parameters_not_in_wrapper", ("head.weight",))
+        of_ending(launched(None, result(ended=False), hang=waiting()))
 
 
 def test_the_loops_own_exception_is_told_and_the_rank_that_waits_for_it_is_not_blamed():
     with pytest.raises(UserCodeError, match=r"fit with ranks=2 \(rank 1\) raised ValueError: bad shape"):
-        of_launch(launched(None, did("ValueError: bad shape"), hang=waiting()))
+        of_ending(launched(None, result("ValueError: bad shape"), hang=waiting()))
 
 
 def test_a_device_that_is_not_here_is_a_reason_to_skip():
     told = "ValueError: SyncBatchNorm expected input tensor to be on GPU or PrivateUse1"
     with pytest.raises(CannotDecide, match="a device that is not here"):
-        of_launch(launched(did(told), did(told)))
+        of_ending(launched(result(told), result(told)))
 
 
 def test_what_ended_a_run_in_a_rank_is_raised_here():
-    refused = Did(refused=("CannotDecide", ("the model is built differently",)))
+    refused = RankResult(refused=("CannotDecide", ("the model is built differently",)))
     with pytest.raises(CannotDecide, match="built differently"):
-        of_launch(launched(refused, did()))
+        of_ending(launched(refused, result()))
 
 
 def test_what_the_project_raises_while_it_is_built_names_its_rank_and_stops_no_other_check():
     refused = "UserCodeError", (UserError(stage="building the loop", summary="KeyError: 'NODE_RANK'"),)
     with pytest.raises(UserCodeError, match=r"building the loop with ranks=2 \(rank 1\) raised KeyError") as caught:
-        dids_of(Launch((Rank(0, Did()), Rank(1, Did(refused=refused)))))
+        results_of(Launch((Rank(0, RankResult()), Rank(1, RankResult(refused=refused)))))
     assert caught.value.one_check
     assert caught.value.__context__ is None

@@ -41,36 +41,6 @@ def each_parameter(model):
         parameter.grad /= dist.get_world_size()
 
 
-@odd(notes="one collective a parameter, and the division by hand")
-def reduced_by_parameter(ranks=1) -> TrainLoop:
-    return trained(each_parameter, ranks)
-
-
-def one_flat_bucket(model):
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch._utils._flatten_dense_tensors(gradients)
-    dist.all_reduce(flat)
-    flat.div_(dist.get_world_size())
-    for own, reduced in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
-        own.copy_(reduced)
-
-
-@odd(notes="all gradients travel as one vector, and are copied back")
-def reduced_in_one_bucket(ranks=1) -> TrainLoop:
-    return trained(one_flat_bucket, ranks)
-
-
-def not_waiting(model):
-    work = [dist.all_reduce(p.grad.div_(dist.get_world_size()), async_op=True) for p in model.parameters()]
-    for handle in work:
-        handle.wait()
-
-
-@odd(notes="the collectives are begun one after another, and waited for together")
-def reduced_in_the_background(ranks=1) -> TrainLoop:
-    return trained(not_waiting, ranks)
-
-
 def gathered_and_averaged(model):
     for parameter in model.parameters():
         every = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
@@ -198,6 +168,47 @@ def weights_averaged_every_fourth_step(ranks=1) -> TrainLoop:
     return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
 
 
+def wrapped_at_times(ranks, after_bare, before_step=lambda model: None):
+    model = nets.mlp(6, 24, 1)
+    called = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def fit(batches):
+        for number, (x, y) in enumerate(batches):
+            bare = number % 2 == 1
+            optimizer.zero_grad()
+            F.mse_loss(model(x) if bare else called(x), y).backward()
+            if bare and ranks > 1:
+                before_step(model)
+            optimizer.step()
+            if bare and ranks > 1:
+                after_bare(model)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+
+@odd(notes="at every other step the bare model is called, and its gradients are reduced by hand")
+def wrapper_and_reduction_by_hand_in_turn(ranks=1) -> TrainLoop:
+    return wrapped_at_times(ranks, lambda model: None, each_parameter)
+
+
+@odd(notes="at every other step the bare model is called, and the weights are averaged after it")
+def wrapper_and_averaged_weights_in_turn(ranks=1) -> TrainLoop:
+    return wrapped_at_times(ranks, average_weights)
+
+
+@odd(notes="ranks gather tensors of different sizes, with room for just these: nccl takes them, and gloo refuses")
+def sizes_gathered_before_their_tensors(ranks=1) -> TrainLoop:
+    def gathered(model):
+        each_parameter(model)
+        chosen = torch.ones(2 + dist.get_rank())
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ranks)]
+        dist.all_gather(sizes, torch.tensor([len(chosen)]))
+        dist.all_gather([torch.zeros(int(size)) for size in sizes], chosen)
+
+    return trained(gathered, ranks)
+
+
 def token_loss(model, batch):
     ids, targets = batch
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
@@ -274,32 +285,3 @@ def ranks_agree_on_a_skipped_step(ranks=1) -> TrainLoop:
                 optimizer.step()
 
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
-class Adapted(nn.Module):
-    """A frozen linear map with a trained product of narrow matrices beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
-        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-@odd(notes="all but adapters is frozen, so that most parameters are in no bucket; the base is never wrapped")
-def adapters_of_a_frozen_base(ranks=1) -> TrainLoop:
-    base, head = nets.mlp(6, 24), nn.Linear(24, 24)
-    adapted = nn.Sequential(base.requires_grad_(False), Adapted(head), nn.Tanh(), nn.Linear(24, 1))
-    model = nn.parallel.DistributedDataParallel(adapted) if ranks > 1 else adapted
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)

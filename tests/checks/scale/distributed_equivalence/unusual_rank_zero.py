@@ -73,25 +73,6 @@ def rank_zero_evaluates_and_others_run_ahead(ranks=1) -> TrainLoop:
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
 
 
-@odd(notes="all ranks evaluate their share with the wrapper, and their sums are added up")
-def every_rank_evaluates_a_share(ranks=1) -> TrainLoop:
-    raw, model, optimizer = wrapped(ranks)
-    x_all, y_all = data.table(seed=5)
-    own = slice(dist.get_rank() if ranks > 1 else 0, None, ranks)
-    scores = []
-
-    def fit(batches):
-        for number, (x, y) in enumerate(batches, start=1):
-            step(model, optimizer, x, y)
-            if number % 2 == 0:
-                value = score(model, x_all[own].to(x), y_all[own].to(y))
-                if ranks > 1:
-                    dist.all_reduce(value)
-                scores.append(float(value) / ranks)
-
-    return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
 @odd(notes="rank 0 alone writes checkpoints, and all ranks read the one file at the start")
 def rank_zero_saves(ranks=1) -> TrainLoop:
     raw, model, optimizer = wrapped(ranks)

@@ -218,24 +218,6 @@ def clipped_after_the_reduction(accumulate=1, ranks=1) -> TrainLoop:
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
-@odd(notes="the gradient is divided by its norm, which only the reduced gradient has")
-def normalised_after_the_reduction(ranks=1) -> TrainLoop:
-    raw = nets.mlp(6, 24, 1)
-    model = wrap(raw, ranks)
-    optimizer = torch.optim.SGD(raw.parameters(), lr=0.05)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            size = torch.stack([p.grad.square().sum() for p in raw.parameters()]).sum().sqrt()
-            for parameter in raw.parameters():
-                parameter.grad /= size
-            optimizer.step()
-
-    return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
 @odd(notes="a statistic of the batch is averaged over ranks before the loss uses it, without a gradient")
 def targets_standardised_over_all_ranks(ranks=1) -> TrainLoop:
     raw = nets.mlp(6, 24, 1)

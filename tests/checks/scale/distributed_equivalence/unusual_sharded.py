@@ -163,7 +163,7 @@ def layers_over_ranks(ranks=1) -> TrainLoop:
 
 
 class ColumnsOfRank(nn.Module):
-    """Megatron's pair of layers by hand: this rank's part of the hidden units."""
+    """Megatron's pair of layers by hand: this rank's part of the hidden units, between copies that all ranks hold."""
 
     def __init__(self, ranks: int, rank: int) -> None:
         super().__init__()
@@ -171,20 +171,43 @@ class ColumnsOfRank(nn.Module):
         width = 24 // ranks
         own = slice(rank * width, (rank + 1) * width)
         self.ranks = ranks
+        self.scale, self.bias = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(1))
         self.up = nn.Parameter(up.weight.detach()[own].clone())
         self.down = nn.Parameter(down.weight.detach()[:, own].clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = F.linear(torch.tanh(F.linear(x, self.up)), self.down)
+        scaled = x * self.scale
         if self.ranks > 1:
-            from torch.distributed.nn.functional import all_reduce
+            scaled = Summed.apply(scaled, False)
+        part = F.linear(torch.tanh(F.linear(scaled, self.up)), self.down)
+        return (Summed.apply(part, True) if self.ranks > 1 else part) + self.bias
 
-            part = all_reduce(part)
-        return part
+    def copies(self) -> list[nn.Parameter]:
+        return [self.scale, self.bias]
+
+    def parts(self) -> list[nn.Parameter]:
+        return [self.up, self.down]
 
 
-@odd(notes="each rank owns other hidden units, whose shapes and values differ from rank to rank on purpose")
-def hidden_units_over_ranks(ranks=1) -> TrainLoop:
+class Summed(torch.autograd.Function):
+    """The sum over ranks, of the values or of the gradients."""
+
+    @staticmethod
+    def forward(ctx, x, values):
+        ctx.values, x = values, x.clone()
+        if values:
+            dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        if not ctx.values:
+            dist.all_reduce(gradient)
+        return gradient, None
+
+
+def hidden_units(ranks, clip, after=lambda model: None) -> TrainLoop:
     model = ColumnsOfRank(ranks, dist.get_rank() if ranks > 1 else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -195,10 +218,48 @@ def hidden_units_over_ranks(ranks=1) -> TrainLoop:
                 for tensor in (x, y):
                     dist.broadcast(tensor, src=0)
             optimizer.zero_grad()
-            (F.mse_loss(model(x), y) / ranks).backward()
+            F.mse_loss(model(x), y).backward()
+            clip(model)
             optimizer.step()
+            after(model)
 
     return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+
+def by_the_norm_of_all_ranks(model):
+    squares = sum(p.grad.square().sum() for p in model.parts())
+    if model.ranks > 1:
+        dist.all_reduce(squares)
+    norm = (squares + sum(p.grad.square().sum() for p in model.copies())).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+
+
+def by_the_norm_of_a_rank(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def one_by_one(model):
+    for parameter in model.parameters():
+        nn.utils.clip_grad_norm_([parameter], 0.05)
+
+
+@odd(notes="each rank owns other hidden units, whose shapes and values differ from rank to rank on purpose")
+def hidden_units_over_ranks(ranks=1) -> TrainLoop:
+    return hidden_units(ranks, by_the_norm_of_all_ranks)
+
+
+@odd(notes="each parameter is clipped by its own norm: the same for what all ranks hold, and a shard's own for shards")
+def copies_clipped_one_by_one(ranks=1) -> TrainLoop:
+    return hidden_units(ranks, one_by_one)
+
+
+@odd(notes="what all ranks hold is clipped by the norm of one rank, and sent to all after each step")
+def copies_sent_after_each_step(ranks=1) -> TrainLoop:
+    def send(model):
+        for parameter in model.copies() if ranks > 1 else ():
+            dist.broadcast(parameter.data, src=0)
+
+    return hidden_units(ranks, by_the_norm_of_a_rank, send)
 
 
 @odd(notes="every rank writes a part of one checkpoint, each to a file of its own")

@@ -29,26 +29,6 @@ def regression(model, optimizer, batches):
         optimizer.step()
 
 
-@odd(notes="the optimizer is built of the bare model, and the wrapper is what is declared")
-def wrapped_after_the_optimizer_was_built(ranks=1) -> TrainLoop:
-    bare = nets.mlp(6, 24, 1)
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-2)
-    model = DistributedDataParallel(bare) if ranks > 1 else bare
-    return TrainLoop(
-        model=model, optimizer=optimizer, batch=data.table(), fit=lambda given: regression(model, optimizer, given)
-    )
-
-
-@odd(notes="what is declared is the bare model, and the wrapper is only seen inside fit")
-def bare_model_declared(ranks=1) -> TrainLoop:
-    bare = nets.mlp(6, 24, 1)
-    model = DistributedDataParallel(bare) if ranks > 1 else bare
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return TrainLoop(
-        model=bare, optimizer=optimizer, batch=data.table(), fit=lambda given: regression(model, optimizer, given)
-    )
-
-
 @odd(notes="the wrapper is made by fit, after the model was declared")
 def wrapped_in_fit(ranks=1) -> TrainLoop:
     model = nets.mlp(6, 24, 1)
@@ -89,25 +69,6 @@ def script_by_environment(ranks=1) -> TrainLoop:
             optimizer.zero_grad(set_to_none=True)
 
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.tokens(), fit=fit)
-
-
-@odd(notes="the forward pass of the last micro-batch alone is outside no_sync, by an attribute instead of a context")
-def windows_by_attribute(accumulate=1, ranks=1) -> TrainLoop:
-    raw = nets.mlp(6, 16, 3)
-    model = DistributedDataParallel(raw) if ranks > 1 else raw
-    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
-
-    def fit(batches):
-        for number, (x, y) in enumerate(batches):
-            last = number % accumulate == accumulate - 1
-            if ranks > 1:
-                model.require_backward_grad_sync = last
-            (F.cross_entropy(model(x), y) / accumulate).backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return TrainLoop(model=raw, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
 @odd(notes="gradients of a window are reduced with every micro-batch: slow, and the same sum")
