@@ -97,12 +97,13 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
     curve = batch.curve
     if curve.halved:
         return
-    if evidence.repeatable and (nan := _nan_once_learned(batch)) is not None:
+    behind = evidence.root_causes("overfit_one_batch")
+    if not behind and evidence.repeatable and (nan := _nan_once_learned(batch)) is not None:
         yield nan
         return
     require_a_curve(curve)
     run = {"start": curve.start, "end": curve.end, "steps": curve.steps}
-    if behind := evidence.root_causes("overfit_one_batch"):
+    if behind:
         root = behind[0]
         if curve.stands_still:
             facts = run | {"by": root.check, "slug": root.cause, "said": root.summary}
