@@ -25,7 +25,7 @@ How it decides
     The fresh loop has the same seed since a project may load a base model, a teacher or data from elsewhere; what would
     then be another one under another seed is advice. A loop that is built under another seed, and is given the same
     batches, also shows what modules draw when they are built and keep as plain attributes: training must end elsewhere
-    for them alone. A permutation is a fault, since no file is one; other draws are advice.
+    for them alone. A permutation is a fault; other draws may stand for what is loaded from a file, and are advice.
     What is meant to begin anew is declared, ``renews=("optimizer", "scheduler", "scaler", "rng")`` or by path
     (``"model.bank"``); it is carried over, and the run is judged for the rest.
 
@@ -104,9 +104,8 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
             yield _seen("save_changes", a, names)
         elif b.load_error is not None:
             raises = _load_raises(a, b, b.load_error)
-            yield from list(_untied(a, b)) or [
-                raises
-            ]  # an optimizer over one weight more refuses the state of one less
+            # an optimizer over one weight more does not take the state of one over less
+            yield from list(_untied(a, b)) or [raises]
         else:
             for finding in _compared(a, b):
                 evidence.shared(Reported).courses = two_courses(b.made, a.made, both_begin=False)
