@@ -23,7 +23,9 @@ How it decides
     that training has left as built and ``load`` sets (the epoch to start from) is for resuming alone, and set alike in
     both runs; one that load restores to another value than it had is advice.
     The fresh loop has the same seed since a project may load a base model, a teacher or data from elsewhere; what would
-    then be another one under another seed is advice.
+    then be another one under another seed is advice. A loop that is built under another seed, and is given the same
+    batches, also shows what modules draw when they are built and keep as plain attributes: training must end elsewhere
+    for them alone. A permutation is a fault; other draws may stand for what is loaded from a file, and are advice.
     What is meant to begin anew is declared, ``renews=("optimizer", "scheduler", "scaler", "rng")`` or by path
     (``"model.bank"``); it is carried over, and the run is judged for the rest.
 
@@ -46,7 +48,8 @@ Known limits
     Whether the data go on where they stopped is not judged: both runs are given the same batches. State that the walk
     cannot reach (at module level of a library, outside of the process) makes the check skip where it matters. What
     changes nothing within three steps and has no count of its own is not seen: a threshold that is reached later.
-    A green check makes 9 optimizer steps of the loop; one that fails 3 more, and 3 for each component that differs.
+    A green check makes 9 optimizer steps of the loop; one that fails 3 more, and 3 for each component that differs. Of
+    what was drawn at building only attributes are seen that still are what the call returned.
 
 References
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
@@ -101,9 +104,8 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
             yield _seen("save_changes", a, names)
         elif b.load_error is not None:
             raises = _load_raises(a, b, b.load_error)
-            yield from list(_untied(a, b)) or [
-                raises
-            ]  # an optimizer over one weight more refuses the state of one less
+            # an optimizer over one weight more does not take the state of one over less
+            yield from list(_untied(a, b)) or [raises]
         else:
             for finding in _compared(a, b):
                 evidence.shared(Reported).courses = two_courses(b.made, a.made, both_begin=False)

@@ -452,20 +452,23 @@ def drawn_attributes(a: Uninterrupted, b: Resumed, other: Resumed) -> Iterator[F
     returned is looked at: other attributes may follow from the data (an order of frequencies). A permutation is at
     fault; other draws may stand for what is loaded from elsewhere (an embedding, an assignment to clusters).
     """
-    fresh, drawn = _draws(a.evidence)
+    as_built = [
+        d
+        for d in other.lost
+        if d.leaf.kind in ("tensor", "array") and d.how == "changed" and not b.renewed.covers(d.leaf)
+        if d.leaf.path in b.built.leaves and d.leaf.path in other.built.leaves
+        if "model" in d.leaf.reached_from and _in_a_module(a, (d,))  # a data set's order is the task, not the model
+        # neither load nor training has set it
+        if same_value(b.built.value(d.leaf.path), d.before) and same_value(other.built.value(d.leaf.path), d.after)
+    ]
     mine: dict[bool, list[Difference]] = {True: [], False: []}
-    for d in other.lost:
-        path, leaf = d.leaf.path, d.leaf
-        known = all(path in leaves for leaves in (other.built.leaves, b.built.leaves, fresh.leaves))
-        if not known or leaf.kind not in ("tensor", "array") or d.how != "changed" or b.renewed.covers(leaf):
-            continue
-        as_built = same_value(b.built.value(path), d.before) and same_value(other.built.value(path), d.after)
-        if not as_built or not _in_a_module(a, (d,)):
-            continue  # load has set it, or training
-        value = fresh.value(path)
-        calls = [name for name, held in drawn if held is value or same_value(held, value)]
-        if calls:
-            mine[calls[-1].endswith(("randperm", "permutation"))].append(d)
+    if as_built:
+        fresh, drawn = _draws(a.evidence)
+        for d in as_built:
+            value = fresh.value(d.leaf.path) if d.leaf.path in fresh.leaves else None
+            calls = [name for name, held in drawn if value is not None and (held is value or same_value(held, value))]
+            if calls:
+                mine[calls[-1] in ("randperm", "permutation")].append(d)
     everything = {d.leaf.path for d in other.lost if d.leaf.reached_from != {"batches"}}
     if not any(mine.values()) or b.again(everything, other_seed=1).unequal():
         return

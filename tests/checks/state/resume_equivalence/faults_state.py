@@ -440,19 +440,23 @@ class Projected(nn.Module):
 
 
 def projected(persistent):
+    model = Projected(persistent)
+    return model, lambda x, y: F.cross_entropy(model(x), y)
+
+
+def trained(build, hold, lr=0.1):
     def make():
-        model = Projected(persistent)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, loss = build(hold)
+        optimizer = torch.optim.SGD(model.parameters(), lr)
 
         def fit(batches):
-            for x, y in batches:
+            for batch in batches:
                 optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
+                loss(*batch).backward()
                 optimizer.step()
 
-        return TrainLoop(
-            model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, **checkpoint(model, optimizer)
-        )
+        functions = checkpoint(model, optimizer)
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, **functions)
 
     return make
 
@@ -464,9 +468,67 @@ pair(
     level="advice",
     culprits=("projection",),
     quick=True,
-    faulty=projected(persistent=False),
-    fixed=projected(persistent=True),
+    faulty=trained(projected, False),
+    fixed=trained(projected, True),
 )
+
+
+# Orders of features that modules draw when they are built: a plain attribute is in no state dict.
+
+
+class Coupling(nn.Module):
+    def __init__(self, hold):
+        super().__init__()
+        hold(self, torch.randperm(6))
+        self.net = mlp(3, 16, 6)
+
+    def forward(self, x):
+        kept, moved = x[:, self.order].chunk(2, dim=1)
+        scale, shift = self.net(kept).chunk(2, dim=1)
+        return torch.cat([kept, moved * scale.tanh().exp() + shift], 1), scale.tanh().sum(1)
+
+
+def flow(hold):
+    model = nn.ModuleList(Coupling(hold) for _ in range(2))
+
+    def negative_log_likelihood(x, _labels):
+        first, one = model[0](x)
+        last, two = model[1](first)
+        return (0.5 * last.square().sum(1) - one - two).mean()
+
+    return model, negative_log_likelihood
+
+
+class Scanning(nn.Module):
+    """Reads features one by one."""
+
+    def __init__(self, hold):
+        super().__init__()
+        hold(self, np.random.permutation(6))
+        self.reader, self.head = nn.GRU(1, 12, batch_first=True), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.reader(x[:, self.order, None])[0][:, -1])
+
+
+def scanning(hold):
+    model = Scanning(hold)
+    return model, lambda x, y: F.cross_entropy(model(x), y)
+
+
+for name, build, order in (
+    ("permutations_of_a_flow_as_attributes", flow, "model.1.order"),
+    ("order_of_a_scan_as_an_attribute", scanning, "model.order"),
+):
+    pair(
+        name,
+        "resume_equivalence",
+        "drawn_from_seed",
+        culprits=(order,),
+        mentions=("register_buffer", "reads features in another order"),
+        faulty=trained(build, lambda module, drawn: setattr(module, "order", drawn), 0.01),
+        fixed=trained(build, lambda module, drawn: module.register_buffer("order", torch.as_tensor(drawn)), 0.01),
+    )
 
 
 # Averaged weights are swapped in to be saved, and stay.

@@ -16,7 +16,7 @@ from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import fresh, points
+from tests.loops.random_data import fresh
 
 
 class Trainer:
@@ -138,25 +138,6 @@ def resumed_with_weights_only():
     return trainer.declared(
         save=lambda: copy.deepcopy(model.state_dict()), load=model.load_state_dict, renews=("optimizer",)
     )
-
-
-@odd(notes="the schedule begins anew with each stage of training, and that is declared")
-def resumed_with_a_new_schedule():
-    model = mlp(6, 16, 3)
-    trainer = Trainer(model, adam(model))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, T_max=20)
-
-    def fit(batches):
-        for batch in batches:
-            trainer.fit([batch])
-            schedule.step()
-
-    def load(state):
-        trainer.load(state)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 3e-3
-
-    return trainer.declared(fit=fit, load=load, scheduler=schedule, renews=("scheduler",))
 
 
 class Cached(nn.Module):
@@ -284,18 +265,6 @@ def resumed_from_a_folder():
     return trainer.declared(save=save, load=load)
 
 
-@odd(notes="a parameter called path that is a folder to the project, which makes it itself")
-def resumed_from_a_path_that_is_a_folder():
-    model = mlp(6, 16, 3)
-    trainer = Trainer(model, adam(model))
-
-    def save(path):
-        path.mkdir(exist_ok=True)
-        torch.save(trainer.save(), path / "last.ckpt")
-
-    return trainer.declared(save=save, load=lambda path: trainer.load(torch.load(path / "last.ckpt")))
-
-
 @odd(notes="bytes in memory, written by pickle")
 def resumed_from_bytes():
     model = mlp(6, 16, 3)
@@ -357,58 +326,6 @@ def resumed_with_a_stream_of_its_own():
     return trainer.declared(batches=fresh(data.labelled))
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(8, 6, bias=False)
-        self.decoder = nn.Linear(6, 8, bias=False)
-        self.decoder.weight = nn.Parameter(torch.randn(8, 6) / 3)
-        self.encoder.weight = nn.Parameter(self.decoder.weight.detach().t().clone())
-        self.scale = nn.Parameter(torch.ones(4))
-        self.same = self.scale
-
-    def forward(self, x):
-        return (self.decoder(self.encoder(x)))[:, :4] * self.same
-
-
-@odd(notes="assign=True puts new weights into the model; they are tied again and the optimizer is built after it")
-def resumed_by_assignment():
-    model = Tied()
-    trainer = Trainer(model, adam(model))
-
-    def load(state):
-        model.load_state_dict({name: value.clone() for name, value in state["model"].items()}, assign=True)
-        model.same = model.scale
-        trainer.optimizer = adam(model)
-        trainer.optimizer.load_state_dict(state["optimizer"])
-
-    return trainer.declared(points(), load=load)
-
-
-@odd(notes="a scaler whose scale never changes in a short run comes back as it was")
-def resumed_with_a_scaler():
-    model = mlp(6, 16, 3)
-    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def fit(batches):
-        for batch in batches:
-            trainer.optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = trainer.loss(batch)
-            scaler.scale(loss).backward()
-            scaler.step(trainer.optimizer)
-            scaler.update()
-
-    def load(state):
-        trainer.load(state)
-        scaler.load_state_dict(state["scaler"])
-
-    return trainer.declared(
-        fit=fit, save=lambda: {**trainer.save(), "scaler": scaler.state_dict()}, load=load, scaler=scaler
-    )
-
-
 class Epochs(Trainer):
     """Counts epochs, and load says in which one to begin."""
 
@@ -445,3 +362,43 @@ def resumed_without_its_average():
         evaluate=trainer.evaluate,
         renews=("trainer.shadow",),
     )
+
+
+class Ordered(Trainer):
+    """Reads features in an order that no state dict holds."""
+
+    def __init__(self, order):
+        model = mlp(6, 16, 3)
+        super().__init__(model, adam(model))
+        model.order = order
+
+    def loss(self, batch):
+        return super().loss((batch[0][:, self.model.order], batch[1]))
+
+
+@odd(notes="the order that the model draws is saved beside its state dict")
+def resumed_with_an_order_saved_by_hand():
+    trainer = Ordered(torch.randperm(6))
+
+    def load(state):
+        trainer.load(state)
+        trainer.model.order = state["order"]
+
+    return trainer.declared(save=lambda: {**trainer.save(), "order": trainer.model.order}, load=load)
+
+
+@odd(notes="the order that the model draws is the same in every build: it has a seed of its own")
+def resumed_with_an_order_of_a_fixed_seed():
+    return Ordered(torch.randperm(6, generator=torch.Generator().manual_seed(0))).declared()
+
+
+@odd(notes="the order follows from the data, which is the same whenever it is read")
+def resumed_with_an_order_by_size():
+    return Ordered(data.labelled()[0].var(0).argsort()).declared()
+
+
+@odd(notes="the order that the model draws is for a second head, which no step trains")
+def resumed_with_an_order_that_training_does_not_read():
+    trainer = Ordered(torch.randperm(6))
+    trainer.loss = lambda batch: Trainer.loss(trainer, batch)
+    return trainer.declared()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +13,11 @@ from pytest_trainloop import TrainLoop
 from tests.loops.odd import odd
 
 
-@dataclass
-class Config:
-    epochs: int = 3
-
-
 class Trainer:
     """A classifier's trainer as projects write it: epochs are counted, validated, and saved with the rest."""
 
-    def __init__(self, config: Config):
-        self.config, self.epoch = config, 0
+    def __init__(self):
+        self.config, self.epoch = SimpleNamespace(epochs=3), 0
         self.model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 30)
@@ -75,13 +70,13 @@ def loop(trainer: Trainer, fit) -> TrainLoop:
 
 @odd(notes="after load() the counted epochs are over and fit takes no batch; validation leaves evaluation mode")
 def epochs_are_counted_and_over() -> TrainLoop:
-    trainer = Trainer(Config())
+    trainer = Trainer()
     return loop(trainer, trainer.train)
 
 
 @odd(notes="the test's fit moves the end of training on, so that a resumed trainer trains")
 def counted_epochs_that_are_moved_on() -> TrainLoop:
-    trainer = Trainer(Config())
+    trainer = Trainer()
 
     def fit(batches):
         trainer.config.epochs = trainer.epoch + 3
