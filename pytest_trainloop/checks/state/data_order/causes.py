@@ -72,7 +72,7 @@ CAUSES = {
         summary="{stream} is shuffled, and comes in the same order in all of {epochs} epochs",
         measured=_ONE_ORDER,
         shown_by=_SAME_DRAW,
-        repair=_ONE_GENERATOR,
+        repair=f"{_ONE_GENERATOR}. Look whether an evaluation or a preview reseeds torch",
         do_not="reseed at each epoch's start to have runs repeatable: one seed before the first epoch does that",
         variants={
             "in fit": {
