@@ -72,7 +72,7 @@ CAUSES = {
         summary="{stream} is shuffled, and comes in the same order in all of {epochs} epochs",
         measured=_ONE_ORDER,
         shown_by=_SAME_DRAW,
-        repair=_ONE_GENERATOR,
+        repair=f"{_ONE_GENERATOR}. Look whether an evaluation or a preview reseeds torch",
         do_not="reseed at each epoch's start to have runs repeatable: one seed before the first epoch does that",
         variants={
             "in fit": {
@@ -227,6 +227,16 @@ CAUSES = {
         measured="{draws} rows drawn, all of them among the same {drawn}",
         repair="draw from the whole range: torch.randint(len(data), (batch_size,))",
         source="https://github.com/BlackHC/batchbald_redux/pull/6",
+    ),
+    "weights_per_class": Cause(
+        proof="the sampler has as many weights as there are labels, draws no other rows than as many first ones, and "
+        "does with a weight for each row",
+        summary="{names} has {weights} weights for {rows} rows: it draws only the first {weights} rows",
+        measured="{drawn} different rows in an epoch of {samples} rows",
+        shown_by="{labels} holds {weights} different labels for {rows} rows, and with a weight for each of these rows "
+        "the sampler draws {others} different ones",
+        repair="WeightedRandomSampler(class_weights[labels], num_samples=len(labels)): one weight for each row",
+        source="https://github.com/deep-voice/soundbay/pull/49",
     ),
     "leaves_alike": Cause(
         proof="two of three tensors of one shape are equal in every row, and the third is not",

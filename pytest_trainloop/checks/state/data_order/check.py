@@ -25,10 +25,12 @@ How it decides
     ``fit``. It is a fault where ``fit`` trains two epochs of a loader in one order.
     Workers duplicate where each row comes k times as often with k workers as with none. They share randomness where two
     fetches of one item differ within a worker, and those of both workers are the same.
-    An item is changed in place where three fetches under one random state differ, no other item does, and putting back
-    what the data set stores gives the first again. A counter of one entry and running statistics are no such case.
-    Where a fetch writes what it draws (a random mask), fetches under other random states must change the item, and what
-    they write must add up: a cache keeps its first content, a buffer its last.
+    An item is changed in place where it is another one after further fetches of it, no other item is, and putting back
+    what the data set stores gives the first again. It is fetched under several random states, since a mask may be drawn
+    in each fetch. A counter of one entry and running statistics are no such case. What the fetches write must add up: a
+    cache keeps its first content, a buffer its last.
+    Weights are those of classes where a ``WeightedRandomSampler`` has as many as the data set stores different labels,
+    and draws other rows with one for each row.
     One batch only is a fault where ``fit`` begins a ``DataLoader`` of several batches in one order again for each step.
     Records share a tensor where all hold one object that was written in place once a record. A last batch raises where
     ``fit`` raises on it and does not on full ones.
@@ -141,7 +143,12 @@ def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Findin
     ]
     workers = stream.is_loader and stream.source.of.num_workers > 0
     if stream.is_loader and not items.only_iterates(stream.source.of):
-        rules += [items.collated(stream), items.changed_in_place(stream), items.one_noise_for_all(stream)]
+        rules += [
+            items.weights_per_class(stream),
+            items.collated(stream),
+            items.changed_in_place(stream),
+            items.one_noise_for_all(stream),
+        ]
         rules += [items.shared_randomness(stream)] if workers else []
     elif workers:
         rules.append(items.duplicated(stream))

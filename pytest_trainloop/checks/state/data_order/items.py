@@ -19,11 +19,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from pytest_trainloop.checks.state.data_order.causes import found
 from pytest_trainloop.checks.state.data_order.orders import ENOUGH, is_target, unlikely
-from pytest_trainloop.checks.state.data_order.reading import MOST_ROWS, Draws, array_of, digest, read, values_of
+from pytest_trainloop.checks.state.data_order.reading import (
+    MOST_ROWS,
+    Draws,
+    array_of,
+    digest,
+    order_of,
+    read,
+    values_of,
+)
 from pytest_trainloop.checks.state.data_order.streams import Held, first_line
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.source import layer, place_of
@@ -86,6 +94,38 @@ def line_of(function: Any) -> str:
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return "" if code is None or layer(code.co_filename) != 2 else str(place_of(code.co_filename, code.co_firstlineno))
+
+
+# The indices
+
+
+def weights_per_class(stream: Stream) -> Iterator[Finding]:
+    """A sampler with a weight for each label of the stored ones, and not for each row, draws the first rows only; with
+    the weights of the rows' labels it draws others. Rows without a label have a mark among the labels (odd:
+    one_labelled_row_of_each_class).
+    """
+
+    def work(loader: Any, _streams: Streams) -> dict[str, Any] | None:
+        sampler, rows = order_of(loader), len(loader.dataset)
+        weights = sampler.weights if isinstance(sampler, WeightedRandomSampler) else ()
+        if not 1 < len(weights) < rows or sampler.num_samples <= len(weights):
+            return None
+        for path, value in Held.by(("dataset", loader.dataset)).stored:
+            labels = array_of(value)
+            if labels is None or labels.shape != (rows,) or labels.dtype.kind not in "iu":
+                continue
+            kinds, numbers = np.unique(labels, return_inverse=True)
+            if len(kinds) != len(weights):
+                continue
+            drawn = set(sampler)
+            sampler.weights = torch.as_tensor(weights)[torch.as_tensor(numbers)]
+            facts = {"weights": len(weights), "rows": rows, "drawn": len(drawn), "samples": sampler.num_samples}
+            return {**facts, "labels": path, "others": len(set(sampler))}
+        return None
+
+    facts = stream.with_loader(work)
+    if facts is not None and facts["others"] > facts["weights"]:
+        yield found("weights_per_class", stream.source, ("WeightedRandomSampler",), **facts)
 
 
 # One item, fetched again

@@ -10,7 +10,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
@@ -320,23 +329,17 @@ pair(
 # A stream that is shuffled by a generator of one seed.
 
 
-class Shuffling(IterableDataset):
-    def __init__(self, *, follows_epoch):
-        self.x, self.y = stored()
-        self.follows_epoch, self.epoch = follows_epoch, 0
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(5 + self.epoch)
-        self.epoch += self.follows_epoch
-        for index in torch.randperm(ROWS, generator=generator).tolist():
-            yield self.x[index], self.y[index]
-
-
-class Streamed(Shuffling):
+class Streamed(IterableDataset):
     """With the method that the project is to call, as streamed data sets of libraries have it."""
 
     def __init__(self):
-        super().__init__(follows_epoch=False)
+        self.x, self.y = stored()
+        self.epoch = 0
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(5 + self.epoch)
+        for index in torch.randperm(ROWS, generator=generator).tolist():
+            yield self.x[index], self.y[index]
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -801,6 +804,63 @@ pair(
     faulty=drawn_below(10),
     fixed=drawn_below(ROWS),
     quick=True,
+)
+
+
+# Weights of a sampler for each class, where it takes them for each row.
+
+
+def balanced(for_each_row):
+    _, y = stored()
+    weights = 1.0 / y.bincount()
+    return sampled(lambda: WeightedRandomSampler(weights[y] if for_each_row else weights, ROWS))
+
+
+pair(
+    "weights_of_classes_given_for_rows",
+    "data_order",
+    "weights_per_class",
+    culprits=("WeightedRandomSampler",),
+    mentions=("class_weights[labels]", "3 different rows in an epoch of 48 rows"),
+    faulty=balanced(for_each_row=False),
+    fixed=balanced(for_each_row=True),
+    quick=True,
+)
+
+
+class Folder(Dataset):
+    """Files with the number of their class, as image folders list them."""
+
+    def __init__(self):
+        x, y = stored()
+        order = y.argsort(stable=True)
+        self.files, self.targets = list(x[order].numpy()), y[order].tolist()
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.files[index]), self.targets[index]
+
+
+def from_folder(for_each_row):
+    def batches():
+        folder = Folder()
+        counts = [folder.targets.count(label) for label in range(3)]
+        weights = [1 / counts[label] for label in (folder.targets if for_each_row else range(3))]
+        sampler = BatchSampler(WeightedRandomSampler(weights, ROWS), batch_size=8, drop_last=False)
+        return DataLoader(folder, batch_sampler=sampler)
+
+    return trains_on(batches)
+
+
+pair(
+    "folder_sampled_by_the_weights_of_its_classes",
+    "data_order",
+    "weights_per_class",
+    mentions=("dataset.targets",),
+    faulty=from_folder(for_each_row=False),
+    fixed=from_folder(for_each_row=True),
 )
 
 

@@ -16,11 +16,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    Subset,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
-    random_split,
 )
 
 from pytest_trainloop.loop import TrainLoop
@@ -67,20 +64,6 @@ def one_order_drawn_by_hand():
         return draw
 
     return trains_on(batches)()
-
-
-@odd(notes="a random split, drawn when the data set was made")
-def random_part_of_the_data():
-    def batches():
-        part, _ = random_split(TensorDataset(*stored()), [32, 16])
-        return DataLoader(part, batch_size=8)
-
-    return trains_on(batches)()
-
-
-@odd(notes="indices of a subset in an order of their own, the same each epoch")
-def subset_in_a_fixed_order():
-    return loaded(Subset(TensorDataset(*stored()), torch.randperm(ROWS).tolist()))
 
 
 class ByLength(Sampler):
@@ -177,6 +160,38 @@ def drawn_by_weight():
     return loaded(sampler=WeightedRandomSampler((1.0 + (y == 0)).tolist(), ROWS))
 
 
+@odd(notes="a third of the rows has labels and comes first: these are drawn by weight, and no others")
+def labelled_rows_drawn_by_weight():
+    return loaded(sampler=WeightedRandomSampler((1.0 + torch.arange(16) % 2).tolist(), ROWS))
+
+
+@odd(notes="one labelled row of each class comes first, and these are drawn by weight; the others have no label")
+def one_labelled_row_of_each_class():
+    x, y = stored()
+    order = y.argsort(stable=True).view(3, -1).t().flatten()
+    labels = torch.where(torch.arange(ROWS) < 3, y[order], -1)
+    return loaded(TensorDataset(x[order], labels), sampler=WeightedRandomSampler([1.0, 2.0, 1.0], ROWS))
+
+
+class OfAClass(Dataset):
+    """An item for each class: one of its rows, drawn each time."""
+
+    def __init__(self):
+        self.x, self.y = stored()
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, label):
+        rows = (self.y == label).nonzero().flatten()
+        return self.x[rows[torch.randint(len(rows), ())]], label
+
+
+@odd(notes="classes are drawn by weight, and then one of the rows of each")
+def classes_drawn_by_weight():
+    return loaded(OfAClass(), sampler=WeightedRandomSampler([1.0, 2.0, 1.0], ROWS))
+
+
 @odd(notes="one generator with a fixed seed, made once: each epoch goes on with it")
 def generator_made_once():
     return loaded(shuffle=True, generator=torch.Generator().manual_seed(0))
@@ -192,21 +207,6 @@ def repeated_augmentation():
             return iter(torch.randperm(ROWS).repeat_interleave(3).tolist())
 
     return loaded(Jittered(), sampler=Repeated())
-
-
-@odd(notes="random windows of a text, as nanoGPT draws them")
-def random_windows():
-    def batches():
-        x, y = stored()
-
-        def draw(n):
-            for _ in range(n):
-                rows = torch.randint(ROWS, (8,))
-                yield x[rows], y[rows]
-
-        return draw
-
-    return trains_on(batches)()
 
 
 class Forever(Sampler):
@@ -299,20 +299,6 @@ def validation_in_one_drawn_order():
             for batch in batches:
                 step(batch)
                 validate()
-
-        return fit
-
-    return trains_on(lambda: DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True), fit_of)()
-
-
-@odd(notes="fit seeds once, before its first epoch")
-def seeded_before_the_first_epoch():
-    def fit_of(model, optimizer, step):
-        def fit(batches):
-            torch.manual_seed(11)
-            for _ in range(3):
-                for batch in batches:
-                    step(batch)
 
         return fit
 
@@ -594,11 +580,6 @@ def versions_in_turn():
     return loaded(InTurn(), shuffle=True)
 
 
-@odd(notes="the same with workers, each of which counts by itself")
-def versions_in_turn_by_workers():
-    return loaded(InTurn(), num_workers=2)
-
-
 class Counted(Jittered):
     """Gives each row a weight that falls as it comes again."""
 
@@ -686,28 +667,6 @@ def fixed_projection():
 
 
 # Iterable data sets.
-
-
-class Stream(IterableDataset):
-    def __init__(self, *, without_end=False):
-        self.x, self.y = stored()
-        self.without_end, self.epoch = without_end, 0
-
-    def __iter__(self):
-        worker = get_worker_info()
-        number, of = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        while True:
-            self.epoch += 1
-            drawn = torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch))
-            for index in drawn.tolist()[number::of]:
-                yield self.x[index], self.y[index]
-            if not self.without_end:
-                return
-
-
-@odd(notes="a stream in shards, one a worker")
-def stream_in_shards():
-    return trains_on(lambda: DataLoader(Stream(), batch_size=8, num_workers=2))()
 
 
 class Cropped(IterableDataset):
@@ -885,13 +844,13 @@ class Series(Dataset):
 class Engine:
     """The state of a training: its data set, the batches of the epoch, an iterator over them, and what it has seen."""
 
-    def __init__(self, keep):
+    def __init__(self):
         self.model = mlp(2, 16, 1)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
-        self.dataset, self.keep, self.callbacks, self.history = Series(), keep, [], []
+        self.dataset, self.history = Series(), []
 
     def fit(self, batches):
-        self.keep(self, batches)
+        self.train_dataloader = batches
         for values, lengths, means in batches:
             given = torch.stack([values.sum(1) / lengths, lengths / 8], dim=1)
             self.optimizer.zero_grad()
@@ -901,35 +860,11 @@ class Engine:
             self.history.append(loss.item())
 
 
-def engine_that(keep):
-    engine = Engine(keep)
-    first = padded([engine.dataset[number] for number in range(16)])
-    return TrainLoop(model=engine.model, optimizer=engine.optimizer, batch=first, fit=engine.fit)
-
-
-def keep_the_batches(engine, batches):
-    engine.train_dataloader = batches
-
-
-class ProgressBar:
-    """A callback that knows the loader for its length."""
-
-    def __init__(self, loader):
-        self.loader, self.total = loader, len(loader)
-
-
-def keep_them_in_a_callback(engine, batches):
-    engine.callbacks.append(ProgressBar(batches))
-
-
 @odd(notes="the batches that fit is given are kept, and hold one padded tensor again and again")
 def trainer_keeps_its_batches():
-    return engine_that(keep_the_batches)
-
-
-@odd(notes="a callback keeps the batches for their length")
-def callback_keeps_the_batches():
-    return engine_that(keep_them_in_a_callback)
+    engine = Engine()
+    first = padded([engine.dataset[number] for number in range(16)])
+    return TrainLoop(model=engine.model, optimizer=engine.optimizer, batch=first, fit=engine.fit)
 
 
 # Data that are made again from the same seeds in every epoch.
@@ -962,12 +897,3 @@ def on_bags(batches):
 @odd(notes="batches are drawn from fixed seeds, words and labels: nothing is shuffled")
 def stream_of_rows_from_fixed_seeds():
     return on_bags(Bags())
-
-
-@odd(notes="the same in an IterableDataset")
-def dataset_of_rows_from_fixed_seeds():
-    class Rows(IterableDataset):
-        def __iter__(self):
-            return iter(Bags())
-
-    return on_bags(DataLoader(Rows(), batch_size=None))
