@@ -79,7 +79,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield ledger._Draws(watch, ledger.Seen())
     yield RecomputedCalls(watch, [], lambda generator: None)
     yield draws.Draws()
-    yield interposed._Casts(interposed.Seen())
+    yield interposed._Casts(interposed.Run())
     yield Writes(watch, {"0.weight"})
     yield weights.Lines()
     yield from (Magnitudes(), modes.RecordChoices(modes.Choices()), Operations(), Operations(own=True), TensorMemory())
