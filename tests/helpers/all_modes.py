@@ -28,7 +28,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence import ledger
 from pytest_trainloop.checks.state.data_order import draws, fed
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog
 from pytest_trainloop.checks.state.evaluation_is_pure import interposed
-from pytest_trainloop.checks.state.memory_growth.lines import Lines
+from pytest_trainloop.checks.state.memory_growth.holders import Lines
 from pytest_trainloop.checks.wiring.step_order.further import Writes
 from pytest_trainloop.checks.wiring.weights_are_read import kept, weights
 from pytest_trainloop.recording.construction import Construction
