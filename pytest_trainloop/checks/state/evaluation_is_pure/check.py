@@ -15,18 +15,18 @@ How it decides
     the question is not what changed, but whether training comes out differently. Both runs have the same batches and
     the same seeds after the cut. The check compares the weights that the second call of ``fit`` moves without
     evaluation, up to rounding; bit for bit where a weight comes back rounded to a lower precision.
-    *Where they differ*, everything that differs right after ``evaluate()`` is put back: weights, gradients, buffers,
+    Where they differ, everything that differs right after ``evaluate()`` is put back: weights, gradients, buffers,
     modes, attributes, optimizer state, data, switches of the process. If that restores training, all but one of them
     are put back, one after another. What makes training differ alone is the cause. If nothing restores it, the check is
     skipped.
-    *Reseeding*: where ``evaluate()`` leaves a global generator in one state, whatever it was before, runs with two
+    Reseeding: where ``evaluate()`` leaves a global generator in one state, whatever it was before, runs with two
     random states at the cut are compared. It is a fault where they train differently without evaluation and equally
     with it. A seed of its own each time is advice; evaluation that only draws is nothing.
-    *Dropout* that acts in evaluation mode is a fault where its call leaves ``training=`` to the default or has no such
+    Dropout that acts in evaluation mode is a fault where its call leaves ``training=`` to the default or has no such
     argument. It is advice where it is written out, or the same inputs come several times (samples).
-    *Feedback*: evaluation steers training on purpose where it sets what ``fit`` itself never changes, by the model's
+    Feedback: evaluation steers training on purpose where it sets what ``fit`` itself never changes, by the model's
     score or with each call (a rate on a plateau, a curriculum, weights of classes): advice.
-    *Inside fit*: where evaluation changes modes, gradients or switches, and ``fit`` sets them again as it begins,
+    Inside fit: where evaluation changes modes, gradients or switches, and ``fit`` sets them again as it begins,
     ``evaluate()`` is also called between two steps of one ``fit``. What differs only there is advice, but not a mode
     that ``fit`` sets again later, at the start of an epoch.
 
