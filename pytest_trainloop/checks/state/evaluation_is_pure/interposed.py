@@ -48,9 +48,6 @@ OPTIONS: dict[Moment, dict[str, Any]] = {
     "inside": {"inside": True},
 }
 
-CASTS = frozenset({"half", "bfloat16", "to", "type"})
-"""Calls that cast a tensor to a lower precision."""
-
 MOST_HELD, MOST_PATHS, MOST_WALKS = 4, 4, 400
 """Weights whose bits are looked for elsewhere; values whose line is looked for; lines at which the loop is walked for
 what was not there before."""
@@ -74,6 +71,11 @@ class Call(NamedTuple):
 
     name: str
     where: str
+
+    @property
+    def generator(self) -> str:
+        """The generator that it seeds."""
+        return {"random": PYTHON, "np": NUMPY}.get(self.name.partition(".")[0], TORCH)
 
 
 @dataclass(slots=True)
@@ -251,7 +253,7 @@ class _Casts(FunctionMode):
         self._seen = seen
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in CASTS and args and isinstance(args[0], torch.nn.Parameter):
+        if name in ("half", "bfloat16", "to", "type") and args and isinstance(args[0], torch.nn.Parameter):
             asked = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
             self._seen.casts |= name in ("half", "bfloat16") or asked in (torch.float16, torch.bfloat16)
         return super().call(name, func, args, kwargs)
@@ -294,11 +296,6 @@ def noted_calls(functions: Iterable[str], note: Callable[[Call], None]) -> Itera
             if module in sys.modules:
                 patches.put(sys.modules[module], name, noting(function))
         yield
-
-
-def generator_of(call: str) -> str:
-    """The generator that a call seeds."""
-    return {"random": PYTHON, "np": NUMPY}.get(call.partition(".")[0], TORCH)
 
 
 class _Probe:

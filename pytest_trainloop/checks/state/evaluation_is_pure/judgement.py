@@ -43,14 +43,9 @@ UNRESOLVED = (
     "fit draw on one stream or environment; give evaluate one of its own, or leave evaluate out"
 )
 
-MOST_GROUPS = 8
-"""Groups that are put back one by one; where there are more, those of one kind are put back together."""
-
-MOST_NAMED = 4
-"""Entries of one container that are named one by one."""
-
-MOST_CULPRITS = 6
-"""Attributes that a finding names; its summary says how many there are."""
+MOST_GROUPS, MOST_NAMED, MOST_CULPRITS = 8, 4, 6
+"""Groups that are put back one by one, else those of one kind together; entries of one container that are named one by
+one; attributes among the culprits (the summary says how many there are)."""
 
 WITHIN_FIT = frozenset({"mode", "gradient", "requires_grad", "switch"})
 """Kinds that ``fit`` may set again as it begins, so that evaluation between two calls of it is no test of them."""

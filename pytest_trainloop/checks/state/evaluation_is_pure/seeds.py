@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
-from pytest_trainloop.checks.state.evaluation_is_pure.interposed import (
-    SEEDS,
-    Run,
-    generator_of,
-    global_states,
-    noted_calls,
-)
+from pytest_trainloop.checks.state.evaluation_is_pure.interposed import SEEDS, Run, global_states, noted_calls
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_modules, after_steps, before_modules
 from pytest_trainloop.recording.train_mode import trains
@@ -43,10 +37,8 @@ if TYPE_CHECKING:
 OTHER = 10
 """Added to the seed at the cut: no half of a run has this seed."""
 
-EPOCH = 3
+EPOCH, EPOCHS = 3, 3
 """Steps of an epoch in the run that is looked at, so that it has several."""
-
-EPOCHS = 3
 
 
 def seeded_between(cut: Cut, first: Run, other: Run | None) -> Iterator[Finding]:
@@ -77,7 +69,7 @@ def seeded_between(cut: Cut, first: Run, other: Run | None) -> Iterator[Finding]
         else:
             mine, theirs = (cut.run(cut_seed=seed, seed_after=False).halves for seed in (0, OTHER))
             variant = "another generator" if mine.differ(theirs.end, cut.trained) else ""
-    seed = next((s for s in reversed(first.seeded) if generator_of(s.name) == names[0]), None)
+    seed = next((s for s in reversed(first.seeded) if s.generator == names[0]), None)
     facts = {"which": names[0], "constant": constant, "parts": "".join(parts[:1])}
     call, level = seed.name if seed else "evaluate()", "advice" if variant else "fault"
     yield found("reseeds", seed.where if seed else "", (call,), variant, level=level, **facts)
@@ -167,7 +159,7 @@ def seeded_inside(evidence: Evidence) -> list[Finding]:
             variant = "inside"
         else:
             variant = "inside, nothing draws"
-        seed = next((s for i in evaluated for s in i.seeds if generator_of(s.name) == name), None)
+        seed = next((s for i in evaluated for s in i.seeds if s.generator == name), None)
         facts = {"level": "fault" if variant == "inside" else "advice", "which": name, "evaluations": len(evaluated)}
         call = seed.name if seed else "fit"
         return [found("reseeds", seed.where if seed else "", (call,), variant, constant=True, **facts)]

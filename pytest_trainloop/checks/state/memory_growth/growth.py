@@ -147,16 +147,14 @@ class Growth:
             why = causes.USABLE if self._facts["usable"] else causes.ENDED if self._facts["rounds"] < MOST else ""
             why = why if held.bounded is None else causes.BOUNDED
             why = filled(why, {"bounded": held.bounded, "most": MOST})
-            holder = held.name or ("a tensor" if held.kind == "Tensor" else f"a {held.kind}")
+            unnamed = {"held_outside_python": "something outside of Python", "kept_tensors": f"a {held.kind}"}
+            unnamed |= {"running_sum": "a tensor", "carried_graph": "a tensor"}
             if cause == "held_outside_python" and not held.name:
-                holder, variant = "something outside of Python", "handed over"
+                variant = "handed over"
             elif cause == "kept_tensors" and held.name.endswith("._backward_hooks"):
                 variant = "hooks"
-            facts = self._facts | {"holder": holder, "kind": held.kind, "items": held.items}
-            facts |= {
-                "level": "advice" if why else "fault",
-                "why": filled(why, {"bounded": held.bounded, "most": MOST}),
-            }
+            facts = self._facts | {"holder": held.name or unnamed[cause], "kind": held.kind}
+            facts |= {"items": held.items, "why": why, "level": "advice" if why else "fault"}
             culprit = held.name or held.kind or "autograd graph"
             yield found(cause, held.where, (culprit,), variant, **facts, **_detached(cause, held))
 
