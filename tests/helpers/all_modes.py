@@ -28,7 +28,7 @@ from pytest_trainloop.checks.scale.distributed_equivalence import rank_runs
 from pytest_trainloop.checks.state.data_order import orders, reading
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog
 from pytest_trainloop.checks.state.evaluation_is_pure import interposed
-from pytest_trainloop.checks.state.memory_growth.lines import Lines
+from pytest_trainloop.checks.state.memory_growth.holders import Lines
 from pytest_trainloop.checks.wiring.step_order.further import Writes
 from pytest_trainloop.checks.wiring.weights_are_read import kept, weights
 from pytest_trainloop.recording.construction import Construction
@@ -79,7 +79,7 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
     yield rank_runs._Draws(watch, rank_runs.RankResult())
     yield RecomputedCalls(watch, [], lambda generator: None)
     yield reading.Draws()
-    yield interposed._Casts(interposed.Seen())
+    yield interposed._Casts(interposed.Run())
     yield Writes(watch, {"0.weight"})
     yield weights.Lines()
     yield from (Magnitudes(), modes.RecordChoices(modes.Choices()), Operations(), Operations(own=True), TensorMemory())

@@ -1,56 +1,39 @@
-"""What ``evaluate()`` does to training: the runs, and what follows from them."""
+"""What ``evaluate()`` does to training: the experiments in their order, and what each of them shows."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.checks.state.evaluation_is_pure.interposed import EvaluateRaised, Interposed
-from pytest_trainloop.checks.state.evaluation_is_pure.left import (
-    WITHIN_FIT,
-    Group,
-    Left,
-    cause_of,
-    components_of,
-    groups,
-    holder_of,
-    in_words,
-    merged,
-    named,
-    set_anew_by_fit,
-    statistics_of_norms,
-)
-from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import reseeding
-from pytest_trainloop.checks.state.evaluation_is_pure.steering import steers
+import torch
+
+from pytest_trainloop import members
+from pytest_trainloop.checks.state.evaluation_is_pure import causes
+from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
+from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Cut, EvaluateRaised
+from pytest_trainloop.checks.state.evaluation_is_pure.seeds import seeded_between
 from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.reach.copies import same_bits
+from pytest_trainloop.reach.graph import module_path
+from pytest_trainloop.reach.leaves import same_value
 from pytest_trainloop.recording.events import ModeCall, Step
-from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
+from pytest_trainloop.recording.torch_internals import NORM_MODULES
+from pytest_trainloop.recording.train_mode import acts_by_mode
+from pytest_trainloop.runs.halves import halves, no_halves
 from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation
-from pytest_trainloop.whose import present
+from pytest_trainloop.wording import filled, some
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    import torch
+    from torch import nn
 
-    from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Raised, Run, Seen
-    from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import Reseeding
+    from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Moment, Run
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.reach.snapshot import Difference
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.halves import Halves
-    from pytest_trainloop.tracing.dropout_in_evaluation import ActiveDropout
-
-Moment = Literal["between", "first", "inside"]
-
-OPTIONS: dict[Moment, dict[str, Any]] = {
-    "between": {},
-    "first": {"before": (), "after": (0,)},
-    "inside": {"inside": True},
-}
-"""How a run is cut: between two calls of ``fit``, before the first step, between two steps of one ``fit``."""
 
 WANTED = (OSError, ImportError)
 """What an evaluation raises that wants something which is not there: a file that training writes, a package."""
@@ -60,369 +43,439 @@ UNRESOLVED = (
     "fit draw on one stream or environment; give evaluate one of its own, or leave evaluate out"
 )
 
+MOST_GROUPS, MOST_NAMED, MOST_CULPRITS = 8, 4, 6
+"""Groups that are put back one by one, else those of one kind together; entries of one container that are named one by
+one; attributes among the culprits (the summary says how many there are)."""
+
+WITHIN_FIT = frozenset({"mode", "gradient", "requires_grad", "switch"})
+"""Kinds that ``fit`` may set again as it begins, so that evaluation between two calls of it is no test of them."""
+
+KINDS = {
+    "weight": ("weights", "weights_left"),
+    "gradient": ("gradients", "gradients_left"),
+    "mode": ("modes", "mode_left"),
+    "requires_grad": ("requires_grad", "state_left"),
+    "buffer": ("buffers", "buffers_moved_by_evaluation"),
+    "hooks": ("hooks", "state_left"),
+    "optimizer_state": ("optimizer's state", "state_left"),
+    "group_value": ("options of the optimizer", "feedback"),
+    "scheduler": ("options of the optimizer", "feedback"),
+    "switch": ("", "switch_left"),
+}
+"""By kind of leaf, what all leaves of the kind are called where one statement changes them together, and the cause."""
+
+WHEN: dict[Moment, str] = {
+    "between": "between two calls of fit",
+    "first": "before the first step",
+    "inside": "between two steps of one fit",
+}
+
 
 @dataclass(slots=True)
+class Group:
+    """Differences that are put back together."""
+
+    kind: str
+    component: str
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(d.leaf.path for d in self.differences)
+
+    @property
+    def together(self) -> str:
+        return KINDS.get(self.kind, ("", ""))[0]
+
+
 class Judgement:
     """What was found of one loop's ``evaluate``."""
 
-    left: list[Left] = field(default_factory=list)
-    reseeding: Reseeding | None = None
-    dropout: list[ActiveDropout] = field(default_factory=list)
-    raised: Raised | None = None
-    raised_early: Raised | None = None
-    skip: str = ""
-    courses: TwoCourses | None = None
-    """Training with ``evaluate()`` beside training without it, where the two differ."""
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._named: set[str] = set()
+        """Paths of what was found."""
+        self.findings: list[Finding] = []
+        self.unresolved = ""
+        """Why the cause of a difference is not known."""
+        self.courses: TwoCourses | None = None
+        """Training with ``evaluate()`` beside training without it, where the two differ."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Judgement:
         """Raises ``CannotDecide`` where ``fit`` cannot be run twice, nor on the batches of two halves, and where
         ``evaluate`` wants a file."""
-        made = cls()
+        made = cls(evidence)
         try:
-            _Judging(evidence, made).judge()
+            made._judge()
         except EvaluateRaised as error:
-            if issubclass(error.what.kind, WANTED):
-                raise CannotDecide(f"evaluate() needs what is not there: {error.what.error.summary}") from None
-            made.raised = error.what
+            if issubclass(error.kind, WANTED):
+                raise CannotDecide(f"evaluate() needs what is not there: {error.error.summary}") from None
+            made.findings = [_raised("raises_before_first_step" if error.steps == 0 else "evaluation_raised", error)]
+            made.unresolved = ""
         return made
 
+    def _note(self, *given: Any, **facts: Any) -> None:
+        self.findings.append(found(*given, **facts))
 
-@dataclass(slots=True)
-class _Cut:
-    """One moment at which ``evaluate()`` is called, and what training is there without it."""
+    def _judge(self) -> None:
+        evidence, dropout = self._evidence, DropoutInEvaluation()
+        cut, run = self._first_run(dropout)
+        differs = self._attribute(cut, run)
+        if not differs and cut.moment == "between":
+            self._look_inside(cut, run)
+        if not differs or cut.moment == "inside":
+            self._other_looks(cut, run)
+        if self.findings:
+            self.unresolved = ""
+        if cut.moment == "between":
+            first, early = Cut(evidence, "first", cut.without), None
+            try:
+                early = first.run()
+            except EvaluateRaised as error:
+                if not issubclass(error.kind, WANTED):
+                    self.findings.append(_raised("raises_before_first_step", error))
+            if early is not None and not differs and not self.findings:
+                self._attribute(first, early)
+            self.findings += seeded_between(cut, run, early)
+        for active in dropout.between(run.began, run.ended):
+            facts = {"dropout": active.summary, "measured": active.measured, "level": active.level}
+            facts |= {"shown_by": active.shown_by, "repair": active.repair}
+            self._note("dropout_stays_on", active.place, (active.module,), **facts)
 
-    moment: Moment
-    interposed: Interposed
-    end: Mapping[str, torch.Tensor]
-    trained: frozenset[str]
-    without: Halves
-    """The run without ``evaluate()``."""
-    same: Callable[[torch.Tensor | None, torch.Tensor | None], bool] = same_tensor
-
-    def differs(self, run: Run) -> bool:
-        end = run.halves.end
-        return run.halves.record.raised is not None or any(
-            not self.same(end.get(name), self.end.get(name)) for name in self.trained
-        )
-
-
-class _Judging:
-    def __init__(self, evidence: Evidence, made: Judgement) -> None:
-        self._evidence = evidence
-        self._made = made
-        self._reference: Halves | None = None
-
-    def judge(self) -> None:
+    def _first_run(self, dropout: DropoutInEvaluation) -> tuple[Cut, Run]:
+        """The run with ``evaluate()`` between two calls of ``fit``, in a precision in which it acts as in the loop's
+        own; between two steps where ``fit`` can be called once."""
+        evidence = self._evidence
         try:
-            self._reference = reference = self._evidence.shared(no_halves)
+            cut = Cut(evidence, "between", evidence.shared(no_halves))
         except CannotDecide as reason:
-            self._judge_once_only(reason)
-            return
-        dropout = DropoutInEvaluation()
-        cut = self._cut("between", reference)
-        run: Run | None = None
-        try:
-            run = cut.interposed.run(contexts=dropout.contexts)
-        except EvaluateRaised:
-            if not reference.double:
+            for double in (True, False):
+                without = halves(evidence, double=double, inside=True)
+                if without.record.raised is None:
+                    break
+            if without.record.raised is not None or not all(without.steps):
                 raise
-        undone = run is not None and any(d.leaf.kind == "switch" for d in run.seen.differences)
-        if run is None or (reference.double and (run.seen.casts or (undone and not cut.differs(run)))):
-            # the wider precision made it raise, or undid what it does, or what it casts has another dtype by now
-            cut, run = self._in_own_precision(dropout)
-        self._made.dropout = dropout.between(run.seen.began, run.seen.ended)
-        found = self._find(cut, run)
-        if not found:
-            self._look_further(cut, run)
-        early = self._before_first_step(cut, found)
-        self._made.reseeding = reseeding(self._evidence, cut.interposed, self._known(), run.seen, early)
-
-    def _known(self) -> Halves:
-        return present(self._reference, "the run to compare with")
-
-    def _cut(self, moment: Moment, reference: Halves) -> _Cut:
-        interposed = Interposed(self._evidence, double=reference.double, **OPTIONS[moment])
-        end = reference.cut if moment == "first" else reference.end
-        return _Cut(moment, interposed, end, reference.trained(), reference)
-
-    def _in_own_precision(self, dropout: DropoutInEvaluation) -> tuple[_Cut, Run]:
-        self._reference = halves(self._evidence, double=False)
-        cut = self._cut("between", self._reference)
+            cut = Cut(evidence, "inside", without)
+            run = cut.run(contexts=dropout.contexts)
+            if not run.halves.between_was_called:
+                raise reason from None
+            return cut, run
+        try:
+            run = cut.run(contexts=dropout.contexts)
+            undone = any(d.leaf.kind == "switch" for d in run.differences) and not cut.differs(run)
+            if not cut.without.double or not (run.casts or undone):
+                return cut, run
+        except EvaluateRaised:
+            if not cut.without.double:
+                raise
+        # the wider precision made it raise, or undid what it does, or what it casts has another dtype by now
+        cut = Cut(evidence, "between", halves(evidence, double=False))
         dropout.calls.clear()
-        return cut, cut.interposed.run(contexts=dropout.contexts)
+        return cut, cut.run(contexts=dropout.contexts)
 
-    def _judge_once_only(self, reason: CannotDecide) -> None:
-        """A ``fit`` that can be called once: evaluation is put between two of its steps."""
-        reference = halves(self._evidence, double=True, inside=True)
-        if reference.record.raised is not None:
-            reference = halves(self._evidence, double=False, inside=True)
-        if reference.record.raised is not None or not all(reference.steps):
-            raise reason
-        self._reference = reference
-        cut = self._cut("inside", reference)
-        dropout = DropoutInEvaluation()
-        run = cut.interposed.run(contexts=dropout.contexts)
-        if not run.halves.between_was_called:
-            raise reason
-        self._made.dropout = dropout.between(run.seen.began, run.seen.ended)
-        self._find(cut, run)
-        self._other_looks(cut, run)
-
-    def _find(self, cut: _Cut, run: Run) -> bool:
-        """Attribute what makes training differ; False where nothing does."""
-        if cut.moment == "between" and self._changes_batches(run.seen) and not cut.differs(run):
-            cut = replace(cut, interposed=cut.interposed.also(drawn_late=True))
-            cut.without = halves(self._evidence, double=cut.interposed.double, drawn_late=True)
-            cut.end = cut.without.end
-            run = cut.interposed.run()
-        if run.seen.rounded and not cut.differs(run):
-            bitwise = replace(cut, same=_same_bits)  # holds where putting it back restores every bit
-            cut = cut if bitwise.differs(cut.interposed.run(lambda difference: True)) else bitwise
+    def _attribute(self, cut: Cut, run: Run) -> bool:
+        """Find what makes training differ; False where nothing does."""
+        drawn_from = any(
+            d.leaf.kind in ("tensor", "array", "scalar", "length") and "batches" in d.leaf.reached_from
+            for d in run.differences
+        )
+        if cut.moment == "between" and drawn_from and not cut.differs(run):
+            late = halves(self._evidence, double=cut.without.double, drawn_late=True)
+            cut = Cut(self._evidence, "between", late, drawn_late=True)
+            run = cut.run()
+        if run.rounded and not cut.differs(run):
+            bitwise = replace(cut, bitwise=True)  # holds where putting it back restores every bit
+            cut = cut if bitwise.differs(cut.run(lambda _: True)) else bitwise
         if not cut.differs(run):
             return False
-        self._made.courses = two_courses(run.halves, cut.without, both_begin=True)
-        if cut.moment == "first":
-            self._made.courses = replace(self._made.courses, cut=0)
-        if run.seen.inference and run.halves.record.raised and "nference tensor" in run.halves.record.raised.message:
-            self._made.left.append(self._kept_inference_tensor(cut, run))
+        courses = two_courses(run.halves, cut.without, both_begin=True)
+        self.courses = replace(courses, cut=0) if cut.moment == "first" else courses
+        raised = run.halves.record.raised
+        if run.inference and raised and "nference tensor" in raised.message:
+            what, line = raised.summary.partition(". ")[0], self._line(cut, run.inference)
+            self._note("inference_tensor_kept", line, run.inference[:4], raised=what)
             return True
-        if run.seen.inference_mode:
-            self._made.left.append(_inference_mode_left(run))
+        if run.inference_mode:
+            switch = "torch.is_inference_mode_enabled()"
+            measured = self._measured(cut, run, switch, "False", "True")
+            self._note("switch_left", "", (switch,), "inference mode", what=switch, now="True", measured=measured)
             return True
-        all_groups = [group for group in groups(run.seen.differences) if group.ours]
-        healed = cut.interposed.run(lambda difference: True)
-        if not all_groups or cut.differs(healed):
+        groups = _groups(run.differences)
+        if not groups or cut.differs(cut.run(lambda _: True)):
             if cut.moment != "first":
-                self._made.skip = UNRESOLVED + (f" ({run.seen.cut})" if run.seen.cut else "")
+                self.unresolved = UNRESOLVED + (f" ({run.cut_short})" if run.cut_short else "")
             return True
-        guilty = self._guilty(cut, all_groups)
-        causes = {cause_of(group, len(run.seen.stepped)) for group in guilty}
-        if "evaluation_trains" in causes:  # its gradients and moments are a part of that
-            guilty = [group for group in guilty if group.kind == "weight"]
-        self._made.left += [self._described(cut, run, group) for group in guilty if not self._set_again(cut, group)]
+        guilty = self._guilty(cut, groups)
+        if run.stepped and (weights := [group for group in guilty if group.kind == "weight"]):
+            guilty = weights  # the gradients and moments of steps inside evaluate() are a part of that
+        self._describe(cut, run, guilty)
         return True
 
-    def _guilty(self, cut: _Cut, found: Sequence[Group]) -> list[Group]:
+    def _guilty(self, cut: Cut, groups: Sequence[Group]) -> list[Group]:
         """The groups that make training differ when they alone are left as evaluation leaves them."""
-        if len(found) == 1:
-            return self._narrowed(cut, found[0])
+        if len(groups) == 1:
+            return self._narrowed(cut, groups[0])
 
-        def only(group: Group) -> Callable[[Difference], bool]:
+        def heals(group: Group) -> bool:
             chosen = set(group.paths)
-            return lambda difference: difference.leaf.kind == "generator" or difference.leaf.path in chosen
+            return not cut.differs(cut.run(lambda d: d.leaf.kind == "generator" or d.leaf.path in chosen))
 
-        guilty = [group for group in found if self._differs_without(cut, group)]
-        if guilty:
+        if guilty := [group for group in groups if self._harms(cut, group)]:
             return [part for group in guilty for part in self._narrowed(cut, group)]
-        healing = (group for group in found if not cut.differs(cut.interposed.run(only(group))))
-        return [next(healing, found[0])]  # two that are harmful together only: the first that heals both
+        return [next(filter(heals, groups), groups[0])]  # two that are harmful together only: the first that heals both
 
-    def _narrowed(self, cut: _Cut, group: Group) -> list[Group]:
+    def _narrowed(self, cut: Cut, group: Group) -> list[Group]:
         """The components of a group that do it alone: trainers keep much that training does not depend on."""
-        parts = components_of(group)
-        if len(parts) == 1:
-            return parts
-        middle = len(parts) // 2
-        halves_of_it = [merged(parts[:middle]), merged(parts[middle:])]
-        guilty = [half for half in halves_of_it if self._differs_without(cut, half)]
-        found = [part for half in guilty for part in self._narrowed(cut, half)] or [group]
-        return [merged(found)] if group.kind == "buffer" else found  # one update of statistics, one fault
+        buffers = group.kind == "buffer"
+        parts: dict[str, Group] = {}
+        for d in group.differences:
+            component = group.component if buffers else d.leaf.component
+            parts.setdefault(d.leaf.path if buffers else component, Group(group.kind, component)).differences.append(d)
+        listed, middle = list(parts.values()), len(parts) // 2
+        if not middle or (group.together and not buffers):
+            return [group]
+        two = [_merged(listed[:middle]), _merged(listed[middle:])]
+        guilty = [half for half in two if self._harms(cut, half)]
+        named = [part for half in guilty for part in self._narrowed(cut, half)] or [group]
+        return [_merged(named)] if buffers else named  # one update of statistics, one fault
 
     @staticmethod
-    def _differs_without(cut: _Cut, group: Group) -> bool:
+    def _harms(cut: Cut, group: Group) -> bool:
         """Whether training differs with everything put back but this."""
         left = set(group.paths)
-        return cut.differs(cut.interposed.run(lambda difference: difference.leaf.path not in left))
+        return cut.differs(cut.run(lambda d: d.leaf.path not in left))
 
-    @staticmethod
-    def _changes_batches(seen: Seen) -> bool:
-        """Whether something differs that the batches are drawn from."""
-        return any(
-            d.leaf.kind in ("tensor", "array", "scalar", "length") and "batches" in d.leaf.reached_from
-            for d in seen.differences
-        )
-
-    def _look_further(self, cut: _Cut, run: Run) -> None:
-        """What evaluation changes although training is as it was."""
-        if set_anew_by_fit(run.seen.differences, self._evidence.fresh_loop()):
-            self._look_inside(cut, run)
-        self._other_looks(cut, run)
-
-    def _other_looks(self, cut: _Cut, run: Run) -> None:
-        loop = self._evidence.fresh_loop()
-        moved = statistics_of_norms(run.seen.differences, loop)
-        if moved and run.seen.tested and not self._named(moved):
-            self._made.left.append(
-                Left(
-                    "norm_statistics_moved",
-                    level="advice",
-                    component="buffers",
-                    paths=moved,
-                    measured=f"{len(moved)} running statistics differ after evaluate()",
-                    shown_by="they differ right after evaluate(), and the weights that train end as without it",
-                    where=self._line(cut, moved),
-                )
-            )
-        hooks = [d for d in run.seen.differences if d.leaf.kind == "hooks" and (d.before or 0) < (d.after or 0)]
-        if hooks and not self._named([d.leaf.path for d in hooks]):
-            self._look_at_hooks(cut, hooks)
-
-    def _named(self, paths: Sequence[str]) -> bool:
-        return any(set(paths) & set(left.paths) for left in self._made.left)
-
-    def _look_at_hooks(self, cut: _Cut, once: Sequence[Difference]) -> None:
-        twice = cut.interposed.up_to_cut().run(times=2).seen.differences
-        counts = {d.leaf.path: d.after or 0 for d in twice if d.leaf.kind == "hooks"}
-        growing = [d for d in once if counts.get(d.leaf.path, 0) > (d.after or 0)]
-        if growing:
-            first = growing[0]
-            owner = first.leaf.component.removeprefix("hooks of ")
-            self._made.left.append(
-                Left(
-                    "hooks_left",
-                    level="advice",
-                    component="hooks",
-                    paths=(owner,),
-                    measured=(
-                        f"{first.leaf.path}: {first.before or 0} before evaluate(), {first.after} after it, "
-                        f"{counts[first.leaf.path]} after the second call"
-                    ),
-                    shown_by="the number grows with each call",
-                    where=self._line(cut, (first.leaf.path,)),
-                )
-            )
-
-    def _look_inside(self, cut: _Cut, run: Run) -> None:
-        """Whether it matters where evaluation is called between two steps of one ``fit``."""
-        reference = halves(self._evidence, double=cut.interposed.double, inside=True)
-        if reference.record.raised is not None or not all(reference.steps):
+    def _look_inside(self, cut: Cut, run: Run) -> None:
+        """Whether it matters where evaluation is called between two steps of one ``fit``, where it changes what ``fit``
+        may set again as it begins: the mode of a module that acts by it, gradients, switches."""
+        acting = {f"{path}.training" for path in _acting(self._evidence.fresh_loop())}
+        set_again = (d.leaf for d in run.differences if d.leaf.kind in WITHIN_FIT)
+        if not any(leaf.kind != "mode" or leaf.path in acting for leaf in set_again):
             return
-        inside = self._cut("inside", reference)
+        without = halves(self._evidence, double=cut.without.double, inside=True)
+        if without.record.raised is not None or not all(without.steps):
+            return
+        inside = Cut(self._evidence, "inside", without)
         try:
-            there = inside.interposed.run()
+            there = inside.run()
         except EvaluateRaised:
             return
         if not there.halves.between_was_called or not inside.differs(there):
             return
-        chosen = [group for group in groups(there.seen.differences) if group.kind in WITHIN_FIT]
+        chosen = [group for group in _groups(there.differences) if group.kind in WITHIN_FIT]
         paths = {path for group in chosen for path in group.paths}
-        if not chosen or inside.differs(inside.interposed.run(lambda d: d.leaf.path in paths)):
-            return
-        for group in self._guilty(inside, chosen):
-            if not self._set_again(inside, group):
-                self._made.left.append(self._described(inside, there, group))
+        if chosen and not inside.differs(inside.run(lambda d: d.leaf.path in paths)):
+            self._describe(inside, there, self._guilty(inside, chosen))
 
-    def _before_first_step(self, cut: _Cut, found: bool) -> Seen | None:
-        """Look at evaluation before the first step; what it showed, unless it raises there."""
-        first = self._cut("first", self._known())
-        try:
-            run = first.interposed.run()
-        except EvaluateRaised as error:
-            self._made.raised_early = None if issubclass(error.what.kind, WANTED) else error.what
-            return None
-        if not found and not self._made.left:
-            self._find(first, run)
-        return run.seen
+    def _other_looks(self, cut: Cut, run: Run) -> None:
+        """What evaluation changes although training is as it was."""
+        modules = dict(_modules_by_path(self._evidence.fresh_loop()))
+        moved, statistics = [], ("running_mean", "running_var", "num_batches_tracked")
+        for d in run.differences:
+            owner, _, name = d.leaf.path.rpartition(".")
+            if d.leaf.kind == "buffer" and name in statistics and isinstance(modules.get(owner), NORM_MODULES):
+                moved.append(d.leaf.path)
+        if moved and run.tested and self._named.isdisjoint(moved):
+            facts = {"what": some(moved), "moved": len(moved), "level": "advice"}
+            self._note("norm_statistics_moved", self._line(cut, moved), moved[:MOST_CULPRITS], **facts)
+        hooks = [d for d in run.differences if d.leaf.kind == "hooks" and (d.before or 0) < (d.after or 0)]
+        if hooks and self._named.isdisjoint(d.leaf.path for d in hooks):
+            again = cut.run(to_cut=True, times=2).differences
+            twice = {d.leaf.path: d.after or 0 for d in again if d.leaf.kind == "hooks"}
+            for d in [d for d in hooks if twice.get(d.leaf.path, 0) > (d.after or 0)][:1]:
+                path, owner = d.leaf.path, d.leaf.component.removeprefix("hooks of ")
+                facts = {"hooks": path, "was": d.before or 0, "now": d.after, "twice": twice[path], "level": "advice"}
+                self._note("hooks_left", self._line(cut, (path,)), (owner,), **facts)
 
-    def _kept_inference_tensor(self, cut: _Cut, run: Run) -> Left:
-        raised = run.halves.record.raised
-        return Left(
-            "inference_tensor_kept",
-            paths=run.seen.inference[:4],
-            component="inference tensors",
-            raised=raised.summary.partition(". ")[0] if raised else "",
-            shown_by="without evaluate() the same steps raise nothing",
-            where=self._line(cut, run.seen.inference),
-        )
+    def _describe(self, cut: Cut, run: Run, guilty: Sequence[Group]) -> None:
+        """Note the findings of these groups; none of a mode that ``fit`` sets again after steps, as at the start of
+        each epoch: then evaluation belongs between epochs."""
+        loop, record = self._evidence.fresh_loop(), cut.without.record
+        began = next((step.at for step in record.of(Step)), math.inf)
+        set_again = any(call.on and call.at > began for call in record.of(ModeCall))
+        # a trainer of another library evaluates in the middle of its fit; a fit of the project's may set these again
+        by_us = cut.moment == "inside" and not getattr(loop.evaluate, "within_fit", False)
+        for group in guilty:
+            first, within = group.differences[0], by_us and group.kind in WITHIN_FIT
+            if within and group.kind == "mode" and set_again:
+                continue
+            cause, where = _cause_of(group, run), next(filter(None, run.stepped), "")
+            if cause != "evaluation_trains" or not where:
+                where = self._line(cut, group.paths)
+            if cause == "state_left" and cut.moment == "between" and self._steers(cut, group):
+                cause = "feedback"
+            cause = "matters_inside_fit" if within else cause
+            variant = "frozen parts" if cause == "mode_left" and first.after else ""
+            variant = "attack" if cause == "gradients_left" and "backward(" in where else variant
+            names, was, now = _names(group, loop), *(_in_words(v, first.leaf.kind) for v in (first.before, first.after))
+            self._named |= set(names)
+            several = group.component == group.together != group.kind
+            facts = {
+                "level": "advice" if cause in ("feedback", "matters_inside_fit") else "fault",
+                "what": some(names),
+                "now": now,
+                "mode": group.kind == "mode",
+                "steps": len(run.stepped),
+                "holder": _holder(run.holders) if cause == "weights_left" else "",
+                "measured": self._measured(cut, run, names[0], was, now),
+                "when": WHEN[cut.moment],
+                "raised": run.halves.record.raised is not None,
+                "component": f"the {group.component}" if several else group.component,
+            }
+            self._note(cause, where, names[:MOST_CULPRITS], variant, **facts)
 
-    def _described(self, cut: _Cut, run: Run, group: Group) -> Left:
-        loop = self._evidence.fresh_loop()
-        cause = cause_of(group, len(run.seen.stepped))
-        first = group.differences[0]
-        raised = run.halves.record.raised
-        weight, change = _largest(run.halves.end, cut) if raised is None else ("", 0.0)
-        by_step = next((str(place) for place in run.seen.stepped if place.file), "")
-        if cause == "state_left" and cut.moment == "between":
-            steered = steers(group, self._cut("first", self._known()).interposed, cut.interposed)
-            cause = "feedback" if steered else cause
-        level: Any = "advice" if cause == "feedback" or self._inside_only(cut, group) else "fault"
-        return Left(
-            "matters_inside_fit" if self._inside_only(cut, group) else cause,
-            level=level,
-            component=group.component,
-            paths=named(group, loop),
-            before=in_words(first.before, first.leaf.kind),
-            after=in_words(first.after, first.leaf.kind),
-            holder=holder_of(run.seen.holders) if cause == "weights_left" else "",
-            steps=len(run.seen.stepped),
-            rounds=sum(run.halves.steps[-1:]),
-            weight=weight,
-            change=change,
-            raised=raised.summary if raised is not None else "",
-            shown_by=_shown_by(cut, group, raised is not None),
-            where=by_step if cause == "evaluation_trains" and by_step else self._line(cut, group.paths),
-        )
+    def _steers(self, between: Cut, group: Group) -> bool:
+        """Whether ``fit`` itself never changes this, and what evaluation sets it to depends on the model, or moves on
+        with each evaluation: a curriculum, a threshold, the weight of a term.
 
-    def _inside_only(self, cut: _Cut, group: Group) -> bool:
-        """A ``fit`` that can be called once may set these anew as it begins; a trainer of another library evaluates in
-        the middle of it."""
-        called_there = getattr(self._evidence.fresh_loop().evaluate, "within_fit", False)
-        return cut.moment == "inside" and group.kind in WITHIN_FIT and not called_there
-
-    def _set_again(self, cut: _Cut, group: Group) -> bool:
-        """Whether ``fit`` calls ``train()`` again after steps, as at the start of each epoch: then evaluation belongs
-        between epochs, and what it leaves in the middle of one does not matter."""
-        if not self._inside_only(cut, group) or group.kind != "mode":
+        An option that is left as evaluation needs it (a rate of dropout at zero) is the same whatever the model is, and
+        after a second call. A counter, or a state that is carried on, is moved by training as well.
+        """
+        if group.kind not in ("scalar", "tensor", "array") or any(d.how != "changed" for d in group.differences):
             return False
-        record = cut.without.record
-        first = next((step.at for step in record.of(Step)), math.inf)
-        return any(call.on and call.at > first for call in record.of(ModeCall))
+        try:
+            first = Cut(self._evidence, "first", between.without).run(watched=group.paths, to_cut=True)
+            if any(not same_value(first.values.get(d.leaf.path), d.before) for d in group.differences):
+                return False
+            others = (between.run(to_cut=True, times=2), between.run(to_cut=True, displaced=True))
+        except EvaluateRaised:
+            return False
+        after = [{d.leaf.path: d.after for d in seen.differences} for seen in others]
+        return any(
+            not same_value(known.get(d.leaf.path, d.before), d.after) for known in after for d in group.differences
+        )
 
-    def _line(self, cut: _Cut, paths: Sequence[str]) -> str:
-        place = cut.interposed.up_to_cut().run(watched=paths).seen.place
-        return str(place) if place.file else ""
+    @staticmethod
+    def _line(cut: Cut, paths: Sequence[str]) -> str:
+        return cut.run(to_cut=True, watched=paths).where
+
+    @staticmethod
+    def _measured(cut: Cut, run: Run, first: str, was: str, now: str) -> str:
+        """What was left, and what training made of it: the weight that differs by most at the end, relative to its
+        largest entry."""
+        raised = run.halves.record.raised
+        facts: dict[str, Any] = {"first": first, "was": was, "now": now, "rounds": sum(run.halves.steps[-1:])}
+        texts = [causes.CHANGED] if was and now else []
+        if raised is not None:
+            texts.append(causes.RAISES)
+            facts["raised"] = raised.summary.partition(". ")[0]
+        else:
+            apart: dict[str, float] = {}
+            for name in sorted(cut.trained):
+                mine, other = run.halves.end.get(name), cut.end.get(name)
+                if mine is not None and other is not None and mine.shape == other.shape and not cut.same(mine, other):
+                    change = float((mine.double() - other.double()).abs().max())
+                    apart[name] = change / (float(other.abs().max()) or 1.0)
+            if apart:
+                weight = max(apart, key=lambda name: apart[name])
+                facts |= {"weight": weight, "apart": apart[weight]}
+                texts.append(causes.ENDS)
+        return "; ".join(filled(text, facts) for text in texts)
 
 
-def _inference_mode_left(run: Run) -> Left:
-    raised = run.halves.record.raised
-    return Left(
-        "switch_left",
-        component="inference mode",
-        paths=("torch.is_inference_mode_enabled()",),
-        before="False",
-        after="True",
-        raised=raised.summary.partition(". ")[0] if raised else "",
-        shown_by="it is on after evaluate(), was off before it, and without evaluate() training is another",
-    )
+def _raised(cause: str, error: EvaluateRaised) -> Finding:
+    """The exception with the user's traceback."""
+    facts = {"raised": error.error.summary, "steps": error.steps, "shown_by": error.error.traceback}
+    level = "advice" if cause == "raises_before_first_step" else "fault"
+    return found(cause, error.where, ("evaluate()",), level=level, **facts)
 
 
-def _shown_by(cut: _Cut, group: Group, raises: bool) -> str:
-    when = {
-        "between": "between two calls of fit",
-        "first": "before the first step",
-        "inside": "between two steps of one fit",
-    }[cut.moment]
-    without = "raises, and without it it does not" if raises else "ends elsewhere than without it"
-    return (
-        f"with evaluate() {when} training {without}; with {group.in_words} put back after evaluate() it ends where it "
-        "does without it"
-    )
+def _groups(differences: Iterable[Difference]) -> list[Group]:
+    """The differences in groups; not where a stream has come to, which is no fault."""
+    made: dict[str, Group] = {}
+    for difference in differences:
+        leaf = difference.leaf
+        of_optimizer = leaf.component.endswith(".state") and "optimizer" in leaf.reached_from
+        kind = "optimizer_state" if of_optimizer else leaf.kind
+        component = KINDS.get(kind, ("", ""))[0] or leaf.component
+        if kind != "generator":
+            made.setdefault(component, Group(kind, component)).differences.append(difference)
+    if len(made) <= MOST_GROUPS:
+        return list(made.values())
+    by_kind: dict[str, list[Group]] = {}
+    for group in made.values():
+        by_kind.setdefault(group.kind, []).append(group)
+    return [_merged(of_kind) for of_kind in by_kind.values()]
 
 
-def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is not None and b is not None and same_bits(a, b)
+def _merged(parts: Sequence[Group]) -> Group:
+    """Groups of one kind as one."""
+    return Group(parts[0].kind, parts[0].component, [d for part in parts for d in part.differences])
 
 
-def _largest(end: Mapping[str, torch.Tensor], cut: _Cut) -> tuple[str, float]:
-    """The weight that differs by most at the end, relative to its largest entry."""
-    found = ("", 0.0)
-    for name in sorted(cut.trained):
-        mine, other = end.get(name), cut.end.get(name)
-        if mine is None or other is None or mine.shape != other.shape or cut.same(mine, other):
-            continue
-        scale = float(other.abs().max()) or 1.0
-        change = float((mine.double() - other.double()).abs().max()) / scale
-        if change > found[1] or not found[0]:
-            found = (name, change)
-    return found
+def _cause_of(group: Group, run: Run) -> str:
+    """What it would be called, if training depends on it."""
+    if group.kind == "weight":
+        return "evaluation_trains" if run.stepped else "weights_left"
+    if group.kind in ("tensor", "array") and all(map(_is_data, group.differences)):
+        return "data_changed"
+    return KINDS.get(group.kind, ("", "state_left"))[1]
+
+
+def _is_data(difference: Difference) -> bool:
+    """Whether it is data rather than state: the batches are drawn from it, or it is written in place and belongs to
+    nothing that trains."""
+    if "batches" in difference.leaf.reached_from:
+        return True
+    of_training = difference.leaf.reached_from & {"model", "optimizer", "scheduler", "scaler"}
+    before, after = difference.before, difference.after
+    in_place = difference.how == "changed" and getattr(before, "shape", None) == getattr(after, "shape", None)
+    return not of_training and in_place and getattr(before, "ndim", 0) > 1 and len(before) > 1
+
+
+def _names(group: Group, loop: TrainLoop) -> tuple[str, ...]:
+    """What a reader looks for: of modes the modules that act by mode, of gradients the weights, of the optimizer's
+    state the optimizer."""
+    components = tuple(dict.fromkeys(d.leaf.component for d in group.differences))
+    if group.kind == "optimizer_state" or (group.component == components[0] and len(group.paths) > MOST_NAMED):
+        return components
+    if group.kind == "mode":
+        paths, acting = tuple(path.removesuffix(".training") for path in group.paths), _acting(loop)
+        return tuple(path for path in paths if path in acting) or paths
+    if group.kind == "gradient":
+        return tuple(dict.fromkeys(path.removesuffix(".grad") for path in group.paths))
+    return tuple(dict.fromkeys(path[4:].removesuffix(")") if path.startswith("len(") else path for path in group.paths))
+
+
+def _modules_by_path(loop: TrainLoop) -> Iterator[tuple[str, nn.Module]]:
+    """Every declared module by the path that the reach gives it."""
+    for prefix, root in loop.modules.items():
+        path = module_path(loop.model, prefix)
+        for name, module in members.named_modules(root):
+            yield f"{path}.{name}" if name else path, module
+
+
+def _acting(loop: TrainLoop) -> set[str]:
+    """The paths of the modules that act by their mode."""
+    return {path for path, module in _modules_by_path(loop) if acts_by_mode(module)}
+
+
+def _in_words(value: Any, kind: str) -> str:
+    """A value of one entry as a reader would write it; empty for others."""
+    if kind == "mode":
+        return "in training mode" if value else "in evaluation mode"
+    if kind == "length":
+        return "" if value is None else "of 1 entry" if value == 1 else f"of {value} entries"
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.detach().item()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return repr(value) if isinstance(value, (bool, int, str, torch.dtype, type(None))) else ""
+
+
+def _holder(held: Mapping[str, Sequence[str]]) -> str:
+    """What holds the values that weights have, with what it shares with their paths left off: ``average.module`` where
+    ``average.module.0.weight`` has the bits of ``model.0.weight``."""
+    for path, holders in held.items():
+        for holder in holders:
+            if holder in held or holder.startswith("optimizer"):
+                continue
+            name = path
+            while name:
+                for end in (f".{name}", f"['{name}']", f'["{name}"]'):
+                    if holder.endswith(end):
+                        return holder.removesuffix(end)
+                name = name.partition(".")[2]
+            return holder.partition("[")[0]
+    return ""

@@ -59,7 +59,7 @@ def test_a_right_evaluation_takes_fifteen_steps():
     evidence.run()
     before = evidence.own_steps
     made = Judgement.of(evidence)
-    assert (made.left, made.raised, made.reseeding, made.skip) == ([], None, None, "")
+    assert (made.findings, made.unresolved) == ([], "")
     assert evidence.own_steps - before == 15
 
 
@@ -81,8 +81,8 @@ def test_a_loop_that_trains_once_is_judged_between_two_of_its_steps():
 
         return evaluate
 
-    (left,) = Judgement.of(Evidence(looped(scaling, once))).left
-    assert (left.cause, left.level, left.paths) == ("weights_left", "fault", ("model.0.weight",))
+    (finding,) = Judgement.of(Evidence(looped(scaling, once))).findings
+    assert (finding.cause, finding.level, finding.culprits) == ("weights_left", "fault", ("model.0.weight",))
 
 
 def test_the_grad_mode_is_put_back_for_who_runs_the_check():

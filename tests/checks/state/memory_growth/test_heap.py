@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from pytest_trainloop.checks.state.memory_growth.heap import Heap
+from pytest_trainloop.checks.state.memory_growth.holders import Heap
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,202 @@
+"""The causes of ``evaluation_is_pure``, and what is said of each. Plain data, no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pytest_trainloop.registry import Cause, finding_maker
+
+CHANGED = "{first} was {was} before evaluate() and is {now} after it"
+RAISES = "fit then raises {raised}"
+ENDS = (
+    "after {rounds:further optimizer step} {weight} differs by {apart:share} of its largest entry from the run without "
+    "evaluate()"
+)
+"""What ``measured`` says: of what evaluation left, and of what training made of it."""
+
+_SEEDED_INSIDE = "{evaluations} evaluations inside fit found {which} in different states and left it in one"
+
+_seen = partial(Cause, change=("seen",))
+_left = partial(
+    _seen,
+    measured="{measured}",
+    shown_by="with evaluate() {when} training {raised:?raises, and without it it does not|ends elsewhere than without "
+    "it}; with {component} put back after evaluate() it ends where it does without it",
+)
+_harmful = partial(_left, explains=("overfit_one_batch", "determinism"))
+
+CAUSES = {
+    "evaluation_trains": _harmful(
+        proof="an optimizer steps inside evaluate(), and with the weights put back after it training is as without it",
+        summary="evaluate() makes {steps:optimizer step} and leaves {what} changed, and training goes on with them",
+        repair="adapt a copy: adapted = copy.deepcopy(model), and an optimizer over adapted.parameters(); or leave the "
+        "step out of evaluation",
+        source="https://github.com/SKrisanski/FSCT/issues/12",
+    ),
+    "weights_left": _harmful(
+        proof="evaluate() writes weights, and with them put back after it training is as without it",
+        summary="evaluate() leaves other values in {what}{holder:?, those of {holder}|}, and training goes on with "
+        "them",
+        repair="put the training weights back in a finally:, from copies: kept = copy.deepcopy(model.state_dict()) "
+        "before other weights are loaded, model.load_state_dict(kept) at the end",
+        do_not="keep model.state_dict() as it is: it holds the live tensors, and is overwritten with them",
+        source="https://github.com/aqlaboratory/openfold/pull/90",
+    ),
+    "gradients_left": _harmful(
+        proof="with .grad put back after evaluate() training is as without it",
+        summary="evaluate() leaves gradients in {what}, and the next optimizer step uses them",
+        repair="with torch.no_grad(): around evaluation; where a gradient is needed (attacks, saliency) "
+        "torch.autograd.grad(loss, x), which writes no .grad",
+        do_not="call model.zero_grad() at the end: it loses what an unfinished window has gathered",
+        variants={
+            "attack": {
+                "repair": "torch.autograd.grad(loss, x) in place of backward(), where a gradient with respect to x is "
+                "needed: it writes no .grad; else leave backward() out, and put with torch.no_grad(): around "
+                "evaluation"
+            },
+        },
+        source="https://github.com/harvardnlp/annotated-transformer/issues/14",
+    ),
+    "buffers_moved_by_evaluation": _harmful(
+        proof="with the buffer put back after evaluate() training is as without it",
+        summary="evaluate() changes {what}, which training computes with",
+        repair="if self.training: around the line that updates it; or evaluate copy.deepcopy(model)",
+        source="https://github.com/strands-labs/robots/pull/2426",
+    ),
+    "mode_left": _harmful(
+        proof="with the modules' modes put back after evaluate() training is as without it",
+        summary="evaluate() leaves {what} {now}, and training goes on in it",
+        repair="was = model.training before model.eval(), and model.train(was) in a finally: at the end",
+        variants={
+            "frozen parts": {
+                "repair": "train() switches the whole model: call eval() on the parts that are frozen after it, or "
+                "override train() in the model so that they stay in evaluation mode"
+            },
+        },
+        source="https://github.com/wkentaro/pytorch-fcn/issues/57",
+    ),
+    "state_left": _harmful(
+        proof="with this put back after evaluate() training is as without it",
+        summary="evaluate() changes {what}, and training goes on with that",
+        repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
+        source="https://github.com/NVIDIA/Megatron-LM/pull/411",
+    ),
+    "switch_left": _harmful(
+        proof="with this switch of the process put back after evaluate() training is as without it",
+        summary="evaluate() leaves {what} at {now}, and training goes on under it",
+        repair="set it for a block: with torch.no_grad(): in place of torch.set_grad_enabled(False), which stays on; "
+        "or put it back in a finally:",
+        variants={
+            "inference mode": {
+                "shown_by": "it is on after evaluate(), was off before it, and without evaluate() training is another"
+            },
+        },
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/2180",
+    ),
+    "data_changed": _harmful(
+        proof="with the data put back after evaluate() training is as without it",
+        summary="evaluate() changes {what} in place, which training is given",
+        repair="compute a new tensor, x = (x - mean) / std, or clone() before operations in place (sub_, /=)",
+        source="https://github.com/pytorch/vision/issues/680",
+    ),
+    "inference_tensor_kept": _harmful(
+        proof="training raises after evaluate() and not without it, and a tensor that it kept is an inference tensor",
+        summary="evaluate() keeps {names}, made in inference mode, and training raises on it",
+        measured=RAISES,
+        shown_by="without evaluate() the same steps raise nothing",
+        repair="torch.no_grad() in place of torch.inference_mode(); or make what is kept (a cache, a table of "
+        "positions) in __init__",
+        source="https://github.com/huggingface/diffusers/issues/1658",
+    ),
+    "reseeds": _seen(
+        proof="two random states before evaluate() give one after it, and training differs between them without it",
+        summary="evaluation seeds {which} with {constant:?a constant|a number of its own}, and training goes on from "
+        "there",
+        measured="two states of {which} before evaluate() give one and the same state after it",
+        shown_by="without evaluate() training differs between the two states ({parts}); with it training is the same, "
+        "and another step gives that state too",
+        repair="generator = torch.Generator().manual_seed(0) for what evaluation draws; or with "
+        "torch.random.fork_rng(): around it",
+        explains=("overfit_one_batch", "determinism"),
+        variants={
+            "another seed each time": {
+                "shown_by": "another step gives another state: the seed follows the step or the epoch"
+            },
+            "nothing draws": {
+                "shown_by": "training draws no random numbers here, or seeds itself: nothing depends on it yet"
+            },
+            "another generator": {
+                "shown_by": "training still differs between the two: it draws from another generator as well"
+            },
+            "inside": {
+                "measured": _SEEDED_INSIDE,
+                "shown_by": "the training pass after each of {evaluations} evaluations finds it in one state, those "
+                "after no evaluation in others; training draws from it",
+            },
+            "inside, not shown": {
+                "measured": _SEEDED_INSIDE,
+                "shown_by": "no step without an evaluation before it was seen, or no seed before its passes; training "
+                "may seed too",
+            },
+            "inside, nothing draws": {
+                "measured": _SEEDED_INSIDE,
+                "shown_by": "training draws nothing from it: nothing depends on it yet",
+            },
+        },
+        source="https://github.com/huggingface/diffusers/issues/175",
+    ),
+    "dropout_stays_on": _seen(
+        proof="dropout acts inside a module whose training is False",
+        summary="{dropout}, in evaluate()",
+        measured="{measured}",
+        repair="F.dropout(x, p, training=self.training)",
+        settle="training= written in the call says that dropout is meant there",
+        source="https://github.com/karpathy/nanoGPT/pull/240",
+    ),
+    "evaluation_raised": _seen(
+        proof="evaluate() raises after optimizer steps of fit, which ran through",
+        summary="evaluate raised {raised}",
+        measured="after {steps:optimizer step}, which raised nothing",
+        repair="mend the line that raised; what training passes on to it (a step, an epoch) is not there in evaluation "
+        "unless evaluate passes it too",
+        source="https://github.com/facebookresearch/fairchem/pull/261",
+    ),
+    "norm_statistics_moved": _seen(
+        proof="running statistics of norms differ after evaluate(), and training does not depend on them",
+        summary="evaluate() changes {what}, on which training does not depend",
+        measured="{moved} running statistics differ after evaluate()",
+        shown_by="they differ right after evaluate(), and the weights that train end as without it",
+        repair="model.eval() before evaluation, unless they are estimated anew on purpose (precise batch norm)",
+        source="https://github.com/princeton-vl/pytorch_stacked_hourglass/issues/44",
+    ),
+    "hooks_left": _seen(
+        proof="a module has more hooks after each call of evaluate()",
+        summary="evaluate() leaves one more hook on {names} each time",
+        measured="{hooks}: {was} before evaluate(), {now} after it, {twice} after the second call",
+        shown_by="the number grows with each call",
+        repair="keep the handle, handle = module.register_forward_hook(...), and handle.remove() in a finally:",
+        source="https://github.com/KamitaniLab/bdpy/issues/72",
+    ),
+    "feedback": _left(
+        proof="evaluation sets what only it sets (a rate, a threshold, a difficulty), and training is another by it",
+        summary="evaluate() changes {what}, and training goes on with that",
+        repair="set it in the training loop, with the score that evaluation returns",
+        source="https://github.com/facebookresearch/fairchem/pull/234",
+    ),
+    "matters_inside_fit": _left(
+        proof="between two steps of one fit it changes training, between two calls of fit it does not",
+        summary="evaluate() leaves {what} {mode:?{now}|changed}, which matters where it is called between two steps of "
+        "fit",
+        repair="put back at the end of evaluation what it changes: was = model.training ... model.train(was)",
+        source="https://github.com/open-mmlab/mmaction2/issues/1781",
+    ),
+    "raises_before_first_step": _seen(
+        proof="evaluate() raises on a fresh loop and not after optimizer steps",
+        summary="evaluate raised {raised}, before the first optimizer step",
+        measured="on a fresh loop",
+        repair="make what it reads where the loop is built, if the project evaluates before it trains",
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/7050",
+    ),
+}
+
+found = finding_maker(CAUSES)
