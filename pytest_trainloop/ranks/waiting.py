@@ -62,7 +62,8 @@ class Waiting:
 
     def _fit(self, channel: str, calls: dict[int, Collective]) -> bool:
         """Whether lists of tensors that get one from each rank have room for just what the ranks give. They may be
-        uneven where the sizes are known: nccl takes that, and gloo does not."""
+        uneven where the sizes are known: nccl takes that, and gloo does not (github.com/pytorch/pytorch/issues/156627).
+        """
         members = self._members[channel]
         return all(
             len(mine.takes) != len(members) or mine.takes[members.index(other)] == _entries(theirs)

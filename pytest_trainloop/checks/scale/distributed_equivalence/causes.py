@@ -21,7 +21,6 @@ DRAW_IN_COMMON = "draw what all ranks must have in common from a generator of on
 
 _DDP = "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
 _NOTES = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
-_DIST = "https://docs.pytorch.org/docs/stable/distributed.html"
 _DATA = "https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler"
 
 _RAN = f"{RANKS} processes of torch.distributed, {STEPS} steps"
@@ -64,11 +63,11 @@ CAUSES = {
                 "summary": "the steps of {ranks} ranks read no gradient, where that of one process reads some" + _UNREAD
             },
         },
-        source=_NOTES,
+        source="https://github.com/pytorch/pytorch/issues/104336",
     ),
     "wrapper_bypassed": _compared(
-        proof="the loop holds a DistributedDataParallel and never calls it, and each rank's step reads the gradient of "
-        "its own rows alone",
+        proof="the loop holds a DistributedDataParallel and calls it in no step, or not in all, and each rank's step "
+        "without a call reads the gradient of its own rows alone",
         summary="DistributedDataParallel wraps the model, and is never called: each of {ranks} ranks trains on its own "
         "rows alone",
         shown_by=_BY_RANK + "; 0 calls of the wrapper",
@@ -81,7 +80,7 @@ CAUSES = {
                 "shown_by": "the ranks read different gradients at just these steps, and the same at those with a call",
             }
         },
-        source=_DDP,
+        source="https://github.com/moojink/openvla-oft/issues/160",
     ),
     "parameters_not_in_wrapper": _compared(
         proof="some parameters get the gradient of a rank's own rows alone, while all others get that of all rows",
@@ -134,7 +133,7 @@ CAUSES = {
         repair="divide by the number of ranks once: op=dist.ReduceOp.AVG, or p.grad /= dist.get_world_size() after "
         "all_reduce",
         variants=_ONE_DIRECTION,
-        source=_DIST,
+        source="https://github.com/neuralmagic/sparseml/pull/135",
     ),
     "divided_twice": _compared(
         proof="every rank weighs one over the number of ranks of what it does in one process",
@@ -276,14 +275,14 @@ CAUSES = {
         shown_by="{call} of rank {rank} at {line}, step {step}; seen from the calls of each rank, not from a clock",
         repair="call every collective on every rank: rank 0 evaluates model.module, not the wrapper, or all ranks "
         "evaluate; a barrier belongs on all ranks",
-        source=_DIST,
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/7773",
     ),
     "written_by_every_rank": _ran(
         proof="several ranks write one and the same file",
         summary="{writers} ranks write one and the same file, {names}: the last one wins, or they mix",
         shown_by="the path is the same on all of them",
         repair="if dist.get_rank() == 0: torch.save(...), and dist.barrier() where the others read it",
-        source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#save-and-load-checkpoints",
+        source="https://github.com/kakaobrain/scrl/issues/5",
     ),
     "weights_drift": _ran(
         proof="the ranks begin with the same weights, and their weights part",
