@@ -6,9 +6,19 @@ keys did not match, whether the checkpoint holds the values, and what ends elsew
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.registry import Cause, finding_maker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_trainloop.finding import Finding
+
+MOST = 12
+"""Names that a finding gives at most."""
 
 RENEWABLE = {
     "optimizer": ("optimizer_state", "group_value"),
@@ -318,4 +328,10 @@ CAUSES = {
     ),
 }
 
-found = finding_maker(CAUSES)
+_found = finding_maker(CAUSES)
+
+
+def found(cause: str, at: Any, culprits: Iterable[str], variant: str = "", **facts: Any) -> Finding:
+    """A finding that gives at most so many names; its sentences count them all."""
+    finding = _found(cause, at, culprits, variant, **facts)
+    return replace(finding, culprits=finding.culprits[:MOST])

@@ -152,11 +152,9 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
 def _seen(cause: str, a: Uninterrupted, names: Iterable[str], variant: str = "", **facts: Any) -> Finding:
     """The finding of something that is compared as it is."""
-    from pytest_trainloop.checks.state.resume_equivalence.lost import capped
-
     names = tuple(names)
     where = facts.pop("where", "") or a.lines["save" if cause in _OF_SAVE else "load"]
-    return capped(found(cause, where, names, variant, lost=len(names), **facts))
+    return found(cause, where, names, variant, lost=len(names), **facts)
 
 
 def _load_raises(a: Uninterrupted, b: Resumed, error: Raised) -> Finding:

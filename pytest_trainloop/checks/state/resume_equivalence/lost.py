@@ -11,7 +11,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,9 +40,6 @@ OTHER_INPUTS = (
 
 ONE_BY_ONE = 6
 """So many components are left out one by one; of more, halves of them at once."""
-
-MOST = 12
-"""Names that a finding gives at most."""
 
 _FIRST = (
     *("weight", "buffer", "optimizer_state", "scheduler", "scaler", "group_value", "generator", "gradient", "mode"),
@@ -198,7 +194,9 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
         return lose("own_generator", level="advice")
     # a window or a history fills again
     window = kind == "scalar" and any(d.leaf.kind == "length" for d in lost.differences)
-    if not window and (kind == "scalar" or (kind in ("tensor", "array") and all(map(_has_one, differences)))):
+    # a running baseline is a number, however it is kept
+    number = kind in ("tensor", "array") and all(math.prod(getattr(d.before, "shape", (0,))) == 1 for d in differences)
+    if number or (kind == "scalar" and not window):
         if any(b.left_as_built(d) for d in differences):
             return lose("counter_lost")
         return lose("counter_lost", "changed", level="advice")
@@ -249,12 +247,7 @@ def told(
     where = call.where if call is not None and call.where else a.lines["load"]
     if cause == "counter_lost":
         facts["repair"] = f"save {what} and set it in load"
-    return capped(found(cause, where, names, variant, **facts))
-
-
-def capped(finding: Finding) -> Finding:
-    """A finding that gives at most so many names; its sentences count them all."""
-    return replace(finding, culprits=finding.culprits[:MOST])
+    return found(cause, where, names, variant, **facts)
 
 
 def _changed(differences: Sequence[Difference]) -> str:
@@ -273,11 +266,6 @@ def _plain(value: Any) -> Any:
     """The entry of a tensor that has one; anything else as it is."""
     one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
     return value.detach().item() if one else value
-
-
-def _has_one(difference: Difference) -> bool:
-    """Whether a tensor or an array has one entry: a running baseline is a number, however it is kept."""
-    return math.prod(getattr(difference.before, "shape", (0,))) == 1
 
 
 def _is_moment(value: Any) -> bool:
@@ -488,20 +476,17 @@ def _draws(evidence: Evidence) -> tuple[Reach, list[tuple[str, Any]]]:
     """What a fresh loop holds, and what calls that draw returned while it was built."""
     drawn: list[tuple[str, Any]] = []
 
+    def kept(name: str, out: Any) -> Any:
+        drawn.append((name, out))
+        return out
+
     class Draws(FunctionMode):
         def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = super().call(name, func, args, kwargs)
-            if name in _DRAW:
-                drawn.append((name, out))
-            return out
+            return kept(name, out) if name in _DRAW else out
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def permutation(*args: Any, **kwargs: Any) -> Any:
-            out = original(*args, **kwargs)
-            drawn.append(("permutation", out))
-            return out
-
-        return permutation
+        return lambda *given: kept("permutation", original(*given))
 
     numpy = sys.modules.get("numpy")
     with Draws(), patched(numpy.random, "permutation", noted) if numpy else contextlib.nullcontext():

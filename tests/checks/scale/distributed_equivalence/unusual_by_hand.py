@@ -221,24 +221,6 @@ def ragged_texts():
     return ids, targets.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
 
 
-@odd(notes="the loss is multiplied by the ranks, against the wrapper's mean, and divided by the tokens of all ranks")
-def mean_over_the_tokens_of_all_ranks(ranks=1) -> TrainLoop:
-    raw = nets.GPT()
-    model = nn.parallel.DistributedDataParallel(raw) if ranks > 1 else raw
-    optimizer = torch.optim.AdamW(raw.parameters(), lr=3e-3)
-
-    def fit(batches):
-        for batch in batches:
-            tokens = (batch[1] != -100).sum()
-            if ranks > 1:
-                dist.all_reduce(tokens)
-            optimizer.zero_grad()
-            (token_loss(model, batch) * ranks / tokens).backward()
-            optimizer.step()
-
-    return TrainLoop(model=raw, optimizer=optimizer, batch=ragged_texts(), fit=fit)
-
-
 @odd(notes="tokens of a whole window on all ranks are counted before its first micro-batch")
 def mean_over_the_tokens_of_all_windows(accumulate=1, ranks=1) -> TrainLoop:
     raw = nets.GPT()
