@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 
 import pytest
 import torch
@@ -48,8 +47,6 @@ USES = {
     "kept": lambda state, kept: kept.append(state),
     "copied": lambda state, kept: copy.deepcopy(state),
     "read": lambda state, kept: state["param_groups"][0]["lr"],
-    "as JSON": lambda state, kept: json.dumps(state["param_groups"]),
-    "merged": lambda state, kept: {**state["param_groups"][0]},
 }
 
 

@@ -12,6 +12,20 @@ from tests.loops.pairs import pair
 from tests.loops.random_data import fresh, points
 
 
+def trained(model, loss, *, lr=3e-3, after=lambda number: None, **declared):
+    """A loop over ``loss(x, y)``."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+
+    def fit(batches):
+        for number, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss(x, y).backward()
+            optimizer.step()
+            after(number)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit, **declared)
+
+
 def transitions(rows=16):
     states, actions = torch.randn(rows, 8), torch.randint(4, (rows, 1))
     return states, actions, states[:, :1].tanh() + 0.1 * actions, torch.randn(rows, 8)
@@ -217,15 +231,7 @@ class Anchored(nn.Module):
 def fine_tuned(kept):
     def make():
         model = Anchored(kept)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                (F.cross_entropy(model.net(x), y) + 0.05 * model.pull()).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+        return trained(model, lambda x, y: F.cross_entropy(model.net(x), y) + 0.05 * model.pull())
 
     return make
 
@@ -299,34 +305,28 @@ for how, moved in ((in_a_copy, "slow.lerp_(fast, 0.01)"), (in_a_dict, "0.01 * we
 
 
 def normed_average(along=lambda average, model: None, *, teaches=False, started=False, mode=False):
-    """An average that is evaluated after ``fit``, or gives targets inside it; ``along`` brings its buffers up to date.
-    The model may have been ``started``: trained before. ``mode`` is that of the average."""
+    """Evaluated after ``fit``, or giving targets in it; ``along`` brings its buffers up to date."""
 
     def make():
         model = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4))
         for _ in range(5 if started else 0):
             model(3.0 + torch.randn(16, 8))
         average = copy.deepcopy(model).requires_grad_(False).train(mode)
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
-        def fit(batches):
-            for x, y in batches:
-                loss = F.cross_entropy(model(x), y)
-                if teaches:
-                    loss = loss + F.mse_loss(model(x), average(x))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                    slow.mul_(0.9).add_(fast.detach(), alpha=0.1)
-                along(average, model)
+        def loss(x, y):
+            wrong = F.cross_entropy(model(x), y)
+            return wrong + F.mse_loss(model(x), average(x)) if teaches else wrong
+
+        def follow(number):
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast.detach(), alpha=0.1)
+            along(average, model)
 
         def evaluate():
             x, y = points()
             return float((average(x).argmax(1) == y).float().mean())
 
-        evaluated = {} if teaches else {"evaluate": evaluate}
-        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit, **evaluated)
+        return trained(model, loss, after=follow, **({} if teaches else {"evaluate": evaluate}))
 
     return make
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
-from tests.checks.wiring.target_networks.faults import normed_average
+from tests.checks.wiring.target_networks.faults import normed_average, trained
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points
@@ -15,20 +15,6 @@ from tests.loops.random_data import fresh, points
 
 def dropping(classes=4):
     return nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, classes))
-
-
-def trained(model, loss, *, lr=3e-3, after=lambda number: None, **declared):
-    """A loop over ``loss(x, y)``."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-
-    def fit(batches):
-        for number, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            loss(x, y).backward()
-            optimizer.step()
-            after(number)
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit, **declared)
 
 
 @odd(notes="a target network in training mode, with dropout, is loaded after 500 steps (a DQN with dropout)")
