@@ -29,7 +29,7 @@ READERS = {
     "checks.state.determinism.repeat": "so does a wait for a child",
     "ranks.launch": "the time that all ranks may take, and the check is skipped",
     "ranks.children": "so do the waits for processes, and signals end them",
-    "ranks.groups": "what torch is told not to wait for: the parent ends the wait",
+    "ranks.collectives": "what torch is told not to wait for: the parent ends the wait",
     "ranks.child": "at a signal it writes down where its threads are",
     "timing.step_times": "the times of steps are what a benchmark is of; no check asks for them",
     "watching.stopping": "how long the threads of a stopped script may take to leave",

@@ -165,7 +165,7 @@ DO_NOT_ASK = {
     "plugin/__init__.py pytest_pycollect_makeitem": "raises all but one class of the plugin's own",
     "plugin/cards.py take": "asks for a report in place of the card",
     "ranks/child.py _run": "sends it to the process that asked",
-    "ranks/child.py _write": "says that the value cannot be sent, for the process that asked",
+    "ranks/child.py main": "says that the value cannot be sent, for the process that asked",
     "reach/leaves.py _equal": "compares two objects of the project's, nothing else",
     "runs/batch_stream.py _empty": "asks for a length of the project's, nothing else",
     "runs/guard.py call": "returns it to who asked for the run",
