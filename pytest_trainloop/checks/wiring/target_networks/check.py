@@ -28,7 +28,8 @@ How it decides
     An average that moves several times a step, with a backward pass in between, is advice.
     Statistics left behind: after three updates of an average a batch norm of it is called in evaluation mode, inside
     ``fit`` or in the declared ``evaluate``. Its statistics are, bit for bit, those that the network it follows began
-    with, and that one has left them. It is a fault where these are 0 and 1, as a batch norm is made; else advice.
+    with, and that one has left them. It is a fault where these are 0 and 1, as a batch norm is made. It is advice where
+    they are others, or where the file names ``update_bn``, which may be called behind the loop.
     Silent are averages in training mode (momentum encoders), shared or copied buffers, and ``update_bn``.
 
 Faulty

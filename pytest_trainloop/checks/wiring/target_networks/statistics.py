@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
+
+_COLLECTS = re.compile("update_bn|bn_update|reset_running_stats|recalibrat")
+"""What collects the statistics of an average, as its code names it."""
 
 LEAST_UPDATES = 3
 """Updates of an average before a pass of it is looked at: a copy may be made once."""
@@ -118,7 +123,8 @@ def _then_evaluate(loop: TrainLoop) -> Callable[[Any], Any]:
 
 def statistics_left_behind(evidence: Evidence) -> Iterator[Finding]:
     """Averages that are evaluated with the statistics of their start. It is a fault where these are the 0 and 1 that a
-    batch norm is made with; those of a trained start may be near enough."""
+    batch norm is made with; those of a trained start may be near enough, and a file that names ``update_bn`` may call
+    it behind the loop."""
     lines: dict[Place, list[Updates]] = defaultdict(list)
     for updates in evidence.shared(AverageStatistics.of).updates.values():
         if updates.stale and not updates.fresh:
@@ -129,5 +135,6 @@ def statistics_left_behind(evidence: Evidence) -> Iterator[Finding]:
         first = of_line[0]
         kept, now = first.variances
         facts = {"passes": first.stale, "updates": first.count, "kept": kept, "now": now, "several": len(names) > 1}
-        level = "fault" if unset else "advice"
+        later = _COLLECTS.search("".join(linecache.getlines(place.file)))
+        level = "fault" if unset and later is None else "advice"
         yield found("statistics_left_behind", place, names, "" if unset else "of a start", level=level, **facts)
