@@ -279,6 +279,26 @@ def fit_of(loop: TrainLoop) -> Callable[[Any], Any]:
     return canonical(loop)
 
 
+def fit_then_evaluate(
+    loop: TrainLoop, at_end: Callable[[], None] = lambda: None, raised: Callable[[Exception], None] = lambda error: None
+) -> Callable[[Any], Any]:
+    """The project's loop, and after it the declared ``evaluate``. ``at_end`` is called between the two, and ``raised``
+    with what ``evaluate`` raises: that is for ``evaluation_is_pure`` to judge."""
+    own, evaluate = fit_of(loop), loop.evaluate
+
+    def fit(batches: Any) -> None:
+        own(batches)
+        at_end()
+        if evaluate is not None:
+            try:
+                evaluate()
+            except Exception as error:
+                reraise_ours(error)
+                raised(error)
+
+    return fit
+
+
 def canonical(loop: TrainLoop) -> Callable[[Any], None]:
     """The plain loop over the declared loss."""
     loss: Any = loop.loss

@@ -358,8 +358,8 @@ class Lockstep(Calls):
         self.entries.append(entry)
         patched, alone, given = self._patched(entry), entry.op in SOFTMAXES, []
         for own, part in zip(call.made, parts, strict=True):
-            as_given = self._cut.put(part, own, inner=inner, alone=alone) if own.is_floating_point() else own
-            given.append(as_given)
+            replaced = patched and own.is_floating_point()
+            given.append(self._cut.put(part, own, inner=inner, alone=alone) if replaced else own)
             if own.requires_grad and (own.shape != part.shape or not close(own.detach(), part)):
 
                 def look(gradient: torch.Tensor, shape: torch.Size = part.shape) -> None:
@@ -371,7 +371,7 @@ class Lockstep(Calls):
                 on_gradient(own, look)
                 taken = self._cut.take(own.detach(), part.shape, inner=inner)
                 if taken is None or not close(taken, part):
-                    on_gradient(as_given if patched else own, use)
+                    on_gradient(given[-1], use)
         if not patched:
             return call.out
         put = iter(given)

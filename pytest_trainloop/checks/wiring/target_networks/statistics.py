@@ -12,16 +12,14 @@ import torch
 
 from pytest_trainloop.checks.wiring.target_networks.causes import found
 from pytest_trainloop.checks.wiring.target_networks.writes import Memory, WeightWrites, memory_of
-from pytest_trainloop.runs.run import fit_of
+from pytest_trainloop.runs.run import fit_then_evaluate
 from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.provenance import name_of
-from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -74,7 +72,7 @@ class AverageStatistics(WeightWrites):
     @classmethod
     def of(cls, evidence: Evidence) -> AverageStatistics:
         seen = cls()
-        evidence.rerun(replace(evidence.plan(), fit=_then_evaluate), contexts=seen.contexts)
+        evidence.rerun(replace(evidence.plan(), fit=fit_then_evaluate), contexts=seen.contexts)
         return seen
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,20 +103,6 @@ class AverageStatistics(WeightWrites):
     def averaged(self, memory: Memory, source: Memory, place: Place) -> None:
         known = self.updates.setdefault(memory, Updates(source, self.name(source), place))
         known.count += 1
-
-
-def _then_evaluate(loop: TrainLoop) -> Callable[[Any], Any]:
-    own, evaluate = fit_of(loop), loop.evaluate
-
-    def fit(batches: Any) -> None:
-        own(batches)
-        if evaluate is not None:
-            try:
-                evaluate()
-            except Exception as error:  # of the project's evaluate: evaluation_is_pure says so
-                reraise_ours(error)
-
-    return fit
 
 
 def statistics_left_behind(evidence: Evidence) -> Iterator[Finding]:

@@ -25,11 +25,10 @@ from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.torch_names import EQUALITIES, SAMPLES
 from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
-from pytest_trainloop.runs.run import fit_of
+from pytest_trainloop.runs.run import fit_then_evaluate
 from pytest_trainloop.runs.user_traceback import user_error
 from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation, digest_of, rows_repeat
 from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,19 +190,11 @@ def declared_evaluation(evidence: Evidence) -> Iterator[Finding]:
     raised: list[UserError] = []
 
     def then_evaluate(loop: TrainLoop) -> Callable[[Any], Any]:
-        own, evaluate = fit_of(loop), loop.evaluate
-
-        def fit(batches: Any) -> None:
-            own(batches)
-            since.append(watches[-1].tick())
-            if evaluate is not None:
-                try:
-                    evaluate()
-                except Exception as error:  # of the project's evaluate: evaluation_is_pure says so
-                    reraise_ours(error)
-                    raised.append(user_error(error, "evaluate"))
-
-        return fit
+        return fit_then_evaluate(
+            loop,
+            lambda: since.append(watches[-1].tick()),
+            lambda error: raised.append(user_error(error, "evaluate")),
+        )
 
     whole = replace(evidence.plan(), prepare=watches.append, fit=then_evaluate)
     plan = replace(whole, enough=lambda r: r.rounds >= 1)
