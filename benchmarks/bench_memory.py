@@ -108,8 +108,8 @@ def battery(size: str) -> dict[str, Any]:
     from loops import gpt
 
     from pytest_trainloop import TrainLoop
-    from pytest_trainloop.battery import Settings, Subject
-    from pytest_trainloop.registry import of
+    from pytest_trainloop.core.registry import of
+    from pytest_trainloop.judging.battery import Settings, Subject
 
     torch.set_num_threads(1)
 

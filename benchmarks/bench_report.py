@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.htmlreport import page
+from pytest_trainloop.views.htmlreport import page
 from tests.htmlreport.conftest import browser  # noqa: F401
 
 if TYPE_CHECKING:

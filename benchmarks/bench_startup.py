@@ -27,7 +27,7 @@ EMPTY = '''
 
 def pytest_configure(config): ...
 '''
-PLUGINS = {"empty": "empty_plugin", "trainloop": "pytest_trainloop.plugin"}
+PLUGINS = {"empty": "empty_plugin", "trainloop": "pytest_trainloop.frontends.plugin"}
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def measure(check: str, faulty: str) -> dict[str, Any]:
     """One check in this process, after the watched run."""
     import torch
 
-    from pytest_trainloop.battery import Settings, Subject
+    from pytest_trainloop.judging.battery import Settings, Subject
 
     torch.set_num_threads(1)
     subject = Subject("project", project(faulty), settings=Settings())

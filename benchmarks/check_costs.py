@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from declared import project
 
-from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.registry import of
+from pytest_trainloop.core.registry import of
+from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.runs import evidence
 
 KNOBS = ("accumulate", "precision", "checkpoint")

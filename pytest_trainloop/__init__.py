@@ -5,19 +5,21 @@ The public names are loaded when first used: pytest imports this package at ever
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_trainloop.api import Observation, card, check_loop, check_loss, observe
-    from pytest_trainloop.callcontract import CallContract
-    from pytest_trainloop.cards.page import Card
-    from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
-    from pytest_trainloop.finding import Finding, Result
-    from pytest_trainloop.loop import Padding, Roles, TrainLoop
-    from pytest_trainloop.losscontract import LossContract
-    from pytest_trainloop.losses.table import register_contract
-    from pytest_trainloop.registry import Cause, check
-    from pytest_trainloop.report import Report
+    from pytest_trainloop.core.errors import CheckFailed, TrainLoopError, UsageError
+    from pytest_trainloop.core.finding import Finding, Result
+    from pytest_trainloop.core.registry import Cause, check
+    from pytest_trainloop.core.report import Report
+    from pytest_trainloop.declare.callcontract import CallContract
+    from pytest_trainloop.declare.loop import Padding, Roles, TrainLoop
+    from pytest_trainloop.declare.losscontract import LossContract
+    from pytest_trainloop.frontends.api import Observation, card, check_loop, check_loss, observe
+    from pytest_trainloop.instruments import strategies as strategies
+    from pytest_trainloop.instruments.losses.table import register_contract
+    from pytest_trainloop.views.cards.page import Card
 
     __version__: str
 
@@ -46,26 +48,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CallContract": "callcontract",
-    "Card": "cards.page",
-    "Cause": "registry",
-    "CheckFailed": "errors",
-    "Finding": "finding",
-    "LossContract": "losscontract",
-    "Observation": "api",
-    "Padding": "loop",
-    "Report": "report",
-    "Result": "finding",
-    "Roles": "loop",
-    "TrainLoop": "loop",
-    "TrainLoopError": "errors",
-    "UsageError": "errors",
-    "card": "api",
-    "check": "registry",
-    "check_loop": "api",
-    "check_loss": "api",
-    "observe": "api",
-    "register_contract": "losses.table",
+    "CallContract": "declare.callcontract",
+    "Card": "views.cards.page",
+    "Cause": "core.registry",
+    "CheckFailed": "core.errors",
+    "Finding": "core.finding",
+    "LossContract": "declare.losscontract",
+    "Observation": "frontends.api",
+    "Padding": "declare.loop",
+    "Report": "core.report",
+    "Result": "core.finding",
+    "Roles": "declare.loop",
+    "TrainLoop": "declare.loop",
+    "TrainLoopError": "core.errors",
+    "UsageError": "core.errors",
+    "card": "frontends.api",
+    "check": "core.registry",
+    "check_loop": "frontends.api",
+    "check_loss": "frontends.api",
+    "observe": "frontends.api",
+    "register_contract": "instruments.losses.table",
 }
 
 
@@ -74,9 +76,9 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         value: object = version("pytest-trainloop")
+    elif name == "strategies":
+        value = import_module(f"{__name__}.instruments.strategies")
     elif name in _HOMES:
-        from importlib import import_module
-
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,8 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "char_gpt"))
 
-from pytest_trainloop import check_loop
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop import UsageError, check_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pytest_trainloop import registry  # noqa: E402
+from pytest_trainloop.core import registry  # noqa: E402
 from scripts.verdicts import STORED, Stored  # noqa: E402
 from tests.loops.corpus import PAIRS  # noqa: E402
 from tests.losses.corpus import PAIRS as LOSS_PAIRS  # noqa: E402

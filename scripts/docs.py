@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop import explain, registry
+from pytest_trainloop.core import registry
+from pytest_trainloop.judging import explain
 from scripts import costs
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_trainloop import registry
+from pytest_trainloop.core import registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

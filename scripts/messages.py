@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop import registry
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.report.text import failure_texts, finding_text
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.report.text import failure_texts, finding_text
+from pytest_trainloop.frontends.api import check_loop
 from tests.helpers.every_pair import quick
 from tests.loops.corpus import PAIRS
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop.checks.numerics.precision_parity import check
 from pytest_trainloop.checks.numerics.precision_parity.runs import LowPrecisionRuns, low_precision_runs
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.run import fit_of

@@ -24,7 +24,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.registry import of
+from pytest_trainloop.core.registry import of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

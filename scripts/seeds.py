@@ -19,14 +19,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.registry import registered
+from pytest_trainloop.core.registry import registered
+from pytest_trainloop.frontends.api import check_loop
 from tests.loops.corpus import ODD, PAIRS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.battery import Result
+    from pytest_trainloop.judging.battery import Result
 
 LOOPS = {
     "a language model": PAIRS["epoch_schedule_stepped_per_batch"].fixed,

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import OUTSIDE
 from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Accumulation
-from pytest_trainloop.errors import CannotDecide, TrainLoopError
+from pytest_trainloop.core.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops.corpus import ODD, PAIRS
 

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.loops.corpus import ODD
 
 BINS = (8, 12, 16, 24, 48, 100, 200, 300)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pytest_trainloop import registry  # noqa: E402
+from pytest_trainloop.core import registry  # noqa: E402
 from scripts.imports import checks_touched  # noqa: E402
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def subjects() -> dict[str, Callable[..., Any]]:
 
 def shown(result: Any) -> str:
     """One check's verdict in a line, without what a machine decides (seconds) or the number of a line."""
-    from pytest_trainloop.finding import code_of
+    from pytest_trainloop.core.finding import code_of
 
     outcome = result.outcome
     if outcome == "skipped" and not result.applies:

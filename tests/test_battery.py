@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import CheckFailed, TrainLoop, UsageError, check_loop, observe, registry
-from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.errors import CannotDecide, TimeRanOut, Unreliable
-from pytest_trainloop.finding import Finding, Result
-from pytest_trainloop.paths import PACKAGE
-from pytest_trainloop.registry import Cause, Check
+from pytest_trainloop import CheckFailed, TrainLoop, UsageError, check_loop, observe
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.errors import CannotDecide, TimeRanOut, Unreliable
+from pytest_trainloop.core.finding import Finding, Result
+from pytest_trainloop.core.paths import PACKAGE
+from pytest_trainloop.core.registry import Cause, Check
+from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.runs import evidence, guard
 
 

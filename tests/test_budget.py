@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError, check_loop
-from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.registry import of
-from pytest_trainloop.report.section import section
+from pytest_trainloop.core.registry import of
+from pytest_trainloop.core.report.section import section
+from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.runs import budget, guard
 from pytest_trainloop.runs.budget import Budget
 from pytest_trainloop.runs.guard import Guard

@@ -22,18 +22,18 @@ from tests.loops.corpus import ODD, PAIRS
 ROOT = Path(pytest_trainloop.__file__).parent
 
 READERS = {
-    "api": "how long an observed block took, for the report",
-    "plugin.progress": "when a line of progress is due",
+    "frontends.api": "how long an observed block took, for the report",
+    "frontends.plugin.progress": "when a line of progress is due",
     "runs.budget": "what the checks of a loop took, for the report; where it is too much, the rest is not looked at",
     "runs.guard": "a timer ends the time of fit, and the check is skipped",
     "checks.state.determinism.repeat": "so does a wait for a child",
-    "ranks.launch": "the time that all ranks may take, and the check is skipped",
-    "ranks.children": "so do the waits for processes, and signals end them",
-    "ranks.collectives": "what torch is told not to wait for: the parent ends the wait",
-    "ranks.child": "at a signal it writes down where its threads are",
-    "timing.step_times": "the times of steps are what a benchmark is of; no check asks for them",
-    "watching.stopping": "how long the threads of a stopped script may take to leave",
-    "reach.sorts": "the types of dates only, which are plain values",
+    "runs.ranks.launch": "the time that all ranks may take, and the check is skipped",
+    "runs.ranks.children": "so do the waits for processes, and signals end them",
+    "runs.ranks.collectives": "what torch is told not to wait for: the parent ends the wait",
+    "runs.ranks.child": "at a signal it writes down where its threads are",
+    "runs.timing.step_times": "the times of steps are what a benchmark is of; no check asks for them",
+    "frontends.watching.stopping": "how long the threads of a stopped script may take to leave",
+    "runs.reach.sorts": "the types of dates only, which are plain values",
 }
 """Modules that may read a clock or set a timer, and what for."""
 

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 import pytest_trainloop
-from pytest_trainloop import adapters, explain, registry, strategies
-from pytest_trainloop.knobs import KNOBS
+from pytest_trainloop import adapters
+from pytest_trainloop.core import registry
+from pytest_trainloop.declare.knobs import KNOBS
+from pytest_trainloop.instruments import strategies
+from pytest_trainloop.judging import explain
 
 ROOT = Path(__file__).parents[1]
 NOT_OURS = {".git", ".venv", ".venv-ci", "build", "dist", "site"}
@@ -97,7 +100,7 @@ def test_files_that_are_named_exist():
 
 def test_paths_for_contributors_exist():
     example = "parameters_are_contiguous"
-    places = (ROOT, ROOT / "pytest_trainloop", ROOT / "pytest_trainloop" / "recording")
+    places = (ROOT, ROOT / "pytest_trainloop", *(ROOT / "pytest_trainloop").iterdir())
     in_any_folder = {path.name for path in TEXTS}
     named = {
         path: relative(page)
@@ -122,7 +125,7 @@ def test_the_readme_fits_and_contributing_pages_are_short():
 
 
 def test_every_option_and_knob_has_its_line():
-    declared = read("pytest_trainloop/plugin/options.py")
+    declared = read("pytest_trainloop/frontends/plugin/options.py")
     page = read("docs/options.md")
     for option in re.findall(r'option\(\s*"(--[\w-]+)"', declared):
         assert f"`{option}" in page, option

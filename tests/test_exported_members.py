@@ -30,7 +30,7 @@ def test_the_version_is_the_distributions():
 @pytest.mark.processes
 def test_importing_the_package_and_the_plugin_loads_neither_torch_nor_hypothesis():
     code = (
-        "import sys, pytest_trainloop.plugin\n"
+        "import sys, pytest_trainloop.frontends.plugin\n"
         "from pytest_trainloop import CheckFailed, Finding, Result, TrainLoopError, UsageError, __version__, check\n"
         "sys.exit('torch' in sys.modules or 'hypothesis' in sys.modules)"
     )

@@ -18,61 +18,30 @@ if TYPE_CHECKING:
 ROOT = Path(pytest_trainloop.__file__).parent
 NAME = "pytest_trainloop"
 
-FLOORS = (
-    ("plugin", "watching", "__main__"),
-    ("outputs",),
-    ("htmlreport",),
-    ("api", "explain"),
-    ("cards", "pictures", "bundles"),
-    ("battery", "results"),
+ROOMS = (
+    ("frontends", "__main__"),
+    ("views",),
+    ("judging",),
     ("checks",),
-    ("compositions",),
-    ("losses", "formulas"),
-    ("baselines", "strategies", "optimizers", "records"),
-    ("gradients", "tracing", "batches", "adapters", "timing"),
-    ("ranks",),
+    ("instruments", "adapters"),
     ("runs",),
-    ("reach",),
     ("recording",),
-    (
-        "loop",
-        "fields",
-        "losscontract",
-        "callcontract",
-        "refusals",
-        "memory_layout",
-        "nested",
-        "selection",
-        "knobs",
-        "report",
-        "registry",
-        "worth",
-        "baseline_file",
-    ),
-    ("errors", "finding", "wording", "ours", "members", "paths", "places", "whose"),
+    ("declare",),
+    ("core",),
 )
-"""From the top down. A module imports from its own package, its own floor or a lower one, also for typing."""
+"""From the top down. A module imports from its own room, one on its floor or a lower one, also for typing."""
 
-FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FLOOR = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 
 HEAVY = ("torch", "hypothesis", "numpy")
 LIGHT = (
-    *(
-        "plugin",
-        "api",
-        "explain",
-        "battery",
-        "results",
-        "selection",
-        "knobs",
-        "report",
-        "registry",
-        "worth",
-        "records",
-        "baseline_file",
-    ),
-    "outputs",
-    *FLOORS[-1],
+    "frontends.api",
+    "frontends.plugin",
+    "views.outputs",
+    "judging",
+    "instruments.records",
+    *(f"declare.{name}" for name in ("baseline_file", "knobs", "selection")),
+    "core",
 )
 """Packages and modules without torch, Hypothesis or NumPy at module top."""
 
@@ -80,7 +49,7 @@ PRIVATE_NAMES = (
     "recording.torch_internals",
     "recording.mode_stack",
     "recording.compiler_internals",
-    "members",
+    "core.members",
 )
 """The only modules that name anything of torch which begins with an underscore."""
 
@@ -155,7 +124,7 @@ def test_imports_run_downward(file):
     if not own:
         return  # the public names, which are loaded from everywhere
     top = own.split(".")[0]
-    assert top in FLOOR, f"{top} stands on no floor: give it its place in FLOORS"
+    assert top in FLOOR, f"{top} is no room: give it its place in ROOMS"
     for other in sorted(own_imports(file)):
         assert FLOOR[other.split(".")[0]] >= FLOOR[top], f"{own} imports {other}, which lies above"
 
@@ -163,7 +132,7 @@ def test_imports_run_downward(file):
 @every_file
 def test_no_check_imports_another(file):
     own = module_of(file)
-    if own.startswith(("cards.", "pictures.")):
+    if own.startswith("views."):
         return  # it shows what several of them know
     for other in sorted(own_imports(file)):
         assert check_of(other) in (None, check_of(own)), (
@@ -171,7 +140,10 @@ def test_no_check_imports_another(file):
         )
 
 
-FACES = ("formulas.catalogue", "formulas.search", "ranks.launch", "recording.compiler_internals")
+FACES = (
+    *("instruments.formulas.catalogue", "instruments.formulas.search", "runs.ranks.launch"),
+    "recording.compiler_internals",
+)
 """Modules of an instrument that one check calls, and that belong to the rest of it."""
 
 
@@ -190,17 +162,24 @@ def test_no_circles():
     order.prepare()  # raises CycleError, which names the circle
 
 
+def test_few_rooms_and_few_arrows_between_them():
+    room = {module: module.split(".")[0] for module in MODULES}
+    pairs = {(room[module_of(file)], room[other]) for file in FILES for other in own_imports(file) if module_of(file)}
+    assert len(set(room.values()) - {""}) <= 11
+    assert len({(one, other) for one, other in pairs if one != other}) <= 40
+
+
 @every_file
 def test_heavy_imports_at_module_top_stay_below(file):
     own = module_of(file)
-    if own.split(".")[0] in LIGHT or own.endswith(".check") or not own:
+    if own.startswith(LIGHT) or own.endswith(".check") or not own:
         heavy = {name.split(".")[0] for name in imports(parsed(file), in_functions=False, for_typing=False)}
         assert not heavy & set(HEAVY)
 
 
 @every_file
 def test_records_know_no_torch(file):
-    if module_of(file).startswith("records"):
+    if module_of(file).startswith("instruments.records"):
         assert "torch" not in {name.split(".")[0] for name in imports(parsed(file))}
 
 
@@ -271,22 +250,24 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 def test_pytest_stays_in_the_plugin_and_only_its_public_side_is_used(file):
     names = {name.split(".")[0] for name in imports(parsed(file))}
     assert "_pytest" not in names
-    assert "pytest" not in names or module_of(file).split(".")[0] == "plugin"
+    assert "pytest" not in names or module_of(file).startswith("frontends.plugin")
 
 
 @every_file
 def test_the_package_finds_its_own_files_in_one_place(file):
-    if module_of(file) != "paths":
+    if module_of(file) != "core.paths":
         assert "__file__" not in {node.id for node in ast.walk(parsed(file)) if isinstance(node, ast.Name)}
 
 
 def test_the_caller_of_fit_is_where_paths_says():
-    from pytest_trainloop import paths
+    from pytest_trainloop.core import paths
     from pytest_trainloop.runs import guard
 
     assert guard.__file__ == paths.FIT_CALLER
 
 
-@pytest.mark.parametrize("module", ["__init__", "plugin/__init__", "plugin/options"])
+@pytest.mark.parametrize(
+    "module", ["__init__", "frontends/__init__", "frontends/plugin/__init__", "frontends/plugin/options"]
+)
 def test_what_every_start_loads_is_not_rewritten(module):
     assert "PYTEST_DONT_REWRITE" in (ast.get_docstring(parsed(ROOT / f"{module}.py")) or "")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import LossContract, UsageError, check_loss
-from pytest_trainloop.strategies.loss_cases import Case, inputs_of, traits
+from pytest_trainloop.instruments.strategies.loss_cases import Case, inputs_of, traits
 
 REFUSED = {
     "no function": ({"criterion": 3}, "criterion is of type int; a function"),
@@ -85,7 +85,7 @@ def test_outputs_and_targets_have_the_shapes_of_the_contract(contract, output, t
 def test_the_strategies_serve_a_projects_own_tests():
     from hypothesis import HealthCheck, given, settings
 
-    from pytest_trainloop import strategies
+    from pytest_trainloop.instruments import strategies
 
     contract = LossContract(criterion=F.cross_entropy, expects="logits", num_classes=3, ignore_index=-100)
     kinds = set()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import members
+from pytest_trainloop.core import members
 from tests.loops.unusual.overridden_methods import LayersAsModules, Learner
 
 

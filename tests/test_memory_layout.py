@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import memory_layout, nested
+from pytest_trainloop.declare import memory_layout, nested
 
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64}
 

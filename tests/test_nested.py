@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_trainloop.batches.totals import shared_by_rows
-from pytest_trainloop.nested import mapped, rows, take
+from pytest_trainloop.declare.nested import mapped, rows, take
+from pytest_trainloop.instruments.batches.totals import shared_by_rows
 
 Pair = namedtuple("Pair", "left right")
 

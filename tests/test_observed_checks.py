@@ -7,7 +7,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop.api import observe
+from pytest_trainloop.frontends.api import observe
 from tests.helpers.findings import named
 
 
@@ -116,7 +116,7 @@ def test_at_light_density_no_more_modes_are_on_than_without_these_checks():
 
 @pytest.mark.parametrize("most", [0])
 def test_a_step_of_large_results_is_not_looked_at(most, monkeypatch):
-    monkeypatch.setattr("pytest_trainloop.tracing.loss_tape.MOST_BYTES", most)
+    monkeypatch.setattr("pytest_trainloop.instruments.tracing.loss_tape.MOST_BYTES", most)
     (result,) = trained(dice).check("loss_formula", raises=False).results
     assert result.outcome == "skipped"
     assert "too large" in result.reason

@@ -20,14 +20,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pytest_trainloop
-from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.loop import Padding
-from pytest_trainloop.ours import StandsIn, holds_alone, is_our_class, is_ours
-from pytest_trainloop.reach.snapshot import Reach, differences
-from pytest_trainloop.reach.sorts import sort_of_class
+from pytest_trainloop import Padding, TrainLoop, check_loop
+from pytest_trainloop.core.ours import StandsIn, holds_alone, is_our_class, is_ours
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.runs.batch_stream import Batches
+from pytest_trainloop.runs.reach.snapshot import Reach, differences
+from pytest_trainloop.runs.reach.sorts import sort_of_class
 from tests.loops import data
 
 

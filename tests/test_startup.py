@@ -46,7 +46,11 @@ def test_unused_it_loads_three_small_modules(pytester, loaded):
     pytester.makepyfile("def test_plain(): ...\nclass TestPlain:\n    def test_two(self): ...")
     result, names = loaded()
     result.assert_outcomes(passed=2)
-    assert sorted(names) == ["pytest_trainloop", "pytest_trainloop.plugin", "pytest_trainloop.plugin.options"]
+    assert sorted(names) == [
+        "pytest_trainloop",
+        "pytest_trainloop.frontends.plugin",
+        "pytest_trainloop.frontends.plugin.options",
+    ]
 
 
 def test_a_marked_test_without_the_flag_loads_neither_torch_nor_hypothesis(pytester, loaded):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import pytest_trainloop
-from pytest_trainloop.registry import GIVEN, WORDED, Cause
-from pytest_trainloop.wording import filled
+from pytest_trainloop.core.registry import GIVEN, WORDED, Cause
+from pytest_trainloop.core.wording import filled
 
 if TYPE_CHECKING:
     from types import ModuleType

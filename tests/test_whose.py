@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_trainloop.errors import CannotDecide, OwnMistake
-from pytest_trainloop.paths import PACKAGE
-from pytest_trainloop.whose import is_ours, mistake, of_the_project, project_may_raise, reraise_ours
+from pytest_trainloop.core.errors import CannotDecide, OwnMistake
+from pytest_trainloop.core.paths import PACKAGE
+from pytest_trainloop.core.whose import is_ours, mistake, of_the_project, project_may_raise, reraise_ours
 
 OURS = """
 def raises(): raise ValueError("x")
@@ -153,24 +153,24 @@ def test_a_mistake_is_told_by_the_last_line_of_the_package(functions):
 ASK = {"reraise_ours", "is_ours", "note_mistake", "project_may_raise", "goes_on", "passed_over"}
 
 DO_NOT_ASK = {
-    "api.py _once": "gives the verdict on a mistake itself",
-    "battery.py run_check": "gives the verdict on a mistake itself",
-    "battery.py _verdict": "gives the verdict on a mistake itself",
+    "frontends/api.py _once": "gives the verdict on a mistake itself",
+    "judging/battery.py run_check": "gives the verdict on a mistake itself",
+    "judging/battery.py _verdict": "gives the verdict on a mistake itself",
     "checks/loss/loss_components/states.py call": "keeps it; it is raised behind the run",
     "checks/state/evaluation_is_pure/interposed.py _ours": "keeps it; it is raised behind the run",
-    "htmlreport/shown.py drawing": "asks for a report in place of the picture",
-    "outputs/written.py write": "asks for a report in place of the file",
-    "pictures/looked.py _safely": "asks for a report where the pictures are shown",
-    "pictures/make.py pictures_of": "asks for a report where the pictures are shown",
-    "plugin/__init__.py pytest_pycollect_makeitem": "raises all but one class of the plugin's own",
-    "plugin/cards.py take": "asks for a report in place of the card",
-    "ranks/child.py _run": "sends it to the process that asked",
-    "ranks/child.py main": "says that the value cannot be sent, for the process that asked",
-    "reach/leaves.py _equal": "compares two objects of the project's, nothing else",
+    "views/htmlreport/shown.py drawing": "asks for a report in place of the picture",
+    "views/outputs/written.py write": "asks for a report in place of the file",
+    "views/pictures/looked.py _safely": "asks for a report where the pictures are shown",
+    "views/pictures/make.py pictures_of": "asks for a report where the pictures are shown",
+    "frontends/plugin/__init__.py pytest_pycollect_makeitem": "raises all but one class of the plugin's own",
+    "frontends/plugin/cards.py take": "asks for a report in place of the card",
+    "runs/ranks/child.py _run": "sends it to the process that asked",
+    "runs/ranks/child.py main": "says that the value cannot be sent, for the process that asked",
+    "runs/reach/leaves.py _equal": "compares two objects of the project's, nothing else",
     "runs/batch_stream.py _empty": "asks for a length of the project's, nothing else",
     "runs/guard.py call": "returns it to who asked for the run",
-    "watching/session.py _run": "keeps it; it is judged behind the script",
-    "watching/stack.py _attribute": "reads an attribute of the project's, nothing else",
+    "frontends/watching/session.py _run": "keeps it; it is judged behind the script",
+    "frontends/watching/stack.py _attribute": "reads an attribute of the project's, nothing else",
 }
 """Handlers of any exception that do not ask whose it is, by file and function, each with the reason."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.core.errors import UsageError
 
 
 def fresh_accelerator(**options: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 from pytest_trainloop.runs.projection import Counts, Planned
 

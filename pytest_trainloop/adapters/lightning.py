@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.adapters.lightning_plan import configured_schedules, told
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.adapters.training_data import TrainingData
-from pytest_trainloop.errors import CannotDecide, UsageError
-from pytest_trainloop.fields import a
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.core.errors import CannotDecide, UsageError
+from pytest_trainloop.declare.fields import a
+from pytest_trainloop.declare.loop import TrainLoop
 from pytest_trainloop.runs.projection import Counts
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.adapters.hf_plan import batches_a_pass, plan_of, planned_schedules
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.adapters.training_data import TrainingData
-from pytest_trainloop.errors import UsageError
-from pytest_trainloop.fields import a
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.core.errors import UsageError
+from pytest_trainloop.declare.fields import a
+from pytest_trainloop.declare.loop import TrainLoop
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import sys
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.ours import is_our_file
+from pytest_trainloop.core.ours import is_our_file
 from pytest_trainloop.recording.seams import HERE
 
 if TYPE_CHECKING:

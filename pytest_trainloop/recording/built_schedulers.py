@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from pytest_trainloop.fields import listed
+from pytest_trainloop.declare.fields import listed
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.patches import Patches

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.whose import reraise_ours
+from pytest_trainloop.core.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

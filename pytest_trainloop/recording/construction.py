@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
-from pytest_trainloop import members
-from pytest_trainloop.paths import BUILD_CALLER, FIT_CALLER
+from pytest_trainloop.core import members
+from pytest_trainloop.core.paths import BUILD_CALLER, FIT_CALLER
 from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.patches import Patches

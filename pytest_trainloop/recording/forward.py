@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import members, nested
+from pytest_trainloop.core import members
+from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Forward, Place
 from pytest_trainloop.recording.hooks import after_modules, before_modules, on_gradient

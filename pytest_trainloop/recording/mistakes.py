@@ -12,17 +12,17 @@ import functools
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.core.paths import PACKAGE
+from pytest_trainloop.core.whose import SIGNALS, mistake
 from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
 from pytest_trainloop.recording.seams import closed, opened
 from pytest_trainloop.recording.source import layer
 from pytest_trainloop.recording.torch_internals import MODULE_CALLS
-from pytest_trainloop.whose import SIGNALS, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.errors import OwnMistake
+    from pytest_trainloop.core.errors import OwnMistake
     from pytest_trainloop.recording.seams import Seam
 
 MOST = 100

@@ -15,7 +15,7 @@ from torch._C import _len_torch_function_stack
 from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from pytest_trainloop.ours import is_ours
+from pytest_trainloop.core.ours import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from pytest_trainloop import members
-from pytest_trainloop.ours import is_ours
+from pytest_trainloop.core import members
+from pytest_trainloop.core.ours import is_ours
 from pytest_trainloop.recording.record import Parameter, Role, Statistics
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import layer

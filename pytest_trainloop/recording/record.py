@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from pytest_trainloop.core.whose import is_ours, mistake
 from pytest_trainloop.recording.events import (
     Arrival,
     Backward,
@@ -19,12 +20,11 @@ from pytest_trainloop.recording.events import (
     Step,
     TensorSample,
 )
-from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.errors import OwnMistake
+    from pytest_trainloop.core.errors import OwnMistake
 
 Role = Literal["model", "unregistered", "foreign"]
 

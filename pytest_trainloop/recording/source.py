@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.ours import is_our_file
-from pytest_trainloop.paths import FIT_CALLER
+from pytest_trainloop.core.ours import is_our_file
+from pytest_trainloop.core.paths import FIT_CALLER
 from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.events import Place, Site
 

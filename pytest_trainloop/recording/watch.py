@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import members
+from pytest_trainloop.core import members
 from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.checkpoints import Checkpoints

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
-from pytest_trainloop.fields import require_dimensions
+from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.whose import of_the_project, reraise_ours
+from pytest_trainloop.declare import nested
+from pytest_trainloop.declare.fields import require_dimensions
 from pytest_trainloop.runs.float64 import widen_batch
 from pytest_trainloop.runs.kept_batches import has_workers
 from pytest_trainloop.runs.process_state import SeededApart
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import of_the_project, reraise_ours
 
 if TYPE_CHECKING:
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
 
 EMPTY_PASSES = 64
 """Empty passes over the batches after which a loop is taken for one that never ends."""

@@ -11,7 +11,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import OutOfBudget
+from pytest_trainloop.core.errors import OutOfBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pytest_trainloop import members, nested, places
-from pytest_trainloop.errors import UsageError, UserCodeError
-from pytest_trainloop.fields import require_dimensions
-from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.losscontract import LossContract
+from pytest_trainloop.core import members, places
+from pytest_trainloop.core.errors import UsageError, UserCodeError
+from pytest_trainloop.core.whose import reraise_ours
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.declare import nested
+from pytest_trainloop.declare.fields import require_dimensions
+from pytest_trainloop.declare.loop import TrainLoop
+from pytest_trainloop.declare.losscontract import LossContract
+from pytest_trainloop.declare.refusals import slip_in_the_call
 from pytest_trainloop.recording.record import within
-from pytest_trainloop.refusals import slip_in_the_call
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import reraise_ours
-from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from pytest_trainloop.runs.kept_batches import KeptBatches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_trainloop.errors import (
+from pytest_trainloop.core.errors import (
     BrokenRun,
     CannotDecide,
     OwnMistake,
@@ -14,7 +14,7 @@ from pytest_trainloop.errors import (
     UsageError,
     UserCodeError,
 )
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.declare.loop import TrainLoop
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.budget import Budget
@@ -27,8 +27,8 @@ from pytest_trainloop.runs.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_trainloop.baseline_file import BaselineFile
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.baseline_file import BaselineFile
     from pytest_trainloop.recording.record import Record
 
     Progress = Callable[[int, int, float], None]

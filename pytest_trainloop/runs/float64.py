@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from pytest_trainloop import members, memory_layout, nested
+from pytest_trainloop.core import members
+from pytest_trainloop.declare import memory_layout, nested
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.seams import passed_on
@@ -23,7 +24,7 @@ from pytest_trainloop.recording.torch_internals import aliased_arguments, tree_m
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
 
 WIDER = {
     torch.float32: torch.float64,

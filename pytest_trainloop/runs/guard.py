@@ -19,8 +19,8 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.errors import TimeRanOut, UsageError
-from pytest_trainloop.ours import is_our_file, is_ours
+from pytest_trainloop.core.errors import TimeRanOut, UsageError
+from pytest_trainloop.core.ours import is_our_file, is_ours
 from pytest_trainloop.recording.torch_internals import FILES_OF_MODES
 
 if TYPE_CHECKING:

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from pytest_trainloop import members
-from pytest_trainloop.errors import CannotDecide, UserCodeError
-from pytest_trainloop.reach.leaves import same_value
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide, UserCodeError
+from pytest_trainloop.core.whose import present, reraise_ours
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.guard import StopFit, let_go
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import seed_all
+from pytest_trainloop.runs.reach.leaves import same_value
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import present, reraise_ours
 
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Iterable, Mapping
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.batch_stream import Batches

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from pytest_trainloop.errors import BrokenRun, Refused, TrainLoopError
+from pytest_trainloop.core.errors import BrokenRun, Refused, TrainLoopError
+from pytest_trainloop.core.whose import is_ours
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.batch_stream import Batches
@@ -22,7 +23,6 @@ from pytest_trainloop.runs.guard import Guard
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.run import RunPlan, run
-from pytest_trainloop.whose import is_ours
 
 if TYPE_CHECKING:
     from typing import Any

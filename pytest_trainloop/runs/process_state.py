@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.core.whose import reraise_raised
 from pytest_trainloop.recording.autocast import leave_open, open_blocks
 from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 from pytest_trainloop.runs.framework_logs import frameworks_quiet
-from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

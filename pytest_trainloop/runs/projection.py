@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.scheduled import Curve, Driven, Schedules, project, rates_of
-from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

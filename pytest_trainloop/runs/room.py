@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.runs.released import weight_bytes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.no_randomness import NoRandomness

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members, nested
-from pytest_trainloop.errors import CannotDecide, OwnMistake, UsageError, UserCodeError
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide, OwnMistake, UsageError, UserCodeError
+from pytest_trainloop.core.whose import reraise_ours
+from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.mistakes import noted_on
 from pytest_trainloop.recording.mode_stack import modes_kept
@@ -23,12 +25,11 @@ from pytest_trainloop.runs.guard import Guard, let_go
 from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.user_traceback import raised, user_error
-from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.kept_batches import KeptBatches, LoaderBatches

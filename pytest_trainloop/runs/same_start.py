@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.memory_layout import write
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.runs.no_randomness import NoRandomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.run import RunPlan
 

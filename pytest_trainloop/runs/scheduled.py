@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pytest_trainloop.fields import is_whole
+from pytest_trainloop.core.whose import reraise_ours
+from pytest_trainloop.declare.fields import is_whole
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.recording.steps import unwrap
-from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

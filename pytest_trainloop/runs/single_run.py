@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
 
 T = TypeVar("T")

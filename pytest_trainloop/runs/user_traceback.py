@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from pytest_trainloop.finding import UserError
-from pytest_trainloop.ours import is_our_file
+from pytest_trainloop.core.finding import UserError
+from pytest_trainloop.core.ours import is_our_file
 from pytest_trainloop.recording.events import Place, Raised
 from pytest_trainloop.recording.source import NOWHERE, layer, place_of
 

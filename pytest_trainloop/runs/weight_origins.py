@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from pytest_trainloop import members
+from pytest_trainloop.core import members
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.shards import local
 from pytest_trainloop.runs.process_state import seed_all
@@ -17,7 +17,7 @@ from pytest_trainloop.runs.process_state import seed_all
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
 Origin = Literal["pretrained", "random"]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from pytest_trainloop import CallContract, LossContract, UsageError, check_loss, register_contract
-from pytest_trainloop.callcontract import HOLDS
-from pytest_trainloop.losses.table.registered import forget
+from pytest_trainloop.declare.callcontract import HOLDS
+from pytest_trainloop.instruments.losses.table.registered import forget
 
 A_DICT = "a dict from parameters to what they hold is needed, as in {'scores': 'logits', 'mask': 'binary'}"
 ONE_OF = f"one of {', '.join(HOLDS)} is needed"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.baseline_file import BaselineFile, write
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop import UsageError
+from pytest_trainloop.declare.baseline_file import BaselineFile, write
 
 
 def test_a_file_is_recorded_updated_and_left_alone(tmp_path):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.baselines.as_json import text_of, trajectory_of
-from pytest_trainloop.baselines.capture import captured
-from pytest_trainloop.baselines.trajectory import thinned
-from pytest_trainloop.errors import CannotDecide, UsageError
+from pytest_trainloop.core.errors import CannotDecide, UsageError
+from pytest_trainloop.instruments.baselines.as_json import text_of, trajectory_of
+from pytest_trainloop.instruments.baselines.capture import captured
+from pytest_trainloop.instruments.baselines.trajectory import thinned
 from pytest_trainloop.runs.evidence import Evidence
 
 

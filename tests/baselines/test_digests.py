@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.baselines.looking import SAMPLED, Digests
-from pytest_trainloop.baselines.trajectory import Digest
+from pytest_trainloop.instruments.baselines.looking import SAMPLED, Digests
+from pytest_trainloop.instruments.baselines.trajectory import Digest
 
 
 def digest(*tensors: torch.Tensor) -> Digest:

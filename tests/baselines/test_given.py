@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop import check_loop
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop import UsageError, check_loop
 
 
 def make():

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pytest_trainloop.baselines.as_json import text_of, trajectory_of
-from pytest_trainloop.baselines.trajectory import (
+from pytest_trainloop.instruments.baselines.as_json import text_of, trajectory_of
+from pytest_trainloop.instruments.baselines.trajectory import (
     IN_FULL,
     LATER,
     Call,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.batches.episodes import read_episodes
+from pytest_trainloop.instruments.batches.episodes import read_episodes
 from tests.loops.segmented import rollout
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.batches.groups import padded_groups
-from pytest_trainloop.errors import CannotDecide, UsageError
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop import Padding, TrainLoop
+from pytest_trainloop.core.errors import CannotDecide, UsageError
+from pytest_trainloop.instruments.batches.groups import padded_groups
 from tests.loops.several_texts import padded_text
 
 SOURCE, SOURCE_MASK = padded_text((8, 4, 5, 6), seed=1)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.batches.own_data import makes_own_data, require_given_data
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.frontends.api import check_loop
+from pytest_trainloop.instruments.batches.own_data import makes_own_data, require_given_data
 from pytest_trainloop.runs.evidence import Evidence
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.batches.padding import Proof, padding_ids, read_padding, read_paddings
-from pytest_trainloop.batches.roles import read
-from pytest_trainloop.batches.valid_targets import valid_targets
+from pytest_trainloop import Padding, TrainLoop
 from pytest_trainloop.checks.batch.edge_batches.runs import lengths_of
 from pytest_trainloop.checks.loss.loss_contract.call import Embedded, Step
 from pytest_trainloop.checks.loss.loss_contract.padding import padded_positions
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop.instruments.batches.padding import Proof, padding_ids, read_padding, read_paddings
+from pytest_trainloop.instruments.batches.roles import read
+from pytest_trainloop.instruments.batches.valid_targets import valid_targets
 from pytest_trainloop.recording.record import Record
 from tests.helpers.padded_batches import FEATURES, IDS, KINDS, LABELS, LENGTHS, PADDED, text, text_without_padding
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_trainloop import Padding
-from pytest_trainloop.batches.roles import read
+from pytest_trainloop.instruments.batches.roles import read
 from tests.helpers.padded_batches import (
     CLASSES,
     FEATURES,

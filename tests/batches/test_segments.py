@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.batches import segments
+from pytest_trainloop.instruments.batches import segments
 from tests.loops.segmented import SIZES, borders, graph_of, graphs, packed_documents, rings
 
 NODES = torch.randn(sum(SIZES), 6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_trainloop.batches import totals
+from pytest_trainloop.instruments.batches import totals
 
 ROWS = 4
 X = torch.randn(ROWS, 3)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pytest_trainloop.batches.valid_targets import valid_targets
-from pytest_trainloop.loop import Padding
+from pytest_trainloop import Padding
+from pytest_trainloop.instruments.batches.valid_targets import valid_targets
 from pytest_trainloop.recording.events import LossCall, Place
 from pytest_trainloop.recording.record import Record
 

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import LossContract, Roles, TrainLoop, checks, registry
-from pytest_trainloop.api import check_loop, check_loss
-from pytest_trainloop.registry import FAMILIES, Check
+from pytest_trainloop import LossContract, Roles, TrainLoop, checks
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.registry import FAMILIES, Check
+from pytest_trainloop.frontends.api import check_loop, check_loss
 from tests.helpers.findings import described
 from tests.loops.corpus import PAIRS
 from tests.losses.corpus import PAIRS as LOSS_PAIRS

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.composition import Composition
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.compositions.experiment import Experiment
-from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.core.errors import CannotDecide, Unreliable
+from pytest_trainloop.instruments.compositions.experiment import Experiment
+from pytest_trainloop.instruments.tracing.lockstep import Tape
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.lockstep import Tape
 from tests.loops import plain
 
 RUNS = itertools.count(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_trainloop.compositions.search import of_rows, smallest
+from pytest_trainloop.instruments.compositions.search import of_rows, smallest
 
 
 @dataclass

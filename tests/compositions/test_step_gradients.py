@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.step_gradients import StepGradients, combined
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients, combined
 from pytest_trainloop.runs.evidence import Evidence
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.run import fit_of

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pytest_trainloop.formulas.boxes import _overlap, _Way
+from pytest_trainloop.instruments.formulas.boxes import _overlap, _Way
 
 A = torch.tensor([[0.0, 0.0, 2.0, 2.0]], dtype=torch.float64)
 B = torch.tensor([[1.0, 1.0, 3.0, 3.0]], dtype=torch.float64)

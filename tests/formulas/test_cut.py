@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_trainloop.formulas.cut import other
+from pytest_trainloop.instruments.formulas.cut import other
 
 
 def test_values_drawn_anew_are_of_the_same_kind():

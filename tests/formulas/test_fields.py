@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Laplace, Normal, Poisson, kl_divergence
 
-from pytest_trainloop.formulas import contrastive, likelihoods, policies, survival
+from pytest_trainloop.instruments.formulas import contrastive, likelihoods, policies, survival
 
 SAME = {"rtol": 1e-12, "atol": 1e-12}
 

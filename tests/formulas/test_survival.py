@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pytest_trainloop.formulas.survival import _partial
+from pytest_trainloop.instruments.formulas.survival import _partial
 
 
 @pytest.mark.parametrize("before", [False, True])

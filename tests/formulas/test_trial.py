@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.formulas.catalogue import FORMS
-from pytest_trainloop.formulas.trial import Aim, Step, tried
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.instruments.formulas.catalogue import FORMS
+from pytest_trainloop.instruments.formulas.trial import Aim, Step, tried
+from pytest_trainloop.instruments.tracing.loss_tape import Tapes
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.loss_tape import Tapes
 
 DISTANCE = Aim("the distance", lambda p, t: (p - t).abs())
 

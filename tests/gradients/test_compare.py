@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.gradients.compare import agreement
+from pytest_trainloop.instruments.gradients.compare import agreement
 
 
 def vector(*values):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.errors import Unreliable
-from pytest_trainloop.gradients.dependence import Dependences, difference
+from pytest_trainloop.core.errors import Unreliable
+from pytest_trainloop.instruments.gradients.dependence import Dependences, difference
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.tiny_loops import BODY, evidence
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.stopped_slope import StoppedSlope
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.gradients.stopped_slope import StoppedSlope
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops import data
 

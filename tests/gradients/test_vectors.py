@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.gradients.vectors import combination, consumed
+from pytest_trainloop.instruments.gradients.vectors import combination, consumed
 from pytest_trainloop.recording.events import GradWrite, TensorSample
 from tests.helpers.record_builder import RecordBuilder
 

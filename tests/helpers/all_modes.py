@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import api
 from pytest_trainloop.checks.batch.edge_batches.content import LookUps
 from pytest_trainloop.checks.batch.edge_batches.runs import Squeezes
 from pytest_trainloop.checks.batch.every_row_teaches.calls import Indices
@@ -31,14 +30,15 @@ from pytest_trainloop.checks.state.evaluation_is_pure import interposed
 from pytest_trainloop.checks.state.memory_growth.holders import Lines
 from pytest_trainloop.checks.wiring.step_order.further import Writes
 from pytest_trainloop.checks.wiring.weights_are_read import kept, weights
+from pytest_trainloop.frontends import api
+from pytest_trainloop.instruments.tracing.call_log import Calls
+from pytest_trainloop.instruments.tracing.cut_candidates import Tracer
+from pytest_trainloop.instruments.tracing.nonfinite import NonFiniteOrigins
+from pytest_trainloop.instruments.tracing.root_terms import RootTerms
 from pytest_trainloop.recording.construction import Construction
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.hooks import around_steps, before_calls, on_arrival
-from pytest_trainloop.timing.tensor_memory import TensorMemory
-from pytest_trainloop.tracing.call_log import Calls
-from pytest_trainloop.tracing.cut_candidates import Tracer
-from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
-from pytest_trainloop.tracing.root_terms import RootTerms
+from pytest_trainloop.runs.timing.tensor_memory import TensorMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,12 +6,12 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.finding import Finding, Result
+from pytest_trainloop.core.finding import Finding, Result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.report import Report
+    from pytest_trainloop.core.report import Report
 
 
 STOPPING_WORDS = re.compile(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.registry import of
+from pytest_trainloop.core.registry import of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -2,13 +2,13 @@
 
 import pytest
 
-from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.unmatched_filters import set_on_modules
 from pytest_trainloop.checks.wiring.step_order.further import leak
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.tracing.handed_names import HandedNames
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
-from pytest_trainloop.tracing.handed_names import HandedNames
-from pytest_trainloop.tracing.made_at import MadeAt
 
 ONE = TensorSample(0.5, b"one")
 TWO = TensorSample(0.7, b"two")

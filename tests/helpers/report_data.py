@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.report import Report
-from pytest_trainloop.report.entry import Entry
-from pytest_trainloop.report.json import document, environment
+from pytest_trainloop.core.finding import Finding, Result, UserError
+from pytest_trainloop.core.report import Report
+from pytest_trainloop.core.report.entry import Entry
+from pytest_trainloop.core.report.json import document, environment
 
 TRAIN = """\
 def train(model, optimizer, batches):

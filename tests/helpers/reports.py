@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonschema import Draft4Validator, Draft202012Validator, FormatChecker
 
-from pytest_trainloop.report.schema import NAME, schema
+from pytest_trainloop.core.report.schema import NAME, schema
 
 SARIF = Path(__file__).parents[1] / "data" / "sarif" / "sarif-schema-2.1.0.json"
 

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import api
-from pytest_trainloop.baselines.looking import Looking
-from pytest_trainloop.cards import measured
 from pytest_trainloop.checks.learning.update_sizes import Ratios
-from pytest_trainloop.pictures.looked import Looked
+from pytest_trainloop.frontends import api
+from pytest_trainloop.instruments.baselines.looking import Looking
+from pytest_trainloop.instruments.tracing.root_terms import RootTerms
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.hooks import around_steps, on_arrival
-from pytest_trainloop.tracing.root_terms import RootTerms
+from pytest_trainloop.views.cards import measured
+from pytest_trainloop.views.pictures.looked import Looked
 from tests.helpers.all_modes import instruments
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_trainloop.htmlreport import page
+from pytest_trainloop.views.htmlreport import page
 from tests.helpers.report_data import TRAIN
 from tests.htmlreport import documents
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_trainloop.cards.page import Card, Line
-from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.pictures.picture import Axis, Bar, Call, Curve, Mark, Picture
-from pytest_trainloop.report import Report
-from pytest_trainloop.report.json import document, environment
+from pytest_trainloop.core.finding import Finding, Result, UserError
+from pytest_trainloop.core.report import Report
+from pytest_trainloop.core.report.json import document, environment
+from pytest_trainloop.views.cards.page import Card, Line
+from pytest_trainloop.views.pictures.picture import Axis, Bar, Call, Curve, Mark, Picture
 
 NOT_ZEROED = Finding(
     check="step_order",

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pytest_trainloop.htmlreport import page
+from pytest_trainloop.views.htmlreport import page
 from tests.htmlreport import documents
 
 pytestmark = pytest.mark.processes

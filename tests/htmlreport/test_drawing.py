@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import pytest
 
-from pytest_trainloop.htmlreport.drawing import COLOURS, draw, in_words, keys
-from pytest_trainloop.htmlreport.ramps import span, zeros
-from pytest_trainloop.pictures.picture import widened
+from pytest_trainloop.views.htmlreport.drawing import COLOURS, draw, in_words, keys
+from pytest_trainloop.views.htmlreport.ramps import span, zeros
+from pytest_trainloop.views.pictures.picture import widened
 from tests.htmlreport.documents import ONE_BATCH, PICTURES, RATES, UNITS, UPDATES
 
 DRAWN = [picture for picture in PICTURES if picture.kind != "calls"]

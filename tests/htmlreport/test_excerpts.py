@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.htmlreport.excerpts import Sources
-from pytest_trainloop.report.lines import Line, Places
+from pytest_trainloop.core.report.lines import Line, Places
+from pytest_trainloop.views.htmlreport.excerpts import Sources
 
 TRAIN = """\
 class Trainer:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_trainloop.htmlreport import page
-from pytest_trainloop.htmlreport.breaks import breakable
+from pytest_trainloop.views.htmlreport import page
+from pytest_trainloop.views.htmlreport.breaks import breakable
 from tests.htmlreport import documents
 
 
@@ -78,6 +78,6 @@ def test_a_picture_that_cannot_be_drawn_costs_the_page_only_that_picture(source)
 def test_the_backend_of_a_notebook_is_not_asked_for(tmp_path):
     file = tmp_path / "report.json"
     file.write_text(json.dumps(documents.usual()), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest_trainloop.htmlreport", str(file)]
+    command = [sys.executable, "-m", "pytest_trainloop.views.htmlreport", str(file)]
     subprocess.run(command, env={**os.environ, "MPLBACKEND": "module://of_a_notebook"}, check=True)
     assert "could not be drawn" not in (tmp_path / "report.html").read_text(encoding="utf-8")

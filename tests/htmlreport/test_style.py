@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-TEMPLATES = resources.files("pytest_trainloop.htmlreport") / "templates"
+TEMPLATES = resources.files("pytest_trainloop.views.htmlreport") / "templates"
 STYLE = (TEMPLATES / "style.css").read_text(encoding="utf-8")
 COLOURS = {
     name: (light, dark)
@@ -60,7 +60,7 @@ def test_it_loads_nothing_from_anywhere(usual):
 
 
 def test_the_same_report_gives_the_same_page(usual, source):
-    from pytest_trainloop.htmlreport import page
+    from pytest_trainloop.views.htmlreport import page
     from tests.htmlreport import documents
 
     assert page(documents.usual(), folders=(source,)) == usual

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.htmlreport.view import view
+from pytest_trainloop.views.htmlreport.view import view
 from tests.htmlreport import documents
 from tests.htmlreport.documents import FAILING, PASSING, failed, report
 

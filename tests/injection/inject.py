@@ -21,16 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop import check_loop, check_loss
-from pytest_trainloop.errors import UsageError
-from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop import UsageError, check_loop, check_loss
+from pytest_trainloop.core.paths import PACKAGE
 from pytest_trainloop.recording import as_caller
 from tests.injection.loops import LOOPS, LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_trainloop.finding import Result
+    from pytest_trainloop import Result
 
 ASKS = "please report it"
 """Part of the sentence that every error of ours ends with."""

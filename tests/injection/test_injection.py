@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from pytest_trainloop import registry
-from pytest_trainloop.paths import PACKAGE
-from pytest_trainloop.whose import is_ours
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.paths import PACKAGE
+from pytest_trainloop.core.whose import is_ours
 from tests.injection.inject import GOOD, Entered, Function, InjectedError, Mistake, end_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="each mistake lives in a fork of this process")

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop import TrainLoop
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop import Finding, TrainLoop
 
 LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long, and follows")
 

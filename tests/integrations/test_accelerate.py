@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pytest_trainloop import TrainLoop
+from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.adapters import fresh_accelerator
-from pytest_trainloop.errors import UsageError
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 
 accelerate = pytest.importorskip("accelerate")

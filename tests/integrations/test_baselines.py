@@ -6,9 +6,9 @@ import importlib
 
 import pytest
 
-from pytest_trainloop.baselines.as_json import text_of
-from pytest_trainloop.baselines.capture import captured
-from pytest_trainloop.baselines.trajectory import thinned
+from pytest_trainloop.instruments.baselines.as_json import text_of
+from pytest_trainloop.instruments.baselines.capture import captured
+from pytest_trainloop.instruments.baselines.trajectory import thinned
 from pytest_trainloop.runs.evidence import Evidence
 
 pytestmark = pytest.mark.integration

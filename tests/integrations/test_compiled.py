@@ -11,7 +11,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.adapters import fresh_accelerator, from_lightning, from_trainer
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.scale.compile_parity.compiled_loops import (
     BACKEND,
     CHECK,

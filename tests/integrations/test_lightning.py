@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop import check_loop
+from pytest_trainloop import UsageError, check_loop
 from pytest_trainloop.adapters import from_lightning
-from pytest_trainloop.errors import UsageError
 
 L = pytest.importorskip("lightning")
 

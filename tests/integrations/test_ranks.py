@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.integrations.loops_of_ranks import FAULTY, RIGHT
 from tests.integrations.one_a_library import one_a_library
 

@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from pytest_trainloop import check_loop
+from pytest_trainloop import UsageError, check_loop
 from pytest_trainloop.adapters import from_lightning
-from pytest_trainloop.errors import UsageError
 from tests.integrations.one_a_library import one_a_library
 
 accelerate = pytest.importorskip("accelerate")

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pytest_trainloop import UsageError
 from pytest_trainloop.adapters import from_trainer
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.frontends.api import check_loop
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.made_at import MadeAt
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.helpers.discovery import import_all
 from tests.loops.from_threads import FAULTS, Fault
 from tests.loops.odd import ODD, OddLoop

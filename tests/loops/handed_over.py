@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop.declare import nested
 from pytest_trainloop.runs.batch_stream import first_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop import TrainLoop
 
 WAYS = ("batch", "list", "generator", "inside")
 

@@ -10,7 +10,7 @@ from tests.helpers.discovery import Corpus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop import TrainLoop
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import nested
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop import Padding, TrainLoop
+from pytest_trainloop.declare import nested
 
 ROWS, LENGTH, WORDS, CLASSES = 12, 7, 20, 3
 

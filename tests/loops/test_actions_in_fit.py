@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_trainloop import TrainLoop, check_loop, registry
+from pytest_trainloop import TrainLoop, check_loop
+from pytest_trainloop.core import registry
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from tests.loops.actions_in_fit import ACTIONS, LENGTH, ROWS, TOKENS, Net, Project

@@ -8,8 +8,8 @@ the whole battery.
 
 import pytest
 
-from pytest_trainloop import registry
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.core import registry
+from pytest_trainloop.frontends.api import check_loop
 from tests.helpers.every_pair import number, parametrized_eighth, parametrized_in_corpus, parametrized_quick
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
 from tests.loops.corpus import FAULTS, ODD, PAIRS, judged

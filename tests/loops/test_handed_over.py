@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop import TrainLoop, registry
-from pytest_trainloop.api import check_loop
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.core import registry
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.batch.causality.faults import LENGTH, VOCAB, Attention, Decoder, causal, unmasked
 from tests.helpers.findings import described, named
 from tests.loops.corpus import ODD, PAIRS

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.helpers.findings import described
 from tests.loops.refusing import EXCEPTIONS, MESSAGE, NONSENSE, PLACES, Refusal, refusing
 

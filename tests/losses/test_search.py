@@ -2,12 +2,11 @@
 
 import pytest
 
-from pytest_trainloop import LossContract
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.losses.evidence import LossEvidence
-from pytest_trainloop.losses.search import Search
-from pytest_trainloop.strategies.losses import cases
+from pytest_trainloop import Finding, LossContract
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.losses.evidence import LossEvidence
+from pytest_trainloop.instruments.losses.search import Search
+from pytest_trainloop.instruments.strategies.losses import cases
 
 
 def criterion(output, target):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.optimizers import float32_twin
-from pytest_trainloop.optimizers.float32_twin import Float32Twins
+from pytest_trainloop.instruments.optimizers import float32_twin
+from pytest_trainloop.instruments.optimizers.float32_twin import Float32Twins
 from pytest_trainloop.runs.evidence import Evidence
 
 ENTRIES = 64

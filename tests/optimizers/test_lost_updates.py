@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.numerics.parameter_precision.runs import blend_weights
-from pytest_trainloop.optimizers.lost_updates import RepeatedSteps
+from pytest_trainloop.instruments.optimizers.lost_updates import RepeatedSteps
 from pytest_trainloop.runs.evidence import Evidence
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pytest_trainloop.optimizers.replay import ENTRYWISE, first_entries, kind_of, snapshot, stepped
+from pytest_trainloop.instruments.optimizers.replay import ENTRYWISE, first_entries, kind_of, snapshot, stepped
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.hooks import around_steps
 

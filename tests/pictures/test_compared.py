@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop import TrainLoop, registry
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.baseline_file import BaselineFile
-from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.cards.make import facts_of
-from pytest_trainloop.cards.measured import Measured
-from pytest_trainloop.gradients.reached import MOST, Reached
-from pytest_trainloop.pictures import compared, dependence
-from pytest_trainloop.pictures.looked import Looked
-from pytest_trainloop.pictures.make import KINDS
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.core import registry
+from pytest_trainloop.declare.baseline_file import BaselineFile
+from pytest_trainloop.frontends.api import check_loop
+from pytest_trainloop.instruments.gradients.reached import MOST, Reached
+from pytest_trainloop.judging.battery import Settings, Subject
+from pytest_trainloop.views.cards.make import facts_of
+from pytest_trainloop.views.cards.measured import Measured
+from pytest_trainloop.views.pictures import compared, dependence
+from pytest_trainloop.views.pictures.looked import Looked
+from pytest_trainloop.views.pictures.make import KINDS
 
 KINDS_OF_FAULTS = [kind for kind in KINDS if kind.__module__ in (compared.__name__, dependence.__name__)]
 

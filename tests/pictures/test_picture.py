@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from pytest_trainloop.pictures.picture import FIELDS, POINTS, Picture, curve, gaps, scale_of
+from pytest_trainloop.views.pictures.picture import FIELDS, POINTS, Picture, curve, gaps, scale_of
 
 
 def test_a_long_curve_keeps_its_ends_and_its_peaks():

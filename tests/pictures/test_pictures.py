@@ -10,20 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop, registry
-from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.cards.facts import Facts
-from pytest_trainloop.cards.make import card_of
-from pytest_trainloop.cards.measured import Measured
-from pytest_trainloop.errors import BrokenCheck
-from pytest_trainloop.finding import Finding, Result
-from pytest_trainloop.pictures import tensors
-from pytest_trainloop.pictures.looked import MOST_STEPS, Looked, Moment
-from pytest_trainloop.pictures.make import card_and_pictures
-from pytest_trainloop.pictures.sizes import Sizes
-from pytest_trainloop.pictures.step import one_step
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.errors import BrokenCheck
+from pytest_trainloop.core.finding import Finding, Result
+from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop.views.cards.facts import Facts
+from pytest_trainloop.views.cards.make import card_of
+from pytest_trainloop.views.cards.measured import Measured
+from pytest_trainloop.views.pictures import tensors
+from pytest_trainloop.views.pictures.looked import MOST_STEPS, Looked, Moment
+from pytest_trainloop.views.pictures.make import card_and_pictures
+from pytest_trainloop.views.pictures.sizes import Sizes
+from pytest_trainloop.views.pictures.step import one_step
 from tests.helpers.record_builder import RecordBuilder
 
 MOST = 200_000
@@ -397,7 +398,7 @@ def test_what_looks_on_never_fails_the_loop(monkeypatch):
     def broken(_tensor):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("pytest_trainloop.pictures.looked.sizes", broken)
+    monkeypatch.setattr("pytest_trainloop.views.pictures.looked.sizes", broken)
     subject = Subject("test", plain, settings=Settings())
     with pytest.warns(BrokenCheck, match="not all was looked at for the pictures; RuntimeError: a mistake"):
         card, drawn = card_and_pictures(subject, {})

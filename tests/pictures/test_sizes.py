@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pytest_trainloop.pictures.sizes import SAMPLED, norm, sizes
+from pytest_trainloop.views.pictures.sizes import SAMPLED, norm, sizes
 
 
 def test_large_tensors_are_sampled_and_counted_in_full():

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_trainloop import battery, registry
+from pytest_trainloop.core import registry
+from pytest_trainloop.judging import battery
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop import battery, registry
-from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.registry import Cause, Check
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.finding import Finding, Result, UserError
+from pytest_trainloop.core.registry import Cause, Check
+from pytest_trainloop.judging import battery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -243,7 +243,7 @@ def test_the_fixture_and_check_loop_take_baselines(run, pytester):
         HEAD
         + """
     from pytest_trainloop import check_loop
-    from pytest_trainloop.errors import UsageError
+    from pytest_trainloop import UsageError
 
     def test_by_hand(trainloop):
         trainloop.check("baseline", loop)

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from pytest_trainloop.finding import Finding, Result
-from pytest_trainloop.plugin import reproduce as reproducing
-from pytest_trainloop.plugin.bundle import kept
-from pytest_trainloop.plugin.reproduce import main as reproduce_main
+from pytest_trainloop.core.finding import Finding, Result
+from pytest_trainloop.frontends.plugin import reproduce as reproducing
+from pytest_trainloop.frontends.plugin.bundle import kept
+from pytest_trainloop.frontends.plugin.reproduce import main as reproduce_main
 from tests.helpers.plugin_sessions import HEAD, all_of_torch_is_loaded  # noqa: F401
 
 LOOPS = """

@@ -9,8 +9,9 @@ import pytest
 HEAD = """
 import pytest
 from conftest import *
-from pytest_trainloop import CheckFailed, TrainLoopError, UsageError, api
-from pytest_trainloop.report import Report
+from pytest_trainloop import CheckFailed, TrainLoopError, UsageError
+from pytest_trainloop.frontends import api
+from pytest_trainloop.core.report import Report
 
 """
 

@@ -161,7 +161,7 @@ def test_where_nothing_can_be_written_no_loop_runs(summary, run, log, options, s
 
 
 def test_a_file_that_could_not_be_written_is_told_and_fails_the_session(summary, run, monkeypatch):
-    from pytest_trainloop.report import files
+    from pytest_trainloop.core.report import files
 
     def full(*given):
         raise OSError("no space left")

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from pytest_trainloop import htmlreport
-from pytest_trainloop.htmlreport.__main__ import main
+from pytest_trainloop.views import htmlreport
+from pytest_trainloop.views.htmlreport.__main__ import main
 from tests.helpers.plugin_sessions import HEAD, all_of_torch_is_loaded  # noqa: F401
 from tests.htmlreport import documents
 

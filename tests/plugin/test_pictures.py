@@ -63,7 +63,7 @@ def test_a_mistake_in_a_picture_is_a_warning_and_the_session_goes_on(run, pytest
         raise RuntimeError("a mistake")
         yield
 
-    monkeypatch.setattr("pytest_trainloop.pictures.make.KINDS", (broken,))
+    monkeypatch.setattr("pytest_trainloop.views.pictures.make.KINDS", (broken,))
     result = run("--trainloop-report=r.html", "--trainloop-json=r.json", "-k", "test_it", "-W", "default")
     result.assert_outcomes(passed=2, warnings=1)
     result.stdout.fnmatch_lines(["*a picture could not be made; RuntimeError: a mistake; please report it*"])

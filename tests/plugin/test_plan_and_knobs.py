@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.errors import UsageError
-from pytest_trainloop.finding import Finding, Result
-from pytest_trainloop.knobs import KNOBS, nearest, read_knobs
-from pytest_trainloop.selection import Plan, Selection, choose
+from pytest_trainloop import UsageError
+from pytest_trainloop.core.finding import Finding, Result
+from pytest_trainloop.declare.knobs import KNOBS, nearest, read_knobs
+from pytest_trainloop.declare.selection import Plan, Selection, choose
 
 KNOWN = {"step_order": ("stale", "lost"), "finite": ("nan",), "schedule": ("rate_stuck", "stale")}
 

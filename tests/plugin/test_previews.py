@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop import explain, registry
-from pytest_trainloop.registry import Cause
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.registry import Cause
+from pytest_trainloop.judging import explain
 from tests.helpers.plugin_sessions import all_of_torch_is_loaded  # noqa: F401  a fixture
 
 CONFTEST = """
     from pytest_trainloop import Finding
-    from pytest_trainloop.registry import Cause, check
+    from pytest_trainloop.core.registry import Cause, check
 
     @check(
         needs={"fit"},

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from pytest_trainloop.plugin import progress
+from pytest_trainloop.frontends.plugin import progress
 
 
 class Terminal:

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from pytest_trainloop.plugin.nodeids import check_in, loop_of, scopes
+from pytest_trainloop.frontends.plugin.nodeids import check_in, loop_of, scopes
 
 pytest.importorskip("xdist")
 

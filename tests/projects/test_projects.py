@@ -9,7 +9,8 @@ import importlib
 
 import pytest
 
-from pytest_trainloop import check_loop, registry
+from pytest_trainloop import check_loop
+from pytest_trainloop.core import registry
 
 CHEAPEST = "projects.graphs"
 

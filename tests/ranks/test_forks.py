@@ -7,7 +7,7 @@ import types
 
 import torch.distributed as dist
 
-from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.runs.ranks.launch import launch
 
 
 def test_a_group_that_the_parent_has_left_to_the_collector_is_never_ended_in_a_fork():

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from pytest_trainloop.errors import CannotDecide, TimeRanOut
-from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.core.errors import CannotDecide, TimeRanOut
+from pytest_trainloop.runs.ranks.launch import launch
 
 
 def run(work, ranks=2, timeout=60):

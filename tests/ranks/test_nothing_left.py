@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from pytest_trainloop.errors import CannotDecide, TimeRanOut
-from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.core.errors import CannotDecide, TimeRanOut
 from pytest_trainloop.recording.torch_internals import load_for_wrappers
+from pytest_trainloop.runs.ranks.launch import launch
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -122,7 +122,7 @@ def state():
 SCRIPT = """
 import sys
 from pathlib import Path
-from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.runs.ranks.launch import launch
 from tests.ranks.test_nothing_left import sleeps, with_workers
 
 def then(rank):

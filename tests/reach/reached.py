@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.reach.snapshot import Difference, Reach, Snapshot, differences
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.runs.reach.snapshot import Difference, Reach, Snapshot, differences
 
 
 def train(model: nn.Module, optimizer: Any, batches: Any) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.reach.copies import same_bits
-from pytest_trainloop.reach.snapshot import Reach, differences
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.runs.reach.copies import same_bits
+from pytest_trainloop.runs.reach.snapshot import Reach, differences
 from tests.reach.reached import changes, function_with, loop_with, snapshot_of
 
 

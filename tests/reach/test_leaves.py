@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_trainloop.reach.leaves import same_value
+from pytest_trainloop.runs.reach.leaves import same_value
 
 NAN, INF = float("nan"), float("inf")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from pytest_trainloop.reach.copies import LARGE, same_bits
+from pytest_trainloop.runs.reach.copies import LARGE, same_bits
 from tests.reach.reached import changes, function_with, loop_with, snapshot_of, train
 
 Pair = namedtuple("Pair", ["hidden", "cell"])

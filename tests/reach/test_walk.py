@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.reach.snapshot import Reach, differences
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.runs.reach.snapshot import Reach, differences
 from tests.reach.reached import changes, function_with, loop_with, reach_of, snapshot_of, train
 
 COUNT = 3

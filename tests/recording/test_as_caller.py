@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop.core.errors import UserCodeError
 from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
 from pytest_trainloop.recording.events import LossCall
 from pytest_trainloop.runs.evidence import Evidence

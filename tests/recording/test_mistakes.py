@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.recording import hooks, mistakes
 from pytest_trainloop.recording.function_mode import FunctionMode, OperationMode
 from pytest_trainloop.recording.mistakes import MOST, noted_on, passed_over

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from pytest_trainloop.recording.events import Backward, ClipCall, Step
 from pytest_trainloop.recording.shards import is_distributed, is_whole, local
 from pytest_trainloop.runs.evidence import Evidence

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.events import GradWrite, Step
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.watch import Watch
-from pytest_trainloop.tracing.mode import WatchingMode
 from tests.helpers.watched_runs import batches, net, net_and_sgd
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from pytest_trainloop.instruments.records.clips import clip_facts
 from pytest_trainloop.recording.watch import Watch
-from pytest_trainloop.records.clips import clip_facts
 
 
 class Net(nn.Module):

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from pytest_trainloop.recording.events import Move, TensorSample
-from pytest_trainloop.records.finiteness import (
+from pytest_trainloop.instruments.records.finiteness import (
     became_nonfinite,
     cleaned_gradients,
     explosion,
     nonfinite_from_the_start,
     stepped_nonfinite_losses,
 )
+from pytest_trainloop.recording.events import Move, TensorSample
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import ONE, TWO, parameter, record
 

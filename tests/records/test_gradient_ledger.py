@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.recording.events import Step
-from pytest_trainloop.records.gradient_ledger import Ledger
 from tests.helpers.record_builder import RecordBuilder, sample
 
 

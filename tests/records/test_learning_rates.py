@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from pytest_trainloop.instruments.records.learning_rates import cadence, rates, table
 from pytest_trainloop.recording.record import Scheduler
-from pytest_trainloop.records.learning_rates import cadence, rates, table
 from tests.helpers.record_builder import RecordBuilder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.records.option_names import Meaning, distance, meaning
+from pytest_trainloop.instruments.records.option_names import Meaning, distance, meaning
 
 ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach")
 

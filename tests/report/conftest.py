@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_trainloop import registry
-from pytest_trainloop.report.alerts import Alert, alerts
-from pytest_trainloop.report.lines import Places
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.report.alerts import Alert, alerts
+from pytest_trainloop.core.report.lines import Places
 from tests.helpers.report_data import TEST, TRAIN
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.report.lines import At
+from pytest_trainloop.core.report.lines import At
 from tests.helpers.report_data import plain, raised, report, result, stale
 
 LATE = plain("overfit_one_batch", "nothing_learned")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pytest_trainloop.report.annotations import commands
+from pytest_trainloop.core.report.annotations import commands
 from tests.helpers.report_data import plain, raised, report, result, stale
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_trainloop.explain import rule
-from pytest_trainloop.report.json import text
-from pytest_trainloop.report.sarif import document
+from pytest_trainloop.core.report.json import text
+from pytest_trainloop.core.report.sarif import document
+from pytest_trainloop.judging.explain import rule
 from tests.helpers.report_data import plain, report, result, stale
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ci.md").read_text(encoding="utf-8")

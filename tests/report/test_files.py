@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_trainloop.report.files import refusal, write
+from pytest_trainloop.core.report.files import refusal, write
 
 
 def test_folders_are_made_and_an_old_file_is_replaced(tmp_path):

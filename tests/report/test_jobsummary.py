@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.report.entry import entries_of
-from pytest_trainloop.report.jobsummary import LIMIT, markdown
+from pytest_trainloop.core.report.entry import entries_of
+from pytest_trainloop.core.report.jobsummary import LIMIT, markdown
 from tests.helpers.report_data import plain, raised, report, result, stale
 
 

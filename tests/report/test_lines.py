@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.report.lines import Line, Places, repository
+from pytest_trainloop.core.report.lines import Line, Places, repository
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from pytest_trainloop import registry
+from pytest_trainloop.core import registry
 from tests.helpers.findings import STOPPING_WORDS
 
 PACKAGE = Path(registry.__file__).parent

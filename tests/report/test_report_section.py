@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.report import Report
-from pytest_trainloop.report.entry import Entry
-from pytest_trainloop.report.json import document, environment
-from pytest_trainloop.report.roots import root_causes
-from pytest_trainloop.report.section import checked_nothing, section
+from pytest_trainloop.core.finding import Finding, Result, UserError
+from pytest_trainloop.core.report import Report
+from pytest_trainloop.core.report.entry import Entry
+from pytest_trainloop.core.report.json import document, environment
+from pytest_trainloop.core.report.roots import root_causes
+from pytest_trainloop.core.report.section import checked_nothing, section
 
 
 def result(check: str, *findings: Finding, outcome: str = "passed", **fields) -> Result:

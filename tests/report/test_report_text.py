@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.report.text import failure_text, failure_texts
+from pytest_trainloop.core.finding import Finding, Result, UserError
+from pytest_trainloop.core.report.text import failure_text, failure_texts
 
 CAUSES = {"stale": "a gradient is consumed twice"}
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from pytest_trainloop.explain import rule
-from pytest_trainloop.finding import Result
-from pytest_trainloop.report.json import text
-from pytest_trainloop.report.sarif import FINGERPRINT, document
+from pytest_trainloop import Result
+from pytest_trainloop.core.report.json import text
+from pytest_trainloop.core.report.sarif import FINGERPRINT, document
+from pytest_trainloop.judging.explain import rule
 from tests.helpers.report_data import TRAIN, plain, raised, report, result, stale
 from tests.helpers.reports import of_sarif, strict
 
@@ -73,7 +73,7 @@ def test_a_rule_is_a_cause_with_its_page(run):
 
 
 def test_descriptions_of_all_causes_fit_what_code_scanning_takes():
-    from pytest_trainloop import registry
+    from pytest_trainloop.core import registry
 
     causes = [(name, cause) for name, check in registry.registered().items() for cause in check.causes]
     for check, cause in causes:

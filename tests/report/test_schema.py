@@ -9,12 +9,12 @@ from typing import get_args, get_type_hints
 import jsonschema
 import pytest
 
-from pytest_trainloop.cards import page
-from pytest_trainloop.finding import Finding, Result, SmallestBatch
-from pytest_trainloop.pictures import picture
-from pytest_trainloop.report.entry import entries_of
-from pytest_trainloop.report.json import text
-from pytest_trainloop.report.schema import NAME, lacking, schema
+from pytest_trainloop.core.finding import Finding, Result, SmallestBatch
+from pytest_trainloop.core.report.entry import entries_of
+from pytest_trainloop.core.report.json import text
+from pytest_trainloop.core.report.schema import NAME, lacking, schema
+from pytest_trainloop.views.cards import page
+from pytest_trainloop.views.pictures import picture
 from tests.helpers.report_data import raised, report, result, stale
 from tests.helpers.reports import of_reports, strict
 

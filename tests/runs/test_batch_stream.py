@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop import TrainLoop, nested
-from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.core.errors import UserCodeError
+from pytest_trainloop.declare import nested
 from pytest_trainloop.runs.batch_stream import EMPTY_PASSES, PASSES_WITHOUT_STEP, Batches, first_batches
 
 

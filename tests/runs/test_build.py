@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.runs.build import build, require_fresh
 
 

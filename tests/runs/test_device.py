@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.runs.evidence import Evidence
 
 

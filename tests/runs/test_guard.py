@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from pytest_trainloop.errors import TimeRanOut
+from pytest_trainloop.core.errors import TimeRanOut
 from pytest_trainloop.runs import guard as guards
 from pytest_trainloop.runs.guard import SWALLOWED, Guard
 

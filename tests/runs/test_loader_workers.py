@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import dataloader as of_torch
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop.core.errors import UserCodeError
 from pytest_trainloop.runs.kept_batches import LoaderBatches
 from pytest_trainloop.runs.run import RunPlan, run
 
@@ -235,7 +235,7 @@ def test_how_often_a_battery_starts_workers(monkeypatch, fit, most):
 
 def test_what_a_check_is_skipped_for_keeps_no_loader():
     """A verdict is kept, and must not keep the frames of what raised it."""
-    from pytest_trainloop.battery import Settings, Subject
+    from pytest_trainloop.judging.battery import Settings, Subject
 
     subject = Subject("it", loop_with(loader=LOADERS["persistent"]), settings=Settings())
     assert subject.run_check("padding_invariance").outcome == "skipped"

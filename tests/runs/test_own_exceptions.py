@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.errors import BrokenRun, CannotDecide
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide
+from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.forward_pass import ForwardPass
 
 
 class Net(nn.Module):

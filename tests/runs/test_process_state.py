@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError, check_loop
-from pytest_trainloop.api import observe
+from pytest_trainloop.frontends.api import observe
 from pytest_trainloop.recording.autocast import open_blocks
 from pytest_trainloop.runs.process_state import preserved, seed_all
 

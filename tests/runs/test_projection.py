@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.projection import Projections, horizon
 from pytest_trainloop.runs.scheduled import Curve, project, rates_of

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.runs import room
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops import plain

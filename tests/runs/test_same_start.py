@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.run import RunPlan, run
 from pytest_trainloop.runs.same_start import SameStart, from_same_start

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop import Padding, UsageError, nested
-from pytest_trainloop.batches.repadding import Repadding
-from pytest_trainloop.batches.roles import read
-from pytest_trainloop.strategies import paddings
+from pytest_trainloop import Padding, UsageError
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.repadding import Repadding
+from pytest_trainloop.instruments.batches.roles import read
+from pytest_trainloop.instruments.strategies import paddings
 from tests.helpers.hypothesis_draws import drawn, smallest
 from tests.helpers.padded_batches import FEATURES, IDS, KINDS, LABELS, LENGTHS, PADDED, additive, text, text_on_the_left
 

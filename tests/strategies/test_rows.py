@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from pytest_trainloop import UsageError
-from pytest_trainloop.strategies import paddings, row_selections, splits
+from pytest_trainloop.instruments.strategies import paddings, row_selections, splits
 from tests.helpers.hypothesis_draws import REPEATABLE, drawn, smallest
 from tests.helpers.padded_batches import Encoding, Pair, Sample, text
 

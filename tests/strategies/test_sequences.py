@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pytest_trainloop import Padding, UsageError
-from pytest_trainloop.batches.roles import read
-from pytest_trainloop.strategies import packed_sequences, sequences, token_batches
+from pytest_trainloop.instruments.batches.roles import read
+from pytest_trainloop.instruments.strategies import packed_sequences, sequences, token_batches
 from tests.helpers.hypothesis_draws import drawn, smallest
 
 

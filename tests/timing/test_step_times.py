@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.timing import ready_batches
-from pytest_trainloop.timing.step_times import MOST_ROUNDS, WARM_UP, StepTimer, Wanted
+from pytest_trainloop.runs.timing import ready_batches
+from pytest_trainloop.runs.timing.step_times import MOST_ROUNDS, WARM_UP, StepTimer, Wanted
 
 
 class Clock:

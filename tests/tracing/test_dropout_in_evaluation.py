@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_trainloop.instruments.tracing.dropout_in_evaluation import DropoutInEvaluation
 from pytest_trainloop.recording.watch import Watch
-from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation
 
 
 class Net(nn.Module):

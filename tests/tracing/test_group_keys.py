@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from pytest_trainloop.tracing.group_keys import GroupKeys
+from pytest_trainloop.instruments.tracing.group_keys import GroupKeys
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from pytest_trainloop.checks.learning.weight_decay_groups.answers import NORMS, ClaimedClass
-from pytest_trainloop.tracing.handed_names import HandedNames, Question
-from pytest_trainloop.tracing.unmatched_names import nearly
+from pytest_trainloop.instruments.tracing.handed_names import HandedNames, Question
+from pytest_trainloop.instruments.tracing.unmatched_names import nearly
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.batches.cut import Cut
-from pytest_trainloop.tracing import lockstep
-from pytest_trainloop.tracing.lockstep import Lockstep, Tape
+from pytest_trainloop.instruments.batches.cut import Cut
+from pytest_trainloop.instruments.tracing import lockstep
+from pytest_trainloop.instruments.tracing.lockstep import Lockstep, Tape
 
 TOTAL, REAL, WIDTH = 7, 4, 6
 RIGHT, LEFT = range(REAL), range(TOTAL - REAL, TOTAL)

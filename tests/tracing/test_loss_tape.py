@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay, terms
+from pytest_trainloop.instruments.tracing.loss_tape import Tapes
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.loss_slice import CannotReplay, terms
-from pytest_trainloop.tracing.loss_tape import Tapes
 from tests.loops import plain
 
 

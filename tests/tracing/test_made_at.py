@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.made_at import MadeAt
 from tests.loops import plain
 
 

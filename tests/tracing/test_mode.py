@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.watch import Watch
-from pytest_trainloop.tracing.mode import WatchingMode
 from tests.helpers.watched_runs import batches, net_and_sgd
 
 

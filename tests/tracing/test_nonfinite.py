@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_trainloop.instruments.tracing.nonfinite import NonFiniteOrigins
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 from tests.loops import plain
 
 

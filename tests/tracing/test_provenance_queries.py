@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pytest_trainloop.tracing.provenance import Lineage, name_of
-from pytest_trainloop.tracing.provenance_queries import layout
+from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of
+from pytest_trainloop.instruments.tracing.provenance_queries import layout
 
 
 class Watch:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from pytest_trainloop.instruments.tracing.root_terms import RootTerms
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.root_terms import RootTerms
 from tests.loops import plain
 
 

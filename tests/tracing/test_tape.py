@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.tape import Gone, Listener, Tape
-from pytest_trainloop.tracing.tape_queries import (
+from pytest_trainloop.instruments.tracing.tape import Gone, Listener, Tape
+from pytest_trainloop.instruments.tracing.tape_queries import (
     Layout,
     addends,
     again,
@@ -23,6 +22,7 @@ from pytest_trainloop.tracing.tape_queries import (
     of_unit_rows,
     unmoved,
 )
+from pytest_trainloop.runs.evidence import Evidence
 from tests.loops import plain
 
 ROWS = 4

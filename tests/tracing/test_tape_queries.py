@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_trainloop.instruments.tracing.tape import Tape
+from pytest_trainloop.instruments.tracing.tape_queries import across_rows, behind, constant, is_sigmoid, layout
 from pytest_trainloop.recording.watch import Watch
-from pytest_trainloop.tracing.tape import Tape
-from pytest_trainloop.tracing.tape_queries import across_rows, behind, constant, is_sigmoid, layout
 
 LINEAR = nn.Linear(5, 4)
 HIDDEN = torch.randn(3, 8, 5)

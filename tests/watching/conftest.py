@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pytest_trainloop.watching.command import command
+from pytest_trainloop.frontends.watching.command import command
 
 HEAD = """
 import os, sys, torch

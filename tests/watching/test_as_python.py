@@ -49,7 +49,7 @@ def test_main_argv_path_and_folder_are_those_of_python(watch, folder, capsys, fo
     (folder / name).write_text(head + source)
     given = ["-m", module] if module else ["deep" if form == "folder" else name]
     alone = seen_alone(folder, *given, "--config", "tiny.yaml", "--", "-x")
-    from pytest_trainloop.watching.command import command
+    from pytest_trainloop.frontends.watching.command import command
 
     assert command([*given, "--", "--config", "tiny.yaml", "--", "-x"]) == 2
     watched = capsys.readouterr().out

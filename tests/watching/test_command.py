@@ -241,7 +241,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("given", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_read_is_refused_in_one_sentence(watch, folder, capsys, given, sentence):
-    from pytest_trainloop.watching.command import command
+    from pytest_trainloop.frontends.watching.command import command
 
     (folder / "train.py").write_text("raise SystemExit('it must not run')")
     assert command(given) == 2
@@ -265,7 +265,7 @@ def broken(monkeypatch):
     """A check of this package that raises."""
     from dataclasses import replace
 
-    from pytest_trainloop import registry
+    from pytest_trainloop.core import registry
 
     def decide(evidence):
         raise IndexError("list index out of range")

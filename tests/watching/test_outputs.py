@@ -37,7 +37,7 @@ def test_the_page_shows_the_script_and_its_line(watch, folder):
 
 
 def test_a_package_that_the_page_needs_is_named_before_the_script_runs(watch, monkeypatch):
-    monkeypatch.setattr("pytest_trainloop.htmlreport.PACKAGES", ("no_such_package",))
+    monkeypatch.setattr("pytest_trainloop.views.htmlreport.PACKAGES", ("no_such_package",))
     said = watch("print('it ran')", "--trainloop-report=page.html")
     assert said.status == 2
     assert "--trainloop-report needs no_such_package: pip install 'pytest-trainloop[report]'" in said.err
@@ -96,7 +96,7 @@ def test_where_nothing_trained_the_runner_is_told(watch, runner):
 
 def test_a_file_that_cannot_be_written_is_said(watch, monkeypatch):
     monkeypatch.setattr(
-        "pytest_trainloop.report.files.write", lambda file, text: (_ for _ in ()).throw(OSError("full"))
+        "pytest_trainloop.core.report.files.write", lambda file, text: (_ for _ in ()).throw(OSError("full"))
     )
     said = watch(TRAIN, "--steps=3", "--trainloop-json=a.json")
     assert said.status == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_trainloop import check_loop
-from pytest_trainloop.watching.written import path_code
+from pytest_trainloop.frontends.watching.written import path_code
 from tests.watching.conftest import TRAIN, loaded
 
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.learning.limits import OWN_STEPS
 from pytest_trainloop.checks.learning.loss_curve import (
     PHASES,
@@ -26,6 +24,8 @@ from pytest_trainloop.checks.learning.loss_curve import (
 from pytest_trainloop.checks.learning.reference_adam import Adam, ReferenceSteps, stay
 from pytest_trainloop.checks.learning.swapped_rows import OtherRows, all_the_first, each_its_neighbours
 from pytest_trainloop.checks.learning.update_sizes import Ratios
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
 from pytest_trainloop.recording.events import ScalerCall, Step
 from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.process_state import seed_all
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.checks.learning.reference_adam import Move
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence, Progress

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.loss_curve import level, repeats, rising, still_falls
 from pytest_trainloop.checks.learning.one_batch import LITTLE, REFERENCE_RATES, REFERENCE_STEPS, STILL_STEPS, TOO_SMALL
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.events import GradWrite
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.instruments.tracing.arguments import takes_data
 from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
-from pytest_trainloop.tracing.arguments import takes_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

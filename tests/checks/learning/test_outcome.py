@@ -13,7 +13,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
 from pytest_trainloop.checks.learning.outcome import learning
-from pytest_trainloop.errors import CannotDecide, TimeRanOut
+from pytest_trainloop.core.errors import CannotDecide, TimeRanOut
 from pytest_trainloop.runs.evidence import Evidence
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points

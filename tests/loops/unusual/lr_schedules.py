@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.losses.table import lookup
-from pytest_trainloop.losses.table.lookup import IN_FRAMES, OF_TORCH
+from pytest_trainloop.instruments.losses.table import lookup
+from pytest_trainloop.instruments.losses.table.lookup import IN_FRAMES, OF_TORCH
 from pytest_trainloop.recording.torch_names import LOSSES
 from tests.helpers.stand_ins import monai, pytorch_metric_learning, torchvision
 
@@ -68,4 +68,4 @@ def test_others_are_not_known():
     assert lookup(DiceLoss) is None
     assert lookup(torch.relu) is None
     assert lookup(lambda scores, mask: scores) is None
-    assert importlib.import_module("pytest_trainloop.losses.table").lookup is lookup
+    assert importlib.import_module("pytest_trainloop.instruments.losses.table").lookup is lookup

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import CallContract, LossContract, TrainLoop, UsageError, check_loop, register_contract
-from pytest_trainloop.losses.table.registered import beside, forget, registered
+from pytest_trainloop.instruments.losses.table.registered import beside, forget, registered
 from tests.loops.nets import mlp
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 OF_EVERY_CALL = ("k", "ratio", "direction", "parameters", "precision", "updates", "got", "full")
 """Facts of every comparison (``windows.Split.facts``)."""

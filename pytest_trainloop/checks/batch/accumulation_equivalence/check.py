@@ -76,21 +76,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.accumulation_equivalence.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Split
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
 @check(needs={"run"}, causes=CAUSES, rank=10, steps=50)
 def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.batches.own_data import makes_own_data, require_given_data
     from pytest_trainloop.checks.batch.accumulation_equivalence import inside, weights, windows
+    from pytest_trainloop.instruments.batches.own_data import makes_own_data, require_given_data
 
     if "accumulate" not in evidence.knobs:
         found = []

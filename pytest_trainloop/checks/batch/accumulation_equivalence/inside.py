@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.batch.accumulation_equivalence.windows import CLOSE, WINDOWS, agreements, shrunk
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.compare import learning_rates, passes, updates_apart
-from pytest_trainloop.memory_layout import write
-from pytest_trainloop.ours import is_ours
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.ours import is_ours
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.instruments.gradients.compare import learning_rates, passes, updates_apart
+from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
 from pytest_trainloop.recording.events import Backward, GradWrite, Place, SchedulerStep, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.hooks import before_modules, before_steps
@@ -25,13 +26,12 @@ from pytest_trainloop.recording.torch_internals import hooks_of
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS, ZEROING
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 from pytest_trainloop.runs.projection import Projections, unit_of
-from pytest_trainloop.tracing.rate_writes import RateWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Split
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -13,24 +13,24 @@ import torch
 
 from pytest_trainloop.checks.batch.accumulation_equivalence.causes import CAUSES, found
 from pytest_trainloop.checks.batch.accumulation_equivalence.windows import CLOSE, WINDOWS, Accumulation
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.compositions.step_runs import bound, separable
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import code_of
-from pytest_trainloop.gradients import compare
-from pytest_trainloop.gradients.vectors import combination, consumed, vectors
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
+from pytest_trainloop.instruments.compositions.step_runs import bound, separable
+from pytest_trainloop.instruments.gradients import compare
+from pytest_trainloop.instruments.gradients.vectors import combination, consumed, vectors
+from pytest_trainloop.instruments.tracing.root_terms import RootTerms
 from pytest_trainloop.recording.events import GradWrite, LossCall
 from pytest_trainloop.recording.torch_names import ADDITIONS, DIVISIONS, MULTIPLICATIONS, SUBTRACTIONS
-from pytest_trainloop.tracing.root_terms import RootTerms
-from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Split
-    from pytest_trainloop.compositions.step_gradients import StepGradient
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.compositions.step_gradients import StepGradient
     from pytest_trainloop.runs.evidence import Evidence
 
 OUTSIDE = 1e-9

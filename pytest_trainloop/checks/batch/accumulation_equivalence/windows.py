@@ -10,31 +10,31 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.batches import totals
-from pytest_trainloop.batches.micro_batches import MicroBatches
-from pytest_trainloop.batches.own_data import makes_own_data
-from pytest_trainloop.batches.row_axis import other_axis
 from pytest_trainloop.checks.batch.accumulation_equivalence.causes import REPAIRS_IN, found
-from pytest_trainloop.compositions.composition import SHOWN, Composition
-from pytest_trainloop.compositions.search import in_parts, smallest
-from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.compositions.step_runs import StepRuns, bound, precision
-from pytest_trainloop.errors import CannotDecide, Refused, Unreliable
-from pytest_trainloop.gradients import compare
-from pytest_trainloop.gradients.tolerances import RESEEDED
-from pytest_trainloop.gradients.vectors import Combination, combination, consumed, steps_of, vectors
+from pytest_trainloop.core.errors import CannotDecide, Refused, Unreliable
+from pytest_trainloop.core.wording import direction
+from pytest_trainloop.instruments.batches import totals
+from pytest_trainloop.instruments.batches.micro_batches import MicroBatches
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.batches.row_axis import other_axis
+from pytest_trainloop.instruments.compositions.composition import SHOWN, Composition
+from pytest_trainloop.instruments.compositions.search import in_parts, smallest
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
+from pytest_trainloop.instruments.compositions.step_runs import StepRuns, bound, precision
+from pytest_trainloop.instruments.gradients import compare
+from pytest_trainloop.instruments.gradients.tolerances import RESEEDED
+from pytest_trainloop.instruments.gradients.vectors import Combination, combination, consumed, steps_of, vectors
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.events import Backward, Step
-from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.tracing.made_at import MadeAt
-from pytest_trainloop.wording import direction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.gradients.compare import Agreement
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.nested import Path
+    from pytest_trainloop.instruments.gradients.compare import Agreement
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _REFERENCE = "https://docs.pytorch.org/docs/stable/generated/torch."
 

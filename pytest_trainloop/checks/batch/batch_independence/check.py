@@ -74,13 +74,13 @@ import itertools
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.batch_independence.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches import segments
-from pytest_trainloop.batches.row_axis import drawn_by_a_loader, rows_known
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.whose import reraise_raised
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches import segments
+from pytest_trainloop.instruments.batches.row_axis import drawn_by_a_loader, rows_known
 from pytest_trainloop.runs.batch_stream import first_batch
-from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
 
 COUNTS = (3, 5, 7, 2, 4, 6, 9, 11, 13)
 """Numbers of rows, in the order in which they are tried: odd primes are seldom the size of anything else."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.values import plain, two_valued, whole
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.values import plain, two_valued, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.declare.nested import Path
 
 _LENGTHS = re.compile(r"len|size|count|num|offset|ptr|seqlens|mask|position", re.IGNORECASE)
 

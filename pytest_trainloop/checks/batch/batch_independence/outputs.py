@@ -14,32 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.own_data import makes_own_data
-from pytest_trainloop.batches.row_axis import rows_known
 from pytest_trainloop.checks.batch.batch_independence.causes import found
 from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows, few_rows_of_call
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.reached import Reached
-from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.torch_names import ATTENTION, EXTREMES, PRODUCTS, RECURRENT, SCATTERS
-from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, axis_of, grads, recomputed, weighted_sum
-from pytest_trainloop.tracing.operation_fixes import (
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.whose import reraise_raised
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.batches.row_axis import rows_known
+from pytest_trainloop.instruments.gradients.reached import Reached
+from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass, Op, axis_of, grads, recomputed, weighted_sum
+from pytest_trainloop.instruments.tracing.operation_fixes import (
     axes_of_fix,
     folded_sequences,
     in_sequence,
     normalising,
     operation_fixes,
 )
-from pytest_trainloop.tracing.provenance_queries import ancestors
-from pytest_trainloop.whose import reraise_raised
+from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
+from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.torch_names import ATTENTION, EXTREMES, PRODUCTS, RECURRENT, SCATTERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.batch.batch_independence.few_rows import FewRows
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
 _WAYS: tuple[tuple[bool, tuple[int, ...]], ...] = ((True, COUNTS), (True, ()), (False, COUNTS))

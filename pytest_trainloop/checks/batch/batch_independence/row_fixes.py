@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.instruments.tracing.forward_pass import axis_of
+from pytest_trainloop.instruments.tracing.operation_fixes import moved_first, scrambles
+from pytest_trainloop.instruments.tracing.row_tape import leads_to
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, RESHAPES
-from pytest_trainloop.tracing.forward_pass import axis_of
-from pytest_trainloop.tracing.operation_fixes import moved_first, scrambles
-from pytest_trainloop.tracing.row_tape import leads_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.declare.nested import Path
+    from pytest_trainloop.instruments.tracing.forward_pass import Op, Replacement
+    from pytest_trainloop.instruments.tracing.row_tape import RowTape, Tape
     from pytest_trainloop.recording.events import Place
-    from pytest_trainloop.tracing.forward_pass import Op, Replacement
-    from pytest_trainloop.tracing.row_tape import RowTape, Tape
 
 _AXIS_AT: dict[str, tuple[str, int, int | None]] = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin"), ("softmax", 1, None)),

@@ -9,28 +9,28 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.values import whole
 from pytest_trainloop.checks.batch.batch_independence.causes import found
 from pytest_trainloop.checks.batch.batch_independence.other_values import OtherOrder, OtherValues, has_rows
 from pytest_trainloop.checks.batch.batch_independence.row_fixes import COPIES, LAYOUTS, summed_only
 from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, MOST_ROWS, RowShares
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.search import of_rows, smallest
-from pytest_trainloop.errors import CannotDecide, Unreliable
-from pytest_trainloop.finding import code_of
+from pytest_trainloop.core.errors import CannotDecide, Unreliable
+from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.values import whole
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.search import of_rows, smallest
+from pytest_trainloop.instruments.tracing.row_tape import changed, changed_rows, leads_to
 from pytest_trainloop.runs.batch_stream import first_batch
-from pytest_trainloop.tracing.row_tape import changed, changed_rows, leads_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.batch.batch_independence.row_fixes import Crossing, RowFix
     from pytest_trainloop.checks.batch.batch_independence.shares import Shift
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.nested import Path
+    from pytest_trainloop.instruments.tracing.row_tape import Tape, TapedCall
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.row_tape import Tape, TapedCall
 
 FEWEST, MOST = 2, 3
 """Rows of the smallest batch that shows a fault."""

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows
 from pytest_trainloop.checks.batch.batch_independence.other_values import (
     OtherOrder,
@@ -28,20 +26,22 @@ from pytest_trainloop.checks.batch.batch_independence.other_values import (
     rows_that_differ,
 )
 from pytest_trainloop.checks.batch.batch_independence.row_fixes import Crossing, RowFix, crossings, row_fixes
-from pytest_trainloop.errors import CannotDecide, Refused
-from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.tracing.row_tape import RowTape, Tape
-from pytest_trainloop.whose import reraise_raised
+from pytest_trainloop.core.errors import CannotDecide, Refused
+from pytest_trainloop.core.whose import reraise_raised
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
+from pytest_trainloop.instruments.tracing.row_tape import RowTape, Tape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pytest_trainloop.checks.batch.batch_independence.few_rows import FewRows
     from pytest_trainloop.checks.batch.batch_independence.other_values import Change
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.declare.nested import Path
+    from pytest_trainloop.instruments.tracing.forward_pass import Replacement
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.forward_pass import Replacement
 
     Patch = tuple[str, Mapping[int, Replacement]]
     """A name, and other results in place of operations, by their number."""

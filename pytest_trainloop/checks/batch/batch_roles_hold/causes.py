@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 CAUSES = {
     "left_out_places_count": Cause(

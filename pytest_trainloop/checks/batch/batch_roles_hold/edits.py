@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.batches.values import additive, left_out, whole
+from pytest_trainloop.instruments.batches.values import additive, left_out, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

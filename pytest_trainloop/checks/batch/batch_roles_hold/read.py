@@ -8,17 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.grids import Leaf
-from pytest_trainloop.batches.padding_hints import is_label
-from pytest_trainloop.batches.values import additive, constant, in_part, left_out, plain, trailing, two_valued, whole
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.core.errors import UsageError
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.grids import Leaf
+from pytest_trainloop.instruments.batches.padding_hints import is_label
+from pytest_trainloop.instruments.batches.values import (
+    additive,
+    constant,
+    in_part,
+    left_out,
+    plain,
+    trailing,
+    two_valued,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.declare.nested import Path
 
 EVENTS = re.compile(r"done|terminat|truncat|reset|first|last|next", re.IGNORECASE)
 """Names of flags of single steps: the places behind them count."""

@@ -9,12 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.grids import Leaf
-from pytest_trainloop.batches.own_data import require_given_data
-from pytest_trainloop.batches.padding import padding_ids
-from pytest_trainloop.batches.padding_hints import is_label
-from pytest_trainloop.batches.values import constant, two_valued, whole
 from pytest_trainloop.checks.batch.batch_roles_hold.causes import found
 from pytest_trainloop.checks.batch.batch_roles_hold.edits import elsewhere, must_count
 from pytest_trainloop.checks.batch.batch_roles_hold.read import (
@@ -22,23 +16,29 @@ from pytest_trainloop.checks.batch.batch_roles_hold.read import (
     RoleBatch,
     first_places,
 )
-from pytest_trainloop.compositions.experiment import Experiment
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.grids import Leaf
+from pytest_trainloop.instruments.batches.own_data import require_given_data
+from pytest_trainloop.instruments.batches.padding import padding_ids
+from pytest_trainloop.instruments.batches.padding_hints import is_label
+from pytest_trainloop.instruments.batches.values import constant, two_valued, whole
+from pytest_trainloop.instruments.compositions.experiment import Experiment
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_names import EQUALITIES, LOSSES, ORDER_COMPARISONS
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.same_start import state_of
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
-from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.compositions.experiment import Difference, Outcome
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.nested import Path
+    from pytest_trainloop.instruments.compositions.experiment import Difference, Outcome
     from pytest_trainloop.runs.evidence import Evidence
 
     Edits = Mapping[Path, torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _ALONE = "without it no output depends on a later input"
 _ahead = partial(

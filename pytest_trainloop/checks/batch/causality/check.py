@@ -68,12 +68,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.causality.causes import CAUSES
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 

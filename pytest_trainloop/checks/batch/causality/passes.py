@@ -17,9 +17,20 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.checks.batch.causality.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.gradients.reached import Reached
-from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.whose import reraise_raised
+from pytest_trainloop.instruments.gradients.reached import Reached
+from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
+from pytest_trainloop.instruments.tracing.arguments import bound_arguments
+from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass, axis_of, grads, recomputed, weighted_sum
+from pytest_trainloop.instruments.tracing.operation_fixes import (
+    STATISTICS,
+    as_a_constant,
+    moved_first,
+    scrambles,
+    takes_away,
+)
+from pytest_trainloop.instruments.tracing.provenance_queries import layout
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import (
     ATTENTION,
@@ -32,25 +43,14 @@ from pytest_trainloop.recording.torch_names import (
     RESHAPES,
     SOFTMAXES,
 )
-from pytest_trainloop.tracing.arguments import bound_arguments
-from pytest_trainloop.tracing.forward_pass import ForwardPass, axis_of, grads, recomputed, weighted_sum
-from pytest_trainloop.tracing.operation_fixes import (
-    STATISTICS,
-    as_a_constant,
-    moved_first,
-    scrambles,
-    takes_away,
-)
-from pytest_trainloop.tracing.provenance_queries import layout
-from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.forward_pass import DataInput, Op, Replacement
+    from pytest_trainloop.instruments.tracing.provenance import Node
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.forward_pass import DataInput, Op, Replacement
-    from pytest_trainloop.tracing.provenance import Node
 
 Kind = Literal["views", "attention", "softmax", "recurrent", "convolution", "statistics", "other"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _LOADER = "the project's DataLoader as batches= says whether such a row comes alone: if it does, this is a fault"
 _WEIGHTS = "The gradient of two rows is the sum of the gradients of each row, with weights [{weights}] (float64)"

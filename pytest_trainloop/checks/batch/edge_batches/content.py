@@ -6,12 +6,12 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop import nested
 from pytest_trainloop.checks.batch.edge_batches.causes import found
-from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place
 
 

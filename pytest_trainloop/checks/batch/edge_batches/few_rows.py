@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.edge_batches.causes import CAUSES, found
 from pytest_trainloop.checks.batch.edge_batches.runs import SqueezeCall, Squeezes
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.step_gradients import combined
-from pytest_trainloop.gradients.compare import Agreement, agreement
-from pytest_trainloop.gradients.vectors import vectors
-from pytest_trainloop.wording import direction
+from pytest_trainloop.core.wording import direction
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.step_gradients import combined
+from pytest_trainloop.instruments.gradients.compare import Agreement, agreement
+from pytest_trainloop.instruments.gradients.vectors import vectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
     from pytest_trainloop.checks.batch.edge_batches.runs import Edges
-    from pytest_trainloop.compositions.step_gradients import StepGradient
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.compositions.step_gradients import StepGradient
 
 SEPARABLE = 1e-9
 """Share of the gradient of two rows that may lie outside the span of the rows' own

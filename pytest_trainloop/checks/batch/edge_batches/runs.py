@@ -20,33 +20,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.padding import Proof, padding_ids, read_paddings
-from pytest_trainloop.batches.valid_targets import rows_without
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.whose import reraise_ours
+from pytest_trainloop.core.wording import be, some
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.padding import Proof, padding_ids, read_paddings
+from pytest_trainloop.instruments.batches.valid_targets import rows_without
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
+from pytest_trainloop.instruments.records.finiteness import became_nonfinite
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.nonfinite import NonFiniteOrigins
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here, layer
-from pytest_trainloop.records.finiteness import became_nonfinite
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
-from pytest_trainloop.whose import reraise_ours
-from pytest_trainloop.wording import be, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    from pytest_trainloop.compositions.step_runs import Contexts
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.compositions.step_runs import Contexts
+    from pytest_trainloop.instruments.tracing.nonfinite import NonFiniteOrigin
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
-    from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin
 
 STEPS = 2
 """Optimizer steps of a run: the second is made with what the first has left."""

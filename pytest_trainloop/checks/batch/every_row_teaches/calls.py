@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.row_axis import rows_known
-from pytest_trainloop.batches.values import alike, count_up, plain, two_valued
 from pytest_trainloop.checks.batch.every_row_teaches.causes import found
-from pytest_trainloop.compositions.step_gradients import StepGradients
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.row_axis import rows_known
+from pytest_trainloop.instruments.batches.values import alike, count_up, plain, two_valued
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
+from pytest_trainloop.instruments.tracing.call_log import Calls
 from pytest_trainloop.recording import torch_names as functions
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.source import place_of
 from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.no_randomness import NoRandomness
-from pytest_trainloop.tracing.call_log import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Set
     from contextlib import AbstractContextManager
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.call_log import Call, Value
 
 STEPS = 6
 """Steps of the loop whose flags are read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _seen = partial(Cause, change=("seen",))
 _NO_GRADIENT = (*LEARNING, "every_param_moves", "gradient_reaches_every_param", "input_dependence", "loss_at_init")

@@ -63,20 +63,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.every_row_teaches.causes import CAUSES
-from pytest_trainloop.errors import Refused
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import Refused
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
 @check(needs={"run"}, causes=CAUSES, rank=5)
 def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.every_row_teaches import calls, losses, rows
-    from pytest_trainloop.tracing.call_log import Calls
+    from pytest_trainloop.instruments.tracing.call_log import Calls
 
     if zero := list(losses.always_zero(evidence)):
         yield from zero

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.values import binary, plain
 from pytest_trainloop.checks.batch.every_row_teaches.calls import (
     as_given,
     cuts,
@@ -24,24 +22,26 @@ from pytest_trainloop.checks.batch.every_row_teaches.calls import (
     written,
 )
 from pytest_trainloop.checks.batch.every_row_teaches.causes import found
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.search import of_rows, smallest
-from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.dependence import stirred
-from pytest_trainloop.memory_layout import write
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.declare import nested
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.instruments.batches.values import binary, plain
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.search import of_rows, smallest
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
+from pytest_trainloop.instruments.gradients.dependence import stirred
+from pytest_trainloop.instruments.tracing.call_log import Calls
 from pytest_trainloop.recording import torch_names as functions
 from pytest_trainloop.runs.batch_stream import first_batch
-from pytest_trainloop.tracing.call_log import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.call_log import Call, Value
 
 SEEDS = 5
 """Seeds of building and of ``fit`` under which the loss must be 0."""

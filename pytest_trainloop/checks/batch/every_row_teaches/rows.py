@@ -7,30 +7,30 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.row_axis import rows_known
 from pytest_trainloop.checks.batch.every_row_teaches.calls import roots_of, step_seen
 from pytest_trainloop.checks.batch.every_row_teaches.causes import SIZES, found
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.search import smallest
-from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.errors import CannotDecide, Refused
-from pytest_trainloop.gradients.dependence import stirred
+from pytest_trainloop.core.errors import CannotDecide, Refused
+from pytest_trainloop.core.wording import filled
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.row_axis import rows_known
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.search import smallest
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
+from pytest_trainloop.instruments.gradients.dependence import stirred
 from pytest_trainloop.recording import torch_names as functions
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.no_randomness import NoRandomness
-from pytest_trainloop.wording import filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.tracing.call_log import Call, Calls
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.call_log import Call, Calls
 
 LONG = 6
 """Optimizer steps of the runs with the loop's own random numbers: what is only gathered at first is used by then."""

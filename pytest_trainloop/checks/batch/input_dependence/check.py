@@ -53,14 +53,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.errors import UsageError
-from pytest_trainloop.registry import Cause, check, finding_maker
+from pytest_trainloop.core.errors import UsageError
+from pytest_trainloop.core.registry import Cause, check, finding_maker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 _WHY = (

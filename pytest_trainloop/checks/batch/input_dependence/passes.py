@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.own_data import makes_own_data
-from pytest_trainloop.batches.values import binary, constant
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.dependence import moved_a_little
-from pytest_trainloop.memory_layout import write
-from pytest_trainloop.nested.listings import is_sequence
-from pytest_trainloop.nested.walk import NO_NEST
-from pytest_trainloop.ours import is_ours
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.ours import is_ours
+from pytest_trainloop.declare import nested
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.declare.nested.listings import is_sequence
+from pytest_trainloop.declare.nested.walk import NO_NEST
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.batches.values import binary, constant
+from pytest_trainloop.instruments.gradients.dependence import moved_a_little
+from pytest_trainloop.instruments.tracing.arguments import named_arguments
+from pytest_trainloop.instruments.tracing.forward_pass import LONGEST
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules
@@ -33,17 +37,13 @@ from pytest_trainloop.recording.torch_internals import has_values, is_transforme
 from pytest_trainloop.recording.torch_names import CASTS, CONSTANT_ATTRIBUTES, SIZES
 from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.hooks import before_calls, call_from_outside, hooked, unless_suspended
-from pytest_trainloop.tracing.arguments import named_arguments
-from pytest_trainloop.tracing.forward_pass import LONGEST
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import nn
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 MEASURED = (
     "relative difference {apart:share}; |g| with padding / without = {ratio:.4g}, {direction}, loss {loss:.5g} and "

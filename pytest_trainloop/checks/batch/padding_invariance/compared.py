@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.padding_invariance.padded import Padded, Slice, padded, uneven
-from pytest_trainloop.compositions.experiment import Difference, Experiment, Outcome
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.compositions.experiment import Difference, Experiment, Outcome
+from pytest_trainloop.instruments.tracing.lockstep import Calls, Entry, Lockstep, Tape
 from pytest_trainloop.recording.torch_names import (
     ATTENTION,
     LOSSES,
@@ -19,12 +20,11 @@ from pytest_trainloop.recording.torch_names import (
     SOFTMAXES,
 )
 from pytest_trainloop.runs.shared_draws import first_unlike
-from pytest_trainloop.tracing.lockstep import Calls, Entry, Lockstep, Tape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_trainloop.gradients.compare import Agreement
+    from pytest_trainloop.instruments.gradients.compare import Agreement
     from pytest_trainloop.runs.evidence import Evidence
 
 ATTENDED, POOLED, SHIFTED, TRAINED, DIVIDED, MIXED = "attention", "pooling", "positions", "targets", "divisors", "other"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.batches.values import plain, whole
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.batches.values import plain, whole
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.torch_names import EMBEDDINGS, EQUALITIES
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

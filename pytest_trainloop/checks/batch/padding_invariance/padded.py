@@ -10,27 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import members, nested
-from pytest_trainloop.batches.cut import Cut
-from pytest_trainloop.batches.episodes import read_episodes
-from pytest_trainloop.batches.grids import Grid, Leaf, leaves, time_axes
-from pytest_trainloop.batches.groups import in_step, padded_groups, together
-from pytest_trainloop.batches.own_data import require_given_data
-from pytest_trainloop.batches.padding import PaddingMask, padding_ids
-from pytest_trainloop.batches.padding_hints import is_label
-from pytest_trainloop.batches.segments import read as read_segments
-from pytest_trainloop.batches.values import constant, plain, whole
 from pytest_trainloop.checks.batch.padding_invariance.compared_ids import ComparedIds
-from pytest_trainloop.errors import CannotDecide, DoesNotApply, UsageError
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply, UsageError
+from pytest_trainloop.core.whose import reraise_raised
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.cut import Cut
+from pytest_trainloop.instruments.batches.episodes import read_episodes
+from pytest_trainloop.instruments.batches.grids import Grid, Leaf, leaves, time_axes
+from pytest_trainloop.instruments.batches.groups import in_step, padded_groups, together
+from pytest_trainloop.instruments.batches.own_data import require_given_data
+from pytest_trainloop.instruments.batches.padding import PaddingMask, padding_ids
+from pytest_trainloop.instruments.batches.padding_hints import is_label
+from pytest_trainloop.instruments.batches.segments import read as read_segments
+from pytest_trainloop.instruments.batches.values import constant, plain, whole
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.whose import reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.declare.nested import Path
     from pytest_trainloop.runs.evidence import Evidence
 
 LOOKED_AT = 4

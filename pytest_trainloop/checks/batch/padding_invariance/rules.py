@@ -19,20 +19,20 @@ from pytest_trainloop.checks.batch.padding_invariance.compared import (
     SHIFTED,
     TRAINED,
 )
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding, SmallestBatch
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import Finding, SmallestBatch
+from pytest_trainloop.core.wording import direction, filled
+from pytest_trainloop.instruments.tracing.lockstep import Seen, Tape, Unlike
 from pytest_trainloop.recording.torch_names import EXTREMES, LOSSES, MAX_POOLS_1D, RECURRENT
-from pytest_trainloop.tracing.lockstep import Seen, Tape, Unlike
-from pytest_trainloop.wording import direction, filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.batch.padding_invariance.compared import Compared
     from pytest_trainloop.checks.batch.padding_invariance.padded import Slice
-    from pytest_trainloop.compositions.experiment import Difference
-    from pytest_trainloop.finding import Level
-    from pytest_trainloop.tracing.lockstep import Entry, Meeting
+    from pytest_trainloop.core.finding import Level
+    from pytest_trainloop.instruments.compositions.experiment import Difference
+    from pytest_trainloop.instruments.tracing.lockstep import Entry, Meeting
 
 _CAUSE = {ATTENDED: "padded_keys_attended", POOLED: "padding_pooled", SHIFTED: "positions_shifted"}
 _MAXIMA = EXTREMES | MAX_POOLS_1D

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 SETTLE = "rows_interact=True says that it is meant; rows_interact=False or roles=Roles(segments=...) makes it a fault"
 

@@ -88,21 +88,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.segment_independence.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
 @check(needs={"run"}, causes=CAUSES, rank=32)
 def segment_independence(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.batches.episodes import read_episodes, read_transitions
     from pytest_trainloop.checks.batch.segment_independence import numbers, rollouts
     from pytest_trainloop.checks.batch.segment_independence.passes import SegmentPasses
+    from pytest_trainloop.instruments.batches.episodes import read_episodes, read_transitions
 
     if evidence.declared("rows_interact"):
         raise DoesNotApply("rows_interact=True declares that rows interact on purpose")

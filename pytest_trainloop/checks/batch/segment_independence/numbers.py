@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.segments import are_pairs
 from pytest_trainloop.checks.batch.segment_independence.causes import found
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.segments import are_pairs
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.batches.segments import Segments
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.batches.segments import Segments
 
 _ADDED = frozenset("index_add index_add_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split())
 

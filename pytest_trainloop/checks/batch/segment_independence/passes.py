@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop import members, nested
-from pytest_trainloop.batches import segments as reading
-from pytest_trainloop.batches.episodes import LEAST, read_episodes, segments_along
-from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.segment_independence.causes import found
 from pytest_trainloop.checks.batch.segment_independence.numbers import Lookups, sizes_of
-from pytest_trainloop.compositions.experiment import Experiment
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.reached import Reached
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.whose import present, reraise_raised
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches import segments as reading
+from pytest_trainloop.instruments.batches.episodes import LEAST, read_episodes, segments_along
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.compositions.experiment import Experiment
+from pytest_trainloop.instruments.gradients.reached import Reached
+from pytest_trainloop.instruments.tracing.arguments import bound_arguments, named_arguments
+from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
+from pytest_trainloop.instruments.tracing.lockstep import INDEXED, Entry, Lockstep, Tape
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import (
     ATTENTION,
@@ -35,20 +41,15 @@ from pytest_trainloop.recording.torch_names import (
     SOFTMAXES,
 )
 from pytest_trainloop.runs.batch_stream import first_batch
-from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
-from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
-from pytest_trainloop.tracing.lockstep import INDEXED, Entry, Lockstep, Tape
-from pytest_trainloop.tracing.provenance import name_of
-from pytest_trainloop.whose import present, reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
-    from pytest_trainloop.batches.segments import Segments
-    from pytest_trainloop.compositions.experiment import Difference
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.batches.segments import Segments
+    from pytest_trainloop.instruments.compositions.experiment import Difference
     from pytest_trainloop.runs.evidence import Evidence
 
 _KINDS = {

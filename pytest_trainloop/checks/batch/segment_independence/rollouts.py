@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.episodes import read_episodes, read_transitions
 from pytest_trainloop.checks.batch.segment_independence.causes import found
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.episodes import read_episodes, read_transitions
+from pytest_trainloop.instruments.tracing.arguments import floats
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
-from pytest_trainloop.tracing.arguments import floats
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.batches.episodes import Border, Episodes
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.nested import Path
+    from pytest_trainloop.instruments.batches.episodes import Border, Episodes
+    from pytest_trainloop.instruments.tracing.provenance import Node
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.provenance import Node
 
 FARTHEST = 400
 """Nodes between a meeting and the values of steps behind it."""

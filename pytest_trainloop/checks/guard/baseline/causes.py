@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 if TYPE_CHECKING:
-    from pytest_trainloop.registry import Part
+    from pytest_trainloop.core.registry import Part
 
 COMMAND = "pytest --trainloop --trainloop-only=baseline --trainloop-update TEST"
 """What accepts the difference; ``TEST`` is replaced by the node id."""

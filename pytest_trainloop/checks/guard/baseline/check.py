@@ -46,20 +46,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.guard.baseline.causes import CAUSES, COMMAND
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
 @check(needs={"fit"}, causes=CAUSES, rank=10, steps=10, long=True)
 def baseline(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.baselines.kept import stored_and_fresh
     from pytest_trainloop.checks.guard.baseline.judging import Reported, changes, compare, not_comparable
+    from pytest_trainloop.instruments.baselines.kept import stored_and_fresh
 
     if not evidence.repeatable:
         raise CannotDecide("a baseline takes further runs of the loop: return a TrainLoop from a marked test")

@@ -14,15 +14,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.core.wording import be, count, some
 from pytest_trainloop.recording.plain_names import plain
-from pytest_trainloop.wording import be, count, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.baselines.trajectory import Course, Event, Scheduler, Tensor
     from pytest_trainloop.checks.guard.baseline.first import First
     from pytest_trainloop.checks.guard.baseline.names import Names
+    from pytest_trainloop.instruments.baselines.trajectory import Course, Event, Scheduler, Tensor
 
 IMPLEMENTATION = frozenset("lr foreach fused capturable differentiable initial_lr max_lr min_lr swa_lr name".split())
 """Options that only say how a step is computed, that schedulers keep for themselves, and the learning rate, which each

@@ -19,15 +19,15 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pytest_trainloop.baselines.trajectory import Digest, distance, number_distance, sum_of
 from pytest_trainloop.checks.guard.baseline.names import owner
+from pytest_trainloop.instruments.baselines.trajectory import Digest, distance, number_distance, sum_of
 from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.baselines.trajectory import Call, Course, Leaf, Step
     from pytest_trainloop.checks.guard.baseline.names import Match, Names
+    from pytest_trainloop.instruments.baselines.trajectory import Call, Course, Leaf, Step
 
 ROUNDING = 1e3
 """Times the difference that one unit in the last place makes."""

@@ -7,21 +7,21 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.baselines.trajectory import distance
 from pytest_trainloop.checks.guard.baseline.causes import ACCEPT, LINES, found
 from pytest_trainloop.checks.guard.baseline.facts import facts
 from pytest_trainloop.checks.guard.baseline.first import EPS, ROUNDING, Bounds, Comparison
 from pytest_trainloop.checks.guard.baseline.names import Names, begun
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.wording import some, verb
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.wording import some, verb
+from pytest_trainloop.instruments.baselines.trajectory import distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.baselines.trajectory import Call, Course, Step, Trajectory
     from pytest_trainloop.checks.guard.baseline.facts import Fact
     from pytest_trainloop.checks.guard.baseline.first import First
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.baselines.trajectory import Call, Course, Step, Trajectory
     from pytest_trainloop.runs.evidence import Evidence
 
 AT_HOME = 16.0
@@ -237,7 +237,7 @@ class _Judged:
         """Two courses with each weight moved by one unit in the last place. Where some gradients are rounding only, as
         that of a bias before a batch norm, a third with their weights moved as far as a step moves them: another
         machine moves them so."""
-        from pytest_trainloop.baselines.capture import course
+        from pytest_trainloop.instruments.baselines.capture import course
 
         if self._evidence is None:
             return []
@@ -329,7 +329,7 @@ class _Judged:
         module."""
         if self._evidence is None:
             return finding
-        from pytest_trainloop.tracing.made_at import MadeAt, line_of
+        from pytest_trainloop.instruments.tracing.made_at import MadeAt, line_of
 
         if kind == "output" and WRITTEN not in finding.shown_by:
             if finding.where:

@@ -13,13 +13,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pytest_trainloop.baselines.trajectory import Digest, distance, sum_of
+from pytest_trainloop.instruments.baselines.trajectory import Digest, distance, sum_of
 from pytest_trainloop.recording.plain_names import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_trainloop.baselines.trajectory import Course, Tensor
+    from pytest_trainloop.instruments.baselines.trajectory import Course, Tensor
 
 How = Literal["same", "wrapped", "renamed", "laid_out", "joined", "split"]
 

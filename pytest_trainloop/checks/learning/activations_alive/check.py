@@ -41,9 +41,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import count
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.core.registry import Cause, check
+from pytest_trainloop.core.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

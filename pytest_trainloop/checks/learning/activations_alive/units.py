@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.batches.own_data import HAND_OVER, makes_own_data
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.batches.own_data import HAND_OVER, makes_own_data
+from pytest_trainloop.instruments.tracing.arguments import floats
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import shape_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CONVOLUTIONS, DROPOUTS, NORMALISATIONS
-from pytest_trainloop.tracing.arguments import floats
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _lost = partial(
     Cause,

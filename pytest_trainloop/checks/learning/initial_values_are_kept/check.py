@@ -65,13 +65,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.initial_values_are_kept.causes import CAUSES, found
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.learning.initial_values_are_kept.initial_values import Lost
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 FACTOR = 1.5

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members
+from pytest_trainloop.core import members
 from pytest_trainloop.runs.run import fit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_trainloop.checks.learning.initial_values_are_kept.initial_values import Lost
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
 

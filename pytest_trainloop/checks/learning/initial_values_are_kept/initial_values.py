@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from pytest_trainloop import members
-from pytest_trainloop.paths import BUILD_CALLER
+from pytest_trainloop.core import members
+from pytest_trainloop.core.paths import BUILD_CALLER
 from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in

@@ -67,8 +67,8 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.limits import OWN_STEPS
 from pytest_trainloop.checks.learning.overfit_one_batch.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.learning.one_batch import OneBatch
     from pytest_trainloop.checks.learning.outcome import Learning
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 FEW = 5.0
@@ -86,11 +86,11 @@ happened."""
 
 @check(needs={"run"}, causes=CAUSES, rank=20, steps=100, long=True)
 def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterator[Finding]:
-    from pytest_trainloop.batches.own_data import require_given_data
     from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
     from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.overfit_one_batch.input_use import unused
-    from pytest_trainloop.records.clips import clipped_to
+    from pytest_trainloop.instruments.batches.own_data import require_given_data
+    from pytest_trainloop.instruments.records.clips import clipped_to
 
     single_loss(evidence.run())
     batch = evidence.shared(OneBatchRuns).of(OWN_STEPS if steps is None else steps)
@@ -146,9 +146,9 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
 
 def _nan_once_learned(batch: OneBatch) -> Finding | None:
     """A loss that fell and then is not finite, and the operation that made it so; what grew before is no such loss."""
-    from pytest_trainloop.records.finiteness import became_nonfinite
-    from pytest_trainloop.records.nonfinite_repairs import repair_of
-    from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
+    from pytest_trainloop.instruments.records.finiteness import became_nonfinite
+    from pytest_trainloop.instruments.records.nonfinite_repairs import repair_of
+    from pytest_trainloop.instruments.tracing.nonfinite import NonFiniteOrigins
 
     curve = batch.curve
     finite = list(itertools.takewhile(math.isfinite, curve.losses))
@@ -181,7 +181,7 @@ def _nan_once_learned(batch: OneBatch) -> Finding | None:
 def _stuck(batch: OneBatch, learned: Learning) -> Finding:
     """The first observation that names a cause; advice where there is none."""
     from pytest_trainloop.checks.learning.remedies import held, higher, lower, undecayed, usual_eps
-    from pytest_trainloop.records.clips import clipped_to
+    from pytest_trainloop.instruments.records.clips import clipped_to
 
     line, facts = batch.seen.step_line(), asdict(learned)
 

@@ -13,19 +13,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.causes import FALLS, PLAIN, RISES, TURNED, found
-from pytest_trainloop.errors import BrokenRun, CannotDecide
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide
+from pytest_trainloop.core.wording import module_of, some
+from pytest_trainloop.instruments.records.learning_rates import called, rates
 from pytest_trainloop.recording.events import Backward, SchedulerStep
-from pytest_trainloop.records.learning_rates import called, rates
-from pytest_trainloop.wording import module_of, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.learning.schedule.called_functions import CalledFunctions
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.records.learning_rates import GroupRates
     from pytest_trainloop.recording.events import Place, Step
     from pytest_trainloop.recording.record import Optimizer, Record, Scheduler
-    from pytest_trainloop.records.learning_rates import GroupRates
     from pytest_trainloop.runs.evidence import Evidence
 
 FEWEST = 3

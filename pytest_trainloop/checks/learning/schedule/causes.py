@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 LEARNING = ("overfit_one_batch", "update_ratio")
 WINDOWS = ("accumulation_equivalence:update_differs", "accumulation_equivalence:scheduled_inside_window")

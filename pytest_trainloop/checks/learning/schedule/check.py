@@ -75,13 +75,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.schedule.causes import CAUSES as OWN
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {
@@ -101,7 +101,7 @@ CAUSES = {
 
 
 def _no_schedule(evidence: Evidence) -> str:
-    from pytest_trainloop.records.learning_rates import rates
+    from pytest_trainloop.instruments.records.learning_rates import rates
 
     record = evidence.run()
     if not record.steps:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import Optimizer
 from torch.serialization import safe_globals
 
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
-from pytest_trainloop.ours import StandsIn
+from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.ours import StandsIn
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.causes import found
 from pytest_trainloop.checks.learning.schedule.rates import held_in, learns
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.records.rates_by_hand import RatesByHand
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.wording import count, some
+from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
 from pytest_trainloop.runs.projection import CYCLIC, Projections
-from pytest_trainloop.wording import count, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.projection import Projected, Sized, Unit

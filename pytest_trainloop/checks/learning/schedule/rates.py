@@ -14,19 +14,19 @@ from pytest_trainloop.checks.learning.schedule.calls import (
     steps_of,
 )
 from pytest_trainloop.checks.learning.schedule.causes import found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import code_of
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
+from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
 from pytest_trainloop.recording.events import SchedulerStep, Step
-from pytest_trainloop.records.rates_by_hand import RatesByHand
-from pytest_trainloop.tracing.rate_writes import RateWrites
-from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.records.learning_rates import GroupRates
     from pytest_trainloop.recording.record import Optimizer, Record, Scheduler
-    from pytest_trainloop.records.learning_rates import GroupRates
     from pytest_trainloop.runs.evidence import Evidence
 
 ABSOLUTE = ("LambdaLR", "OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts")
@@ -148,7 +148,7 @@ def lost_by_hand(evidence: Evidence) -> Iterator[Finding]:
 def unread(evidence: Evidence) -> Iterator[Finding]:
     """A number called a rate that takes new values while the rate of every group stays as it is (one that is logged
     beside a moving rate is not meant to be read); keys that are named like an option."""
-    from pytest_trainloop.records.unread_options import UnreadOptions
+    from pytest_trainloop.instruments.records.unread_options import UnreadOptions
 
     record, moving = evidence.run(), []
     for optimizer in record.optimizers:
@@ -394,8 +394,8 @@ def _settings(optimizer: Optimizer, group: int) -> dict[str, str]:
 
 def empty_groups(evidence: Evidence) -> Iterator[Finding]:
     """Patterns that put parameters into an empty group with a rate of its own, once they are answered yes for them."""
-    from pytest_trainloop.tracing.handed_names import HandedNames
-    from pytest_trainloop.tracing.unmatched_names import unmatched_names
+    from pytest_trainloop.instruments.tracing.handed_names import HandedNames
+    from pytest_trainloop.instruments.tracing.unmatched_names import unmatched_names
 
     def empty_in(optimizer: Optimizer) -> dict[int, float]:
         return {n: rate for n, rate in enumerate(optimizer.first_lrs) if n not in optimizer.groups}

@@ -37,12 +37,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import Cause, check, finding_maker
+from pytest_trainloop.core.registry import Cause, check, finding_maker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {

@@ -14,7 +14,7 @@ from pytest_trainloop.runs.run import fit_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

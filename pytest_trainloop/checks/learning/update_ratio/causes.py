@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 OF_EVERY_CALL = ("start", "end", "steps")
 """Facts of every run on one batch."""

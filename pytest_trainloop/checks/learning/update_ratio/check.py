@@ -55,8 +55,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.update_ratio.causes import CAUSES, found
-from pytest_trainloop.errors import BrokenRun, CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.learning.one_batch import OneBatch
     from pytest_trainloop.checks.learning.remedies import Remedy
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.projection import Projected
 
@@ -74,8 +74,8 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
     from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.remedies import higher, lower, undecayed, usual_eps
-    from pytest_trainloop.records.clips import clipped_to
-    from pytest_trainloop.tracing.made_at import MadeAt
+    from pytest_trainloop.instruments.records.clips import clipped_to
+    from pytest_trainloop.instruments.tracing.made_at import MadeAt
 
     yield from _same_lr(evidence)
     single_loss(evidence.run())
@@ -159,11 +159,11 @@ def _helped(helped: Remedy) -> dict[str, Any]:
 
 def _written_by_hand(evidence: Evidence) -> str:
     """The line of the loop that writes the rates, where one moves them; else empty."""
-    from pytest_trainloop.records.learning_rates import rates
+    from pytest_trainloop.instruments.records.learning_rates import rates
 
     if not any("hand" in group.movers for group in rates(evidence.run())):
         return ""
-    from pytest_trainloop.tracing.rate_writes import RateWrites
+    from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
 
     return evidence.shared(RateWrites.of).line()
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pytest_trainloop import members
+from pytest_trainloop.core import members
+from pytest_trainloop.core.whose import project_may_raise
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here, layer
-from pytest_trainloop.whose import project_may_raise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _optimizer = partial(Cause, change=("optimizer",))
 _overdone = partial(_optimizer, explains=("overfit_one_batch", "update_ratio"))

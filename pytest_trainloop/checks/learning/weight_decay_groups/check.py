@@ -55,12 +55,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import CAUSES as OF_GROUPS
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.core.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -93,7 +93,7 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
     from pytest_trainloop.checks.learning.weight_decay_groups.l2_in_loss import l2_in_loss
-    from pytest_trainloop.records.unread_options import UnreadOptions
+    from pytest_trainloop.instruments.records.unread_options import UnreadOptions
 
     unread = list(evidence.shared(UnreadOptions.of).findings(evidence.run(), decay=True))
     yield from unread

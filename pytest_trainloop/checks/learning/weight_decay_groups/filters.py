@@ -19,14 +19,14 @@ from pytest_trainloop.checks.learning.weight_decay_groups.answers import (
 )
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import found
 from pytest_trainloop.checks.learning.weight_decay_groups.groups import PLURAL, kind_of, letters
-from pytest_trainloop.tracing.handed_names import HandedNames, one_step
-from pytest_trainloop.wording import count
+from pytest_trainloop.core.wording import count
+from pytest_trainloop.instruments.tracing.handed_names import HandedNames, one_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups, Kind
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Parameter
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import found
-from pytest_trainloop.errors import CannotDecide, TrainLoopError
-from pytest_trainloop.gradients.vectors import consumed, values
+from pytest_trainloop.core.errors import CannotDecide, TrainLoopError
+from pytest_trainloop.instruments.gradients.vectors import consumed, values
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 

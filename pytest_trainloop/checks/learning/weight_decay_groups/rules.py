@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import found
 from pytest_trainloop.checks.learning.weight_decay_groups.groups import PLURAL, listed
-from pytest_trainloop.errors import CannotDecide, TrainLoopError
+from pytest_trainloop.core.errors import CannotDecide, TrainLoopError
+from pytest_trainloop.instruments.tracing.given_groups import GivenGroups
 from pytest_trainloop.runs.projection import Projections
-from pytest_trainloop.tracing.given_groups import GivenGroups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups, Group, Kind
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST_MOMENTUM_OF_A_SWAP, LEAST_DECAY_OF_A_SWAP = 0.01, 0.5

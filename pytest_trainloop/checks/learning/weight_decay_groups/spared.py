@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.errors import BrokenRun, CannotDecide
-from pytest_trainloop.reach.copies import same_bits
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.reach.copies import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -65,13 +65,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.adversaries_oppose.causes import CAUSES, found
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pytest_trainloop.checks.loss.adversaries_oppose.scores import Output, Pushed
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop import members, nested
+from pytest_trainloop.core import members
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of, watched
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules, on_gradient
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
-from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.hooks import hooked
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.checks.loss.every_term_trains.causes import found
 from pytest_trainloop.checks.loss.every_term_trains.names import name_at
 from pytest_trainloop.checks.loss.every_term_trains.survey import Moves
-from pytest_trainloop.finding import code_of
+from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.recording.torch_names import LOSSES
-from pytest_trainloop.records.gradient_ledger import Ledger
-from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.terms import Term
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.terms import Term
 
 
 def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:

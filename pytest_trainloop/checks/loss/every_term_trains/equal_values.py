@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.instruments.tracing.loss_slice import Ref
 from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.recording.torch_names import CASTS, DRAWS, DROPOUTS, RESHAPES, SAMPLES, SHAPE_ONLY
-from pytest_trainloop.tracing.loss_slice import Ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from pytest_trainloop.tracing.loss_slice import Call, Slice
+    from pytest_trainloop.instruments.tracing.loss_slice import Call, Slice
 
 _DRAWN = DRAWS | DROPOUTS | SAMPLES | SHAPE_ONLY | frozenset({"rrelu", "gumbel_softmax", "rsample", "sample"})
 _SAME_ENTRIES = CASTS | RESHAPES | frozenset({"contiguous", "expand", "expand_as", "squeeze", "broadcast_to"})

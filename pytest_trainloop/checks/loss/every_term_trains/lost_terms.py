@@ -10,17 +10,17 @@ from pytest_trainloop.checks.loss.dead_values import never_read
 from pytest_trainloop.checks.loss.every_term_trains.causes import found
 from pytest_trainloop.checks.loss.every_term_trains.names import is_part, is_term, loops_over, name_at
 from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
-from pytest_trainloop.gradients.dependence import Dependences
-from pytest_trainloop.wording import some
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.gradients.dependence import Dependences
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.terms import Scalar
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.terms import Scalar
 
 Call = tuple["Site", str, int]
 """A call by its line, its operation, and how many of it the line had made before in the same window."""

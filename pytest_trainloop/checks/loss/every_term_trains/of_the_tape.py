@@ -14,17 +14,17 @@ import torch
 from pytest_trainloop.checks.loss.dead_values import statement_at
 from pytest_trainloop.checks.loss.every_term_trains.causes import found
 from pytest_trainloop.checks.loss.every_term_trains.equal_values import EqualValues
+from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay, Ref
+from pytest_trainloop.instruments.tracing.loss_tape import Tapes
 from pytest_trainloop.recording.torch_names import CASTS, DISTANCE_LOSSES, EXTREMES, SOFTMAXES, SUBTRACTIONS
-from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
-from pytest_trainloop.tracing.loss_tape import Tapes
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.loss_slice import Call, Slice
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Call, Slice
 
 _FLAT_AT_ZERO = DISTANCE_LOSSES | {"cosine_similarity", "kl_div"}
 """The slope is 0 where both sides are equal, also where one of them is detached; of ``kl_div`` that by the scores."""

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.every_term_trains.names import words_of
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.memory_layout import write
-from pytest_trainloop.ours import is_ours
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.ours import is_ours
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
+from pytest_trainloop.instruments.tracing.batches_taken import batches_taken
+from pytest_trainloop.instruments.tracing.root_terms import RootTerms
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
 from pytest_trainloop.runs.hooks import hooked
-from pytest_trainloop.tracing.batches_taken import batches_taken
-from pytest_trainloop.tracing.root_terms import RootTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
+    from pytest_trainloop.instruments.tracing.terms import Scalar, Term, TermsOfRoot
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.terms import Scalar, Term, TermsOfRoot
 
 ROUNDS = 2
 """Steps of one optimizer whose roots are split into terms: a number that is in both is no constant of the formula."""

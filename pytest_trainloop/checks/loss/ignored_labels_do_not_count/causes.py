@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _BETTER = ("padding_invariance", "loss_at_init", "overfit_one_batch:not_learning")
 

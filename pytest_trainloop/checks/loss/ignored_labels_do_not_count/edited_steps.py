@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.loss.ignored_labels_do_not_count.causes import found
 from pytest_trainloop.checks.loss.ignored_labels_do_not_count.label_edits import LabelEdits
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.compare import first_step_difference, optimizers
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.own_data import require_given_data
+from pytest_trainloop.instruments.gradients.compare import first_step_difference, optimizers
 from pytest_trainloop.runs.batch_stream import first_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
@@ -33,8 +35,6 @@ from pytest_trainloop.recording.torch_names import (
     TO_PYTHON,
     VIEWS,
 )
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.values import plain
 from pytest_trainloop.checks.loss.learnable_targets.writes import BatchWrites
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.values import plain
+from pytest_trainloop.instruments.tracing.call_log import Calls
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
@@ -32,15 +33,14 @@ from pytest_trainloop.recording.torch_names import (
     TO_PYTHON,
     VIEWS,
 )
-from pytest_trainloop.tracing.call_log import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.call_log import Call, Value
 
 STEPS = 2
 """Optimizer steps that are looked at."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
 from pytest_trainloop.checks.loss.learnable_targets.causes import found
 from pytest_trainloop.checks.loss.learnable_targets.comparisons import FirstSteps
+from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.torch_names import CASTS, SUBTRACTIONS, VIEWS
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.loss.learnable_targets.comparisons import Comparison
     from pytest_trainloop.checks.loss.learnable_targets.writes import Write
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.call_log import Call, Value
 
 LEAST = 6
 """Different targets below which a column may equal them by chance: of 6 rows one order in 720 does."""

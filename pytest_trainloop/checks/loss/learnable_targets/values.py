@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.loss.learnable_targets.comparisons import Comparison
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.call_log import Call, Value
 
 RANGES = {
     "sigmoid": (0.0, 1.0),

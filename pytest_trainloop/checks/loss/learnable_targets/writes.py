@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.paths import FIT_CALLER
+from pytest_trainloop.core.paths import FIT_CALLER
+from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import storage_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-    from pytest_trainloop.tracing.call_log import Call
+    from pytest_trainloop.instruments.tracing.call_log import Call
 
 
 @dataclass(slots=True)

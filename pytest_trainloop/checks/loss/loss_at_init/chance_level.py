@@ -16,19 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.losses.table.lookup import OF_TORCH, lookup
+from pytest_trainloop.instruments.losses.table.lookup import OF_TORCH, lookup
+from pytest_trainloop.instruments.tracing.arguments import takes_data
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
-from pytest_trainloop.tracing.arguments import takes_data
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.losses.table.entry import Entry
+    from pytest_trainloop.instruments.losses.table.entry import Entry
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 

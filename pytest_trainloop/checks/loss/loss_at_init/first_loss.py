@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.loss_at_init.causes import found
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS, NEGATIONS
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 SEEDS = 8

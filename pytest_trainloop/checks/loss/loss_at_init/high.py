@@ -19,18 +19,18 @@ from torch import nn
 
 from pytest_trainloop.checks.loss.loss_at_init.causes import found
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLoss, InitialLosses, InitialRuns
+from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay
+from pytest_trainloop.instruments.tracing.loss_tape import LossTape
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.runs.weight_origins import pretrained
-from pytest_trainloop.tracing.loss_slice import CannotReplay
-from pytest_trainloop.tracing.loss_tape import LossTape
-from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.loss_slice import Slice
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Slice
 
     Losses = Callable[[Callable[[Watch], None]], list[InitialLoss]]
     """The losses before the first step of a run that is prepared so."""

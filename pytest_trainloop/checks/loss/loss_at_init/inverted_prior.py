@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.checks.loss.loss_at_init.causes import found
-from pytest_trainloop.formulas.origins import MOVES, origin
+from pytest_trainloop.instruments.formulas.origins import MOVES, origin
+from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay
+from pytest_trainloop.instruments.tracing.loss_tape import Tapes
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.runs.weight_origins import drawn, pretrained
-from pytest_trainloop.tracing.loss_slice import CannotReplay
-from pytest_trainloop.tracing.loss_tape import Tapes
-from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.loss_slice import Slice, Value
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Slice, Value
 
 TIMES = 2.0
 """Times the loss of even odds from which a start is none that a prior is chosen for."""

@@ -51,15 +51,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.loss.loss_components.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
-from pytest_trainloop.wording import some
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
+from pytest_trainloop.core.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.loss.loss_components.weights import Weight
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 _CAUSE = {

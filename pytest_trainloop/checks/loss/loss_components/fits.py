@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.loss_components.causes import found
-from pytest_trainloop.gradients.vectors import combination
+from pytest_trainloop.instruments.gradients.vectors import combination
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_trainloop.checks.loss.loss_components.states import Seen, State
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place, Site
 
 Key = tuple[str, "Site | None"]

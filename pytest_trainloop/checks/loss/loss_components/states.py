@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members, nested
-from pytest_trainloop.errors import CannotDecide, Refused, UsageError, UserCodeError
-from pytest_trainloop.gradients.dependence import stirred
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide, Refused, UsageError, UserCodeError
+from pytest_trainloop.core.whose import reraise_ours, reraise_raised
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.gradients.dependence import stirred
 from pytest_trainloop.recording.function_mode import aside, is_aside
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.samples import as_real
@@ -31,14 +33,13 @@ from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.process_state import preserved, random_states, restore_random
 from pytest_trainloop.runs.shared_draws import draws
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import reraise_ours, reraise_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.loss.loss_components.fits import (
     EQUAL,
     Candidate,
@@ -20,15 +19,16 @@ from pytest_trainloop.checks.loss.loss_components.fits import (
     unreported,
 )
 from pytest_trainloop.checks.loss.loss_components.states import Seen, Setup, seen
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.tolerances import RESEEDED
-from pytest_trainloop.gradients.vectors import combination
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.gradients.tolerances import RESEEDED
+from pytest_trainloop.instruments.gradients.vectors import combination
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.loss.loss_components.states import Part, State
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 LONG = 24

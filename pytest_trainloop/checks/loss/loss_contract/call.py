@@ -14,11 +14,11 @@ from pytest_trainloop.recording.torch_names import LOSSES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import Padding
-    from pytest_trainloop.losses.table.lookup import Known
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import Padding
+    from pytest_trainloop.instruments.losses.table.lookup import Known
+    from pytest_trainloop.instruments.tracing.tape import Value
     from pytest_trainloop.recording.events import Place, Site
-    from pytest_trainloop.tracing.tape import Value
 
 WAITING_STEPS = 3
 """Optimizer steps for which a call waits for its backward pass, and after which a criterion's weights have moved."""

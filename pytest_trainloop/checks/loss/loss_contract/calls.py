@@ -15,15 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import members, nested
-from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.loss.dead_values import never_read
 from pytest_trainloop.checks.loss.loss_contract.call import WAITING_STEPS, Embedded, LossCall, Step, both_grow
 from pytest_trainloop.checks.loss.loss_contract.causes import found
 from pytest_trainloop.checks.loss.loss_contract.rules import rules_of
 from pytest_trainloop.checks.loss.loss_contract.shifts import Shifts
 from pytest_trainloop.checks.loss.loss_contract.sides import NamedSides
-from pytest_trainloop.losses.table.lookup import OF_TORCH, may_be_known, of_frame
+from pytest_trainloop.core import members
+from pytest_trainloop.core.whose import present
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.losses.table.lookup import OF_TORCH, may_be_known, of_frame
+from pytest_trainloop.instruments.tracing.arguments import bound_arguments, named_arguments
+from pytest_trainloop.instruments.tracing.tape import Listener, Tape
+from pytest_trainloop.instruments.tracing.tape_queries import SCALES, SUMS, addends, last_layer
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
@@ -31,22 +36,18 @@ from pytest_trainloop.recording.torch_internals import has_values, writes_in_pla
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import before_calls
-from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
-from pytest_trainloop.tracing.tape import Listener, Tape
-from pytest_trainloop.tracing.tape_queries import SCALES, SUMS, addends, last_layer
-from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import FrameType
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import Padding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import Padding
+    from pytest_trainloop.instruments.tracing.tape import Call, Value
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.tape import Call, Value
 
 MOST = 256
 """Calls from one line that are judged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.loss.loss_contract.causes_of_targets import LEARNING, NO_SLOPE, OF_TARGETS
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _DOCS = "https://docs.pytorch.org/docs/stable/generated/torch.nn."
 

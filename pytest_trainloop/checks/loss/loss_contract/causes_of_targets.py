@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause
+from pytest_trainloop.core.registry import Cause
 
 LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
 NO_SLOPE = (

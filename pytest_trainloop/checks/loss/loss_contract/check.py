@@ -71,14 +71,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.loss_contract.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import code_of
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 INSTRUMENT = "pytest_trainloop.checks.loss.loss_contract.calls:LossCalls"

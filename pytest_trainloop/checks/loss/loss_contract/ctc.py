@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import listed
-from pytest_trainloop.tracing.tape_queries import constant, layout, unmoved
+from pytest_trainloop.instruments.tracing.tape_queries import constant, layout, unmoved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
 
 FEWEST_FRAMES = 8
 """Frames below which half of them may be lost by rounding in each layer."""

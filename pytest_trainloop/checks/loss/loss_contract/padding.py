@@ -8,19 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.padding import Ids, Proof, read_padding
-from pytest_trainloop.batches.values import binary, trailing
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.batches.padding import Ids, Proof, read_padding
+from pytest_trainloop.instruments.batches.values import binary, trailing
+from pytest_trainloop.instruments.tracing.tape_queries import layout, made_of
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES
-from pytest_trainloop.tracing.tape_queries import layout, made_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.batches.padding import PaddingMask
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall, Step
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.tracing.tape_queries import Layout
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.batches.padding import PaddingMask
+    from pytest_trainloop.instruments.tracing.tape_queries import Layout
 
 MOST_VALUES = 20_000
 """Calls before the scores in which the model's inputs are looked for."""

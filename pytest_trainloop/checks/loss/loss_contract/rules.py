@@ -41,15 +41,15 @@ from pytest_trainloop.checks.loss.loss_contract.targets import (
     two_labels,
     variance,
 )
+from pytest_trainloop.core.whose import present
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES, DISTANCE_LOSSES, SIGN_LOSSES
-from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
-    from pytest_trainloop.finding import Finding, Level
+    from pytest_trainloop.core.finding import Finding, Level
 
     Findings = Iterator[Finding]
     Rule = Callable[[LossCall], Findings]

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import named
-from pytest_trainloop.recording.torch_names import (
-    CONVOLUTIONS,
-    HALF_OPEN_ACTIVATIONS,
-    NEGATIONS,
-    PRODUCTS,
-    SOFTMAXES,
-)
-from pytest_trainloop.tracing.tape_queries import (
+from pytest_trainloop.core.wording import count as times
+from pytest_trainloop.instruments.tracing.tape_queries import (
     across_rows,
     axis_of,
     behind,
@@ -27,15 +21,21 @@ from pytest_trainloop.tracing.tape_queries import (
     made_of,
     of_unit_rows,
 )
-from pytest_trainloop.wording import count as times
+from pytest_trainloop.recording.torch_names import (
+    CONVOLUTIONS,
+    HALF_OPEN_ACTIVATIONS,
+    NEGATIONS,
+    PRODUCTS,
+    SOFTMAXES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
-    from pytest_trainloop.finding import Finding, Level
-    from pytest_trainloop.tracing.tape import Value
-    from pytest_trainloop.tracing.tape_queries import Found
+    from pytest_trainloop.core.finding import Finding, Level
+    from pytest_trainloop.instruments.tracing.tape import Value
+    from pytest_trainloop.instruments.tracing.tape_queries import Found
 
     Findings = Iterator[Finding]
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import both_grow, broadcast_to
+from pytest_trainloop.instruments.tracing.tape_queries import made_of, unmoved
 from pytest_trainloop.recording.torch_names import CONVOLUTIONS, DISTANCE_LOSSES, PRODUCTS
-from pytest_trainloop.tracing.tape_queries import made_of, unmoved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.tracing.tape import Value
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.tape import Value
 
     Findings = Iterator[Finding]
 

@@ -29,19 +29,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_trainloop.checks.loss.loss_contract.causes import found as finding_of
+from pytest_trainloop.core.whose import reraise_raised
+from pytest_trainloop.core.wording import count as times
+from pytest_trainloop.instruments.tracing.tape import Gone
+from pytest_trainloop.instruments.tracing.tape_queries import MOVES, again, layout, picks
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES
-from pytest_trainloop.tracing.tape import Gone
-from pytest_trainloop.tracing.tape_queries import MOVES, again, layout, picks
-from pytest_trainloop.whose import reraise_raised
-from pytest_trainloop.wording import count as times
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
-    from pytest_trainloop.finding import Finding, Level
-    from pytest_trainloop.tracing.tape import Value
-    from pytest_trainloop.tracing.tape_queries import Layout
+    from pytest_trainloop.core.finding import Finding, Level
+    from pytest_trainloop.instruments.tracing.tape import Value
+    from pytest_trainloop.instruments.tracing.tape_queries import Layout
 
 SHIFTS = (-1, 0, 1, 2, 3)
 SURE, SAID = math.log(1e-9), math.log(1e-3)

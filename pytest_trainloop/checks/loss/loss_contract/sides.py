@@ -7,18 +7,18 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.loss.loss_contract.causes import found
+from pytest_trainloop.instruments.tracing.tape_queries import MOVES, made_of
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.torch_names import ADDITIONS, DIVISIONS, MULTIPLICATIONS, NEGATIONS, SUBTRACTIONS
-from pytest_trainloop.tracing.tape_queries import MOVES, made_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.tape import Call, Tape, Value
     from pytest_trainloop.recording.events import Place
-    from pytest_trainloop.tracing.tape import Call, Tape, Value
 
 _OPPOSITE = {"pos": "neg", "positive": "negative", "positives": "negatives", "chosen": "rejected", "winner": "loser"}
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm einsum inner dot".split())

@@ -10,14 +10,22 @@ import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import bounds, broadcast_to, dtype, listed
 from pytest_trainloop.checks.loss.loss_contract.scores import logs_of_one, slack, softmax_of_softmax, sums_to_one
+from pytest_trainloop.instruments.tracing.tape_queries import (
+    axis_of,
+    behind,
+    by_weights,
+    constant,
+    layout,
+    made_of,
+    unmoved,
+)
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES, CONVOLUTIONS, SIGN_LOSSES
-from pytest_trainloop.tracing.tape_queries import axis_of, behind, by_weights, constant, layout, made_of, unmoved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
-    from pytest_trainloop.finding import Finding, Level
+    from pytest_trainloop.core.finding import Finding, Level
 
     Findings = Iterator[Finding]
 

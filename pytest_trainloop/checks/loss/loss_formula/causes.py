@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
 

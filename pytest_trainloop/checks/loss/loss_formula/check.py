@@ -72,16 +72,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.loss_formula.causes import CAUSES
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
-@check(needs={"run"}, causes=CAUSES, rank=12, instrument="pytest_trainloop.tracing.loss_tape:Tapes")
+@check(needs={"run"}, causes=CAUSES, rank=12, instrument="pytest_trainloop.instruments.tracing.loss_tape:Tapes")
 def loss_formula(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.loss_formula.forms import judged
 

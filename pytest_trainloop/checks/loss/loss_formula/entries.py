@@ -12,9 +12,10 @@ import torch
 
 from pytest_trainloop.checks.loss.loss_formula.causes import found
 from pytest_trainloop.checks.loss.loss_formula.values import culprits_of, others_train, plays_a_game, slope_of, trained
-from pytest_trainloop.formulas.cut import close
-from pytest_trainloop.formulas.origins import origin
-from pytest_trainloop.formulas.trial import Aim
+from pytest_trainloop.instruments.formulas.cut import close
+from pytest_trainloop.instruments.formulas.origins import origin
+from pytest_trainloop.instruments.formulas.trial import Aim
+from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay, Ref
 from pytest_trainloop.recording.torch_names import (
     ACTIVATIONS,
     BINARY_LOSSES,
@@ -30,15 +31,14 @@ from pytest_trainloop.recording.torch_names import (
     TRANSPOSES,
 )
 from pytest_trainloop.runs.weight_origins import pretrained
-from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Set
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.formulas.trial import Step
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.formulas.trial import Step
+    from pytest_trainloop.instruments.tracing.loss_slice import Call, Slice
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Call, Slice
 
 _MEETINGS = SUBTRACTIONS | MULTIPLICATIONS | DISTANCE_LOSSES | BINARY_LOSSES
 """Functions that compare or multiply entry by entry."""

@@ -16,22 +16,22 @@ from pytest_trainloop.checks.loss.loss_formula.values import (
     slope_of,
     trained,
 )
-from pytest_trainloop.formulas.catalogue import FORMS
-from pytest_trainloop.formulas.roles import class_axes, predicts, violates
-from pytest_trainloop.formulas.search import Match, Ruled, matches
-from pytest_trainloop.formulas.trial import Aim, Step
+from pytest_trainloop.instruments.formulas.catalogue import FORMS
+from pytest_trainloop.instruments.formulas.roles import class_axes, predicts, violates
+from pytest_trainloop.instruments.formulas.search import Match, Ruled, matches
+from pytest_trainloop.instruments.formulas.trial import Aim, Step
+from pytest_trainloop.instruments.tracing.loss_tape import Tapes
 from pytest_trainloop.runs.weight_origins import pretrained
-from pytest_trainloop.tracing.loss_tape import Tapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.formulas.form import Mistake
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.formulas.form import Mistake
+    from pytest_trainloop.instruments.tracing.loss_slice import Slice
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Slice
 
 _ROLES = {
     ("probabilities", "scores"): ("scores_as_probabilities", ""),

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.batches.row_axis import drawn_by_a_loader
 from pytest_trainloop.checks.loss.loss_formula.causes import found
 from pytest_trainloop.checks.loss.loss_formula.values import culprits_of
-from pytest_trainloop.formulas.cut import Arguments, close
-from pytest_trainloop.formulas.origins import origin
+from pytest_trainloop.instruments.batches.row_axis import drawn_by_a_loader
+from pytest_trainloop.instruments.formulas.cut import Arguments, close
+from pytest_trainloop.instruments.formulas.origins import origin
+from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay, Ref
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
     CASTS,
@@ -26,14 +27,13 @@ from pytest_trainloop.recording.torch_names import (
     SUBTRACTIONS,
     VIEWS,
 )
-from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.tracing.loss_slice import Call, Slice
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Call, Slice
 
 SETTINGS = 6
 """Settings of all that both summands are computed of, the first being that of the run."""

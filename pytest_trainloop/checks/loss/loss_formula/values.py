@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.formulas.cut import slope
-from pytest_trainloop.formulas.trial import tried
-from pytest_trainloop.tracing.loss_slice import CannotReplay
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.formulas.cut import slope
+from pytest_trainloop.instruments.formulas.trial import tried
+from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.finding import Level
-    from pytest_trainloop.formulas.trial import Aim, Step
+    from pytest_trainloop.core.finding import Level
+    from pytest_trainloop.instruments.formulas.trial import Aim, Step
+    from pytest_trainloop.instruments.tracing.loss_slice import Slice
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Slice
 
 
 def trained(

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.losses.alignment import require_aligned
-from pytest_trainloop.losses.calls import same
-from pytest_trainloop.strategies.loss_cases import Case, LossInputs, class_axis, inputs_of, views_of
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.instruments.losses.alignment import require_aligned
+from pytest_trainloop.instruments.losses.calls import same
+from pytest_trainloop.instruments.strategies.loss_cases import Case, LossInputs, class_axis, inputs_of, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.losses.evidence import Loss
+    from pytest_trainloop.instruments.losses.evidence import Loss
 
 CONFIDENCE = 0.9
 """The probability that an answer gives its class."""

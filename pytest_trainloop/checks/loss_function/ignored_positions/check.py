@@ -38,13 +38,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.core.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.losses.evidence import LossEvidence
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.losses.evidence import LossEvidence
 
 CAUSES = {
     "raises": Cause(

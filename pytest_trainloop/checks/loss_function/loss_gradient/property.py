@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.losses.calls import size_of
-from pytest_trainloop.strategies.loss_cases import LossInputs, inputs_of
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.instruments.losses.calls import size_of
+from pytest_trainloop.instruments.strategies.loss_cases import LossInputs, inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_trainloop.losses.calls import CallResult
-    from pytest_trainloop.losses.evidence import Loss
-    from pytest_trainloop.strategies.loss_cases import Case
+    from pytest_trainloop.instruments.losses.calls import CallResult
+    from pytest_trainloop.instruments.losses.evidence import Loss
+    from pytest_trainloop.instruments.strategies.loss_cases import Case
 
 EPS = torch.finfo(torch.float64).eps
 STEP = EPS ** (1 / 3)

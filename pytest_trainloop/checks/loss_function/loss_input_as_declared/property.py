@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.losses.calls import CallResult, same, size_of
-from pytest_trainloop.strategies.loss_cases import LossInputs, class_axis, inputs_of
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.instruments.losses.calls import CallResult, same, size_of
+from pytest_trainloop.instruments.strategies.loss_cases import LossInputs, class_axis, inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.losses.evidence import Loss
-    from pytest_trainloop.strategies.loss_cases import Case
+    from pytest_trainloop.instruments.losses.evidence import Loss
+    from pytest_trainloop.instruments.strategies.loss_cases import Case
 
 CONFIDENT = 1000.0
 """A logit so large that its softmax and sigmoid are exactly 0 and 1 in float64, where exp(-1000) underflows."""

@@ -42,15 +42,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.losses.evidence import LossEvidence
-    from pytest_trainloop.strategies.loss_cases import Trait
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.losses.evidence import LossEvidence
+    from pytest_trainloop.instruments.strategies.loss_cases import Trait
 
 CAUSES = {
     "nonfinite_on_ordinary_input": Cause(
@@ -111,7 +111,7 @@ logits give probabilities of exactly 0 and 1. Where that one fails alone, it is 
 @check(causes=CAUSES, rank=10, subject="loss")
 def loss_is_finite(evidence: LossEvidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss_function.loss_is_finite.property import nonfinite_result
-    from pytest_trainloop.strategies.loss_cases import traits
+    from pytest_trainloop.instruments.strategies.loss_cases import traits
 
     found: dict[Trait, Finding] = {}
     for trait in traits(evidence.contract):

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.losses.alignment import require_aligned
-from pytest_trainloop.losses.calls import CriterionRaised
-from pytest_trainloop.strategies.loss_cases import DESCRIPTIONS, LossInputs, Trait, inputs_of
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.instruments.losses.alignment import require_aligned
+from pytest_trainloop.instruments.losses.calls import CriterionRaised
+from pytest_trainloop.instruments.strategies.loss_cases import DESCRIPTIONS, LossInputs, Trait, inputs_of
 
 if TYPE_CHECKING:
-    from pytest_trainloop.losses.calls import Caller, CallResult
-    from pytest_trainloop.losses.evidence import Loss
-    from pytest_trainloop.strategies.loss_cases import Case
+    from pytest_trainloop.instruments.losses.calls import Caller, CallResult
+    from pytest_trainloop.instruments.losses.evidence import Loss
+    from pytest_trainloop.instruments.strategies.loss_cases import Case
 
 CAUSE_OF: dict[Trait, str] = {
     "ordinary": "nonfinite_on_ordinary_input",

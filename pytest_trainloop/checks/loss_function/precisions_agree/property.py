@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.losses.calls import Caller, CallResult, CriterionRaised
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.instruments.losses.calls import Caller, CallResult, CriterionRaised
+from pytest_trainloop.instruments.strategies.loss_cases import LossInputs, inputs_of
+from pytest_trainloop.instruments.tracing.arguments import floats
 from pytest_trainloop.recording.function_mode import OperationMode
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.torch_internals import tree_leaves
 from pytest_trainloop.recording.torch_names import ATEN_DRAWS
-from pytest_trainloop.strategies.loss_cases import LossInputs, inputs_of
-from pytest_trainloop.tracing.arguments import floats
 
 if TYPE_CHECKING:
-    from pytest_trainloop.losses.evidence import Loss
-    from pytest_trainloop.strategies.loss_cases import Case
+    from pytest_trainloop.instruments.losses.evidence import Loss
+    from pytest_trainloop.instruments.strategies.loss_cases import Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PERTURBED = 3

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.losses.calls import CallResult, CriterionRaised, same, size_of
-from pytest_trainloop.strategies.loss_cases import Case, LossInputs, inputs_of
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.instruments.losses.calls import CallResult, CriterionRaised, same, size_of
+from pytest_trainloop.instruments.strategies.loss_cases import Case, LossInputs, inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_trainloop.losses.evidence import Loss
+    from pytest_trainloop.instruments.losses.evidence import Loss
 
 
 def reduction_error(loss: Loss, case: Case) -> Finding | None:

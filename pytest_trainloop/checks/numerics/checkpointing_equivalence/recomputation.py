@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop.ours import holds_alone
-from pytest_trainloop.reach.copies import set_state, state_of
+from pytest_trainloop.core.ours import holds_alone
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.samples import readable, spaced
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ATTRIBUTES
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece, switched, without_cut_off
+from pytest_trainloop.runs.reach.copies import set_state, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

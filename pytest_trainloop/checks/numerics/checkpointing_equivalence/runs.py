@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.numerics.checkpointing_equivalence import causes
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.causes import found
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.recomputation import OtherCall, Repeated
-from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
-from pytest_trainloop.gradients.compare import Agreement, agreement, by_tensor
-from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
-from pytest_trainloop.gradients.vectors import Gradient, values, vectors
-from pytest_trainloop.memory_layout import write
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.core.wording import direction, filled
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.instruments.gradients.compare import Agreement, agreement, by_tensor
+from pytest_trainloop.instruments.gradients.tolerances import RESEEDED, ROUNDING
+from pytest_trainloop.instruments.gradients.vectors import Gradient, values, vectors
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps, on_gradient
 from pytest_trainloop.recording.samples import as_real, readable, spaced
@@ -35,12 +36,11 @@ from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.outside_draws import told
 from pytest_trainloop.runs.same_start import SameStart
-from pytest_trainloop.wording import direction, filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import CheckpointCall
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch

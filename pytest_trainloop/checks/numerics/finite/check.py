@@ -50,26 +50,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.numerics.finite.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.records.nonfinite_repairs import repair_of
-from pytest_trainloop.registry import check
-from pytest_trainloop.wording import be, some
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
+from pytest_trainloop.core.wording import be, some
+from pytest_trainloop.instruments.records.nonfinite_repairs import repair_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.records.finiteness import Explosion
+    from pytest_trainloop.instruments.tracing.nonfinite import MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
     from pytest_trainloop.recording.events import GradWrite
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.finiteness import Explosion
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.nonfinite import MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
 
 
 @check(needs={"run"}, causes=CAUSES, rank=10, steps=1)
 def finite(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.records import finiteness
-    from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
+    from pytest_trainloop.instruments.records import finiteness
+    from pytest_trainloop.instruments.tracing.nonfinite import NonFiniteOrigins
 
     record = evidence.run()
     if start := [p.name for p in finiteness.nonfinite_from_the_start(record)]:
@@ -103,7 +103,7 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
 
 def first_of_all(record: Record, origins: NonFiniteOrigins, lost: Sequence[str], bad: int) -> Iterator[Finding]:
     """The first thing that went wrong."""
-    from pytest_trainloop.records.finiteness import explosion
+    from pytest_trainloop.instruments.records.finiteness import explosion
 
     parameters, step = len(record.parameters), origins.bad_step
     if grown := explosion(record):

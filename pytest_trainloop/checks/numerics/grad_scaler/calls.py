@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.numerics.grad_scaler.causes import found
+from pytest_trainloop.instruments.records.clips import clips_by_site, late
 from pytest_trainloop.recording.events import Backward, Step
-from pytest_trainloop.records.clips import clips_by_site, late
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.records.gradient_ledger import Ledger
     from pytest_trainloop.recording.events import GradWrite, Place, ScalerCall
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.gradient_ledger import Ledger
 
 
 def at(event: Any) -> str:

@@ -71,13 +71,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.numerics.grad_scaler.causes import CAUSES, found
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -122,7 +122,7 @@ def grad_scaler(evidence: Evidence) -> Iterator[Finding]:
 def _wrong_calls(evidence: Evidence | EnabledScaler, record: Record) -> Iterator[Finding]:
     """What the order of the calls shows, and otherwise what gradients show that depend on the scale."""
     from pytest_trainloop.checks.numerics.grad_scaler import calls, rescaled
-    from pytest_trainloop.records.gradient_ledger import Ledger
+    from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 
     if not record.scaler_calls():
         return
@@ -147,7 +147,7 @@ def _recreated(record: Record) -> Iterator[Finding]:
 def _collapsed(evidence: Evidence, record: Record) -> Iterator[Finding]:
     """Scales that fall without end."""
     from pytest_trainloop.checks.numerics.grad_scaler import calls, rescaled
-    from pytest_trainloop.records.finiteness import explosion
+    from pytest_trainloop.instruments.records.finiteness import explosion
     from pytest_trainloop.runs.further_runs import longer_run
 
     traces = calls.traces(record)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.runs.scalers import scalers_built_with
 
 if TYPE_CHECKING:

@@ -18,21 +18,21 @@ import torch
 
 from pytest_trainloop.checks.numerics.grad_scaler.calls import at, traces
 from pytest_trainloop.checks.numerics.grad_scaler.causes import found
-from pytest_trainloop.gradients.vectors import consumed, steps_of, vectors
+from pytest_trainloop.instruments.gradients.vectors import consumed, steps_of, vectors
+from pytest_trainloop.instruments.tracing.nonfinite import NonFiniteOrigins
 from pytest_trainloop.recording.events import Backward, ScalerCall, Step
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.scalers import scalers_built_with
-from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.checks.numerics.grad_scaler.calls import ScaleTrace
     from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.gradients.vectors import Gradient
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.gradients.vectors import Gradient
+    from pytest_trainloop.instruments.records.gradient_ledger import Ledger
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.gradient_ledger import Ledger
     from pytest_trainloop.runs.evidence import Evidence
 
 HIGHEST = 2.0**10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _numbers = partial(
     Cause, explains=("finite", "overfit_one_batch", "update_ratio", "precision_parity", "every_param_moves")

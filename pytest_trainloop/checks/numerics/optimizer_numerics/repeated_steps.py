@@ -16,15 +16,25 @@ import torch
 
 from pytest_trainloop.checks.numerics.optimizer_numerics.causes import found
 from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import named
-from pytest_trainloop.optimizers.replay import REFUSED, WIDE, Group, Member, Snapshot, entrywise, rebuilt, step, stepped
-from pytest_trainloop.whose import reraise_raised
-from pytest_trainloop.wording import be
+from pytest_trainloop.core.whose import reraise_raised
+from pytest_trainloop.core.wording import be
+from pytest_trainloop.instruments.optimizers.replay import (
+    REFUSED,
+    WIDE,
+    Group,
+    Member,
+    Snapshot,
+    entrywise,
+    rebuilt,
+    step,
+    stepped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import FirstSteps
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam")
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.numerics.optimizer_numerics.causes import found
-from pytest_trainloop.optimizers.replay import first_entries, kind_of, snapshot
+from pytest_trainloop.instruments.optimizers.replay import first_entries, kind_of, snapshot
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.seams import passed_on
@@ -21,13 +22,12 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CASTS
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.hooks import around_steps
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.optimizers.replay import Snapshot
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.optimizers.replay import Snapshot
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

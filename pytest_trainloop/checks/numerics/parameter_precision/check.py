@@ -58,13 +58,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.numerics.parameter_precision.causes import CAUSES, found
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.optimizers.lost_updates import LostUpdates
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.optimizers.lost_updates import LostUpdates
     from pytest_trainloop.runs.evidence import Evidence
 
 LOW = ("bfloat16", "float16")
@@ -94,9 +94,9 @@ def _nothing_low(evidence: Evidence) -> str:
 @check(needs={"fit"}, causes=CAUSES, rank=20, steps=1, absent=_nothing_low)
 def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.parameter_precision import runs
-    from pytest_trainloop.optimizers.float32_twin import Float32Twins
-    from pytest_trainloop.optimizers.lost_updates import RepeatedSteps
-    from pytest_trainloop.records.stepped_parameters import low_precision_stepped
+    from pytest_trainloop.instruments.optimizers.float32_twin import Float32Twins
+    from pytest_trainloop.instruments.optimizers.lost_updates import RepeatedSteps
+    from pytest_trainloop.instruments.records.stepped_parameters import low_precision_stepped
 
     if low := [p.name for p in low_precision_stepped(evidence.run(), LOW)]:
         counted = list(evidence.shared(RepeatedSteps).lost_updates(low, LOW))
@@ -148,7 +148,7 @@ def _lost_updates(evidence: Evidence, counted: Sequence[LostUpdates]) -> Iterato
 def _that_matter(evidence: Evidence, losses: Sequence[LostUpdates]) -> list[LostUpdates]:
     """Those of the tensors on which the loss depends: a bias before a batch norm changes nothing. A tensor that no
     module holds, and that is stepped with gradients, is a master that others are copied from."""
-    from pytest_trainloop.gradients.dependence import Dependences
+    from pytest_trainloop.instruments.gradients.dependence import Dependences
 
     masters = {p.name for p in evidence.run().parameters if p.role == "foreign"}
     names = [one.name for one in losses if one.name not in masters]

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.numerics.parameter_precision.causes import found
-from pytest_trainloop.gradients.vectors import values
-from pytest_trainloop.optimizers.lost_updates import MOST, EntryUpdates, LostUpdates, spaced_by_index, summed
-from pytest_trainloop.optimizers.spacing import spacings
-from pytest_trainloop.reach.snapshot import Reach
+from pytest_trainloop.core import members
+from pytest_trainloop.instruments.gradients.vectors import values
+from pytest_trainloop.instruments.optimizers.lost_updates import (
+    MOST,
+    EntryUpdates,
+    LostUpdates,
+    spaced_by_index,
+    summed,
+)
+from pytest_trainloop.instruments.optimizers.spacing import spacings
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.samples import readable
@@ -23,13 +29,13 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ADDITIONS
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.hooks import around_steps, hooked, unless_suspended
-from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.runs.reach.snapshot import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

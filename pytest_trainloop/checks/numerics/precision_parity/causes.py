@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 EXPLAINS = ("finite", "grad_scaler:scale_collapsed", "overfit_one_batch", "update_ratio", "loss_at_init")
 

@@ -91,15 +91,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.numerics.precision_parity.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.numerics.precision_parity.further import Again
     from pytest_trainloop.checks.numerics.precision_parity.runs import Contexts
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -12,17 +12,17 @@ import torch
 from pytest_trainloop.checks.numerics.precision_parity.causes import found
 from pytest_trainloop.checks.numerics.precision_parity.modes import CastsAnew, NoAutocastInBackward
 from pytest_trainloop.checks.numerics.precision_parity.runs import distance, finite, first_gradient, plain
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.checks.numerics.precision_parity.runs import LowPrecisionRuns
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Backward, Place
     from pytest_trainloop.recording.record import Record
 

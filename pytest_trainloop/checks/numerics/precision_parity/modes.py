@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.autocast import open_blocks
 from pytest_trainloop.recording.function_mode import FunctionMode, OperationMode, tensors_in
 from pytest_trainloop.recording.hooks import after_steps
@@ -30,7 +31,6 @@ from pytest_trainloop.recording.torch_names import (
     EXTREME_PLACES,
 )
 from pytest_trainloop.runs.hooks import before_calls, hooked
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

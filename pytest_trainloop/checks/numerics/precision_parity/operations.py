@@ -29,7 +29,10 @@ from pytest_trainloop.checks.numerics.precision_parity.runs import (
     first_gradient,
     scale_at,
 )
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.tracing.arguments import floats, in_place
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
@@ -45,16 +48,13 @@ from pytest_trainloop.recording.torch_names import (
     SUBTRACTIONS,
     UNSET,
 )
-from pytest_trainloop.tracing.arguments import floats, in_place
-from pytest_trainloop.tracing.made_at import MadeAt
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.checks.numerics.precision_parity.runs import LowPrecisionRuns
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.gradients.vectors import Gradient
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.gradients.vectors import Gradient
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

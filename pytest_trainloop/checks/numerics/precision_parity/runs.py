@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop import nested
 from pytest_trainloop.checks.numerics.precision_parity.modes import (
     LOW,
     Choices,
@@ -27,19 +26,20 @@ from pytest_trainloop.checks.numerics.precision_parity.modes import (
     Rounded,
     unit_roundoff,
 )
-from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
-from pytest_trainloop.gradients.vectors import consumed, values, vectors
-from pytest_trainloop.memory_layout import write
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.core.whose import present
+from pytest_trainloop.declare import nested
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.instruments.gradients.vectors import consumed, values, vectors
 from pytest_trainloop.recording.events import Backward, GradWrite, ScalerCall, Step
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS
 from pytest_trainloop.runs.same_start import SameValues
 from pytest_trainloop.runs.scalers import scalers_built_with
-from pytest_trainloop.whose import present
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pytest_trainloop.gradients.vectors import Gradient
+    from pytest_trainloop.instruments.gradients.vectors import Gradient
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

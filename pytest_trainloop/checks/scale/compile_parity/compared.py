@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from pytest_trainloop import members
-from pytest_trainloop.fields import path_parameter
-from pytest_trainloop.gradients.compare import Agreement, agreement, by_tensor
-from pytest_trainloop.gradients.tolerances import CANCELLATION
-from pytest_trainloop.gradients.vectors import vectors
-from pytest_trainloop.memory_layout import write
+from pytest_trainloop.core import members
+from pytest_trainloop.core.whose import reraise_ours
+from pytest_trainloop.declare.fields import path_parameter
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.instruments.gradients.compare import Agreement, agreement, by_tensor
+from pytest_trainloop.instruments.gradients.tolerances import CANCELLATION
+from pytest_trainloop.instruments.gradients.vectors import vectors
 from pytest_trainloop.recording.compiler_internals import fake_results, schema_of
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import patched
@@ -32,12 +33,11 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import aliased_arguments
 from pytest_trainloop.runs.build import build
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
 Tensors = dict[str, torch.Tensor]

@@ -16,19 +16,19 @@ from pytest_trainloop.checks.scale.compile_parity import causes
 from pytest_trainloop.checks.scale.compile_parity.causes import found
 from pytest_trainloop.checks.scale.compile_parity.compared import PREFIX, Course, Operations, restored
 from pytest_trainloop.checks.scale.compile_parity.runs import Way, asking, compiles_in_building, make
-from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
-from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.core.wording import direction, filled, share, some, verb
+from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.compiler_internals import recompile_limit, why_no_capture, why_no_generated_code
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.float64 import promoting
-from pytest_trainloop.wording import direction, filled, share, some, verb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.scale.compile_parity.compared import Difference
     from pytest_trainloop.checks.scale.compile_parity.runs import Made
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.compiler_internals import Compilation
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence

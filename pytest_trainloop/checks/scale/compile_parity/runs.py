@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.scale.compile_parity.compared import Loads, without_prefix
+from pytest_trainloop.core import members
+from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.recording.compiler_internals import (
     CompilationLog,
     compiled_alone,
@@ -42,13 +43,12 @@ from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import raised
-from pytest_trainloop.whose import reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.scale.compile_parity.compared import Course, Difference
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.compiler_internals import Compilation, GraphBreak
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence

@@ -77,13 +77,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.scale.distributed_equivalence.causes import CAUSES, RANKS
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 AT_THE_STEP = ("never_synchronised", "summed_over_ranks", "weights_drift")
@@ -140,7 +140,7 @@ def _findings(evidence: Evidence) -> Iterator[Finding]:
 
 def _line(evidence: Evidence, cause: str) -> str:
     """Where the loop steps or backpropagates in one process; where it calls the model, if a trainer does both."""
-    from pytest_trainloop.gradients import compare
+    from pytest_trainloop.instruments.gradients import compare
 
     record = evidence.run()
     optimizer = next(iter(compare.optimizers(record)), 0)

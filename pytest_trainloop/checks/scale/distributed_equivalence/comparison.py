@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import over_shares, results_of
-from pytest_trainloop.compositions.composition import Composition
-from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.compositions.step_runs import StepRuns, bound, precision, separable
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.compare import agreement, first_step_difference, optimizers
-from pytest_trainloop.gradients.tolerances import RESEEDED
-from pytest_trainloop.gradients.vectors import combination, consumed, ends, steps_of, values, vectors
-from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.compositions.composition import Composition
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
+from pytest_trainloop.instruments.compositions.step_runs import StepRuns, bound, precision, separable
+from pytest_trainloop.instruments.gradients.compare import agreement, first_step_difference, optimizers
+from pytest_trainloop.instruments.gradients.tolerances import RESEEDED
+from pytest_trainloop.instruments.gradients.vectors import combination, consumed, ends, steps_of, values, vectors
 from pytest_trainloop.recording.events import ClipCall, Step
 from pytest_trainloop.recording.plain_names import plain
+from pytest_trainloop.runs.ranks.launch import launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, Shard
-    from pytest_trainloop.gradients.compare import Agreement
-    from pytest_trainloop.gradients.vectors import Gradient
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.ranks.facts import Launch
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.gradients.compare import Agreement
+    from pytest_trainloop.instruments.gradients.vectors import Gradient
     from pytest_trainloop.recording.events import TensorSample
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.ranks.facts import Launch
 
 Weights = tuple["tuple[float, ...] | None", "tuple[tuple[float, ...], ...]", "tuple[float, ...]"]
 """Gradients as weighted sums of the shares' own gradients, a share being one micro-batch of one rank: the weights in

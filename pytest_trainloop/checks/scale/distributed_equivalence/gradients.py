@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.scale.distributed_equivalence.causes import PASS_THE_KNOB_ON, found
 from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Comparison, clip_norms
 from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import (
@@ -19,16 +18,17 @@ from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import (
     ends_apart,
     same_everywhere,
 )
-from pytest_trainloop.compositions.step_gradients import StepGradients
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.wording import direction, some
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.wording import direction, some
+from pytest_trainloop.instruments.batches.own_data import require_given_data
+from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Layout, Weights
     from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 CLOSE = 1e-6

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.scale.distributed_equivalence.causes import (
     DRAW_IN_COMMON,
     RANKS,
@@ -29,26 +28,27 @@ from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import (
     raises_by_itself,
     results_of,
 )
-from pytest_trainloop.errors import BrokenRun, CannotDecide, UserCodeError
-from pytest_trainloop.finding import UserError
-from pytest_trainloop.gradients.compare import first_backward
-from pytest_trainloop.ranks.facts import LOST
-from pytest_trainloop.ranks.launch import launch
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide, UserCodeError
+from pytest_trainloop.core.finding import UserError
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.batches.own_data import makes_own_data
+from pytest_trainloop.instruments.gradients.compare import first_backward
 from pytest_trainloop.recording.events import Backward, SchedulerStep, Step
 from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.runs.batch_stream import first_batches
-from pytest_trainloop.wording import some
+from pytest_trainloop.runs.ranks.facts import LOST
+from pytest_trainloop.runs.ranks.launch import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, State
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.ranks.facts import Hang, Launch, Other
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.ranks.facts import Hang, Launch, Other
 
 BETWEEN_SEEDS = 7919
 """Between the seeds of two ranks."""

@@ -17,9 +17,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, Subset
 
-from pytest_trainloop import members
-from pytest_trainloop.compositions.step_runs import Variation
-from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, UsageError, UserCodeError
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide, TimeRanOut, UsageError, UserCodeError
+from pytest_trainloop.core.whose import of_the_project
+from pytest_trainloop.instruments.compositions.step_runs import Variation
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.patches import Patches
@@ -32,19 +33,18 @@ from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.run import run
 from pytest_trainloop.runs.same_start import state_of
-from pytest_trainloop.whose import of_the_project
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.compositions.step_runs import StepRuns
-    from pytest_trainloop.finding import UserError
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.ranks.facts import Launch
+    from pytest_trainloop.core.finding import UserError
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.compositions.step_runs import StepRuns
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.ranks.facts import Launch
     from pytest_trainloop.runs.run import RunPlan
 
 State = dict[str, bytes]

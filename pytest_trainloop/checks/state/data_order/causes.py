@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
 
 _seen = partial(Cause, change=("seen",))
 _ONE_ORDER = "{rows:row} in one order, in {epochs} of {epochs} epochs"

@@ -33,17 +33,17 @@ from pytest_trainloop.checks.state.data_order.reading import (
     values_of,
 )
 from pytest_trainloop.checks.state.data_order.streams import Held, first_line
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.whose import reraise_ours
+from pytest_trainloop.core.wording import some
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.process_state import preserved, seed_all
-from pytest_trainloop.whose import reraise_ours
-from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from pytest_trainloop.checks.state.data_order.streams import Stream, Streams
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
 
 MOST_BYTES = 1 << 28
 """Bytes of stored data that are copied, at most."""

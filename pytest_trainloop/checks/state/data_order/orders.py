@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from pytest_trainloop import nested
 from pytest_trainloop.checks.state.data_order.causes import found
 from pytest_trainloop.checks.state.data_order.reading import (
     LEAST_ROWS,
@@ -22,26 +21,27 @@ from pytest_trainloop.checks.state.data_order.reading import (
     sizes,
 )
 from pytest_trainloop.checks.state.data_order.streams import Held, in_this_process, length, pair_stored, shared_slots
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.wording import count
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
+from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_names import LOSSES, SIGN_LOSSES
 from pytest_trainloop.runs.batch_stream import generators_kept
 from pytest_trainloop.runs.run import fit_of
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
-from pytest_trainloop.tracing.provenance_queries import ancestors
-from pytest_trainloop.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_trainloop.checks.state.data_order.reading import Epoch, Pass, Reading
     from pytest_trainloop.checks.state.data_order.streams import Source, Stream, Streams
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.tracing.provenance import Node
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.provenance import Node
 
 SAME_BATCHES = 8
 """Batches that hold the same rows, at least, for a stream of one batch."""

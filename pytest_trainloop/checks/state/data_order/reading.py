@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from pytest_trainloop import nested
+from pytest_trainloop.core.whose import reraise_ours
+from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.samples import as_bytes
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, loader_calls
-from pytest_trainloop.whose import reraise_ours
 
 MOST_BATCHES = 400
 MOST_ROWS = 4096

@@ -17,9 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from pytest_trainloop import members
 from pytest_trainloop.adapters.training_data import training_data
-from pytest_trainloop.batches.padding import padding_ids
 from pytest_trainloop.checks.state.data_order.causes import found
 from pytest_trainloop.checks.state.data_order.reading import (
     MOST_BATCHES,
@@ -31,24 +29,26 @@ from pytest_trainloop.checks.state.data_order.reading import (
     read,
     rows_of,
 )
-from pytest_trainloop.errors import CannotDecide, UserCodeError
-from pytest_trainloop.reach.entering import Entering
-from pytest_trainloop.reach.graph import Graph
-from pytest_trainloop.reach.slots import Place
-from pytest_trainloop.reach.sorts import is_plain, sort_of, sort_of_root
-from pytest_trainloop.reach.walker import quiet
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide, UserCodeError
+from pytest_trainloop.core.whose import present, project_may_raise, reraise_raised
+from pytest_trainloop.instruments.batches.padding import padding_ids
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import writes_in_place
 from pytest_trainloop.runs.guard import Guard, let_go
 from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import SeededApart, preserved
+from pytest_trainloop.runs.reach.entering import Entering
+from pytest_trainloop.runs.reach.graph import Graph
+from pytest_trainloop.runs.reach.slots import Place
+from pytest_trainloop.runs.reach.sorts import is_plain, sort_of, sort_of_root
+from pytest_trainloop.runs.reach.walker import quiet
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.whose import present, project_may_raise, reraise_raised
 
 if TYPE_CHECKING:
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
 T = TypeVar("T")

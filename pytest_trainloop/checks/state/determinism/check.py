@@ -48,15 +48,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.finding import Finding
+from pytest_trainloop.core.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.state.determinism.repeat import Difference, Repetition
-    from pytest_trainloop.finding import Level
+    from pytest_trainloop.core.finding import Level
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.instruments.tracing.arguments import is_dense
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import as_real, readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
 from pytest_trainloop.recording.torch_names import ATTRIBUTES, RECORD_FUNCTION, UNSET
-from pytest_trainloop.tracing.arguments import is_dense
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

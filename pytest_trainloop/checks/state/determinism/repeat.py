@@ -22,10 +22,10 @@ import torch
 
 from pytest_trainloop.checks.learning.loss_curve import Losses
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog, FirstCall
-from pytest_trainloop.errors import TimeRanOut
+from pytest_trainloop.core.errors import TimeRanOut
+from pytest_trainloop.core.whose import is_ours, mistake
 from pytest_trainloop.recording.events import Backward, Event, Step
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.whose import is_ours, mistake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from pytest_trainloop import members
-from pytest_trainloop.errors import UserCodeError
-from pytest_trainloop.reach.copies import same_bits
-from pytest_trainloop.reach.slots import MISSING, Entries, Hooks
-from pytest_trainloop.reach.snapshot import Reach, differences
-from pytest_trainloop.reach.walker import quiet, walk
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import UserCodeError
+from pytest_trainloop.core.whose import present, reraise_ours
 from pytest_trainloop.recording.changed_at import ChangedAt
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import before_steps
@@ -24,18 +21,21 @@ from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.halves import halves, same_tensor
 from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.reach.copies import same_bits
+from pytest_trainloop.runs.reach.slots import MISSING, Entries, Hooks
+from pytest_trainloop.runs.reach.snapshot import Reach, differences
+from pytest_trainloop.runs.reach.walker import quiet, walk
 from pytest_trainloop.runs.user_traceback import raised, user_error
-from pytest_trainloop.whose import present, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.reach.copies import Copy
-    from pytest_trainloop.reach.snapshot import Difference, Snapshot
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.halves import Halves
+    from pytest_trainloop.runs.reach.copies import Copy
+    from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
 
 Moment = Literal["between", "first", "inside"]
 """Where a run calls ``evaluate()``: between two calls of ``fit``, before the first step, between two steps of one

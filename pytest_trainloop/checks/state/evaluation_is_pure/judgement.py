@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.state.evaluation_is_pure import causes
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
 from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Cut, EvaluateRaised
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import seeded_between
 from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.reach.graph import module_path
-from pytest_trainloop.reach.leaves import same_value
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.wording import filled, some
+from pytest_trainloop.instruments.tracing.dropout_in_evaluation import DropoutInEvaluation
 from pytest_trainloop.recording.events import ModeCall, Step
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.train_mode import acts_by_mode
 from pytest_trainloop.runs.halves import halves, no_halves
-from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation
-from pytest_trainloop.wording import filled, some
+from pytest_trainloop.runs.reach.graph import module_path
+from pytest_trainloop.runs.reach.leaves import same_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Moment, Run
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.reach.snapshot import Difference
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.reach.snapshot import Difference
 
 WANTED = (OSError, ImportError)
 """What an evaluation raises that wants something which is not there: a file that training writes, a package."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Call, Cut
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

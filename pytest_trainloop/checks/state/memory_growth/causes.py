@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 BOUNDED = "; it is a deque with maxlen={bounded}, so it stops growing"
 USABLE = "; every backward pass retained its graph, which can still be used"

@@ -55,14 +55,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.state.memory_growth.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
-from pytest_trainloop.registry import check
-from pytest_trainloop.wording import count
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.registry import check
+from pytest_trainloop.core.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 INSTRUMENT = "pytest_trainloop.checks.state.memory_growth.growth:Growth"

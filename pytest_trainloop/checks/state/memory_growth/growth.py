@@ -21,16 +21,16 @@ from pytest_trainloop.checks.state.memory_growth.holders import (
     made,
     tensors_with_history,
 )
+from pytest_trainloop.core.wording import filled
 from pytest_trainloop.recording.graphs import SETTLED
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.hooks import hooked
-from pytest_trainloop.wording import filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record, RefusedBackward
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from pytest_trainloop.ours import holds_alone, is_ours
-from pytest_trainloop.paths import FIT_CALLER
-from pytest_trainloop.reach.sorts import attributes
+from pytest_trainloop.core.ours import holds_alone, is_ours
+from pytest_trainloop.core.paths import FIT_CALLER
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.graphs import metadata_of
 from pytest_trainloop.recording.source import here, layer, place_of
 from pytest_trainloop.recording.torch_internals import function_class, hooks_of, saved_values_overwritten
-from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.runs.reach.sorts import attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

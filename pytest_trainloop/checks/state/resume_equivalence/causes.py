@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
 
 MOST = 12
 """Names that a finding gives at most."""

@@ -61,16 +61,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.state.resume_equivalence.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
-from pytest_trainloop.whose import present
-from pytest_trainloop.wording import some
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
+from pytest_trainloop.core.whose import present
+from pytest_trainloop.core.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -241,7 +241,7 @@ def _random_states(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
 def _drawn_from_seed(a: Uninterrupted, b: Resumed, other: Resumed) -> list[str]:
     """Weights and buffers that are as another seed built them: neither saved nor made by training."""
-    from pytest_trainloop.reach.leaves import same_value
+    from pytest_trainloop.runs.reach.leaves import same_value
 
     if other.load_error is not None or other.loaded is None or b.loaded is None:
         return []

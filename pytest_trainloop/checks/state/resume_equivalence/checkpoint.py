@@ -18,20 +18,20 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from pytest_trainloop import members
-from pytest_trainloop.fields import is_folder, listed, named_modules, path_parameter
-from pytest_trainloop.reach.snapshot import Reach
-from pytest_trainloop.reach.sorts import sort_of
+from pytest_trainloop.core import members
+from pytest_trainloop.core.whose import present, reraise_ours
+from pytest_trainloop.declare.fields import is_folder, listed, named_modules, path_parameter
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.whose import present, reraise_ours
+from pytest_trainloop.runs.reach.snapshot import Reach
+from pytest_trainloop.runs.reach.sorts import sort_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 20_000

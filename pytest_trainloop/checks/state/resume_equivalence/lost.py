@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_trainloop.checks.state.resume_equivalence.causes import found
-from pytest_trainloop.errors import CannotDecide, Unreliable
-from pytest_trainloop.reach.leaves import same_value
-from pytest_trainloop.reach.snapshot import Reach
+from pytest_trainloop.core.errors import CannotDecide, Unreliable
+from pytest_trainloop.core.wording import be, count, some
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.halves import same_tensor
-from pytest_trainloop.wording import be, count, some
+from pytest_trainloop.runs.reach.leaves import same_value
+from pytest_trainloop.runs.reach.snapshot import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pytest_trainloop.checks.state.resume_equivalence.checkpoint import StateDictCall
     from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
-    from pytest_trainloop.finding import Finding, Level
-    from pytest_trainloop.reach.snapshot import Difference
+    from pytest_trainloop.core.finding import Finding, Level
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.reach.snapshot import Difference
 
 OTHER_INPUTS = (
     "the resumed run was handed other inputs by a data stream of the loop's own; let fit take its data from the "

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested, places
 from pytest_trainloop.checks.state.resume_equivalence.causes import RENEWABLE
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     Checkpoint,
@@ -24,30 +23,32 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     tensors_of,
     weights_of,
 )
-from pytest_trainloop.errors import CannotDecide, UsageError
-from pytest_trainloop.knobs import nearest
-from pytest_trainloop.reach.leaves import same_value
-from pytest_trainloop.reach.snapshot import Reach, differences
+from pytest_trainloop.core import places
+from pytest_trainloop.core.errors import CannotDecide, UsageError
+from pytest_trainloop.core.whose import present, project_may_raise, reraise_ours
+from pytest_trainloop.declare import nested
+from pytest_trainloop.declare.knobs import nearest
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
+from pytest_trainloop.runs.reach.leaves import same_value
+from pytest_trainloop.runs.reach.snapshot import Reach, differences
 from pytest_trainloop.runs.user_traceback import raised as as_text
-from pytest_trainloop.whose import present, project_may_raise, reraise_ours
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from pytest_trainloop.checks.state.two_courses import TwoCourses
-    from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.reach.leaves import Leaf
-    from pytest_trainloop.reach.snapshot import Difference, Snapshot
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.halves import Halves
+    from pytest_trainloop.runs.reach.leaves import Leaf
+    from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
 
 ELSEWHERE = 7919
 """Added to the seed before ``load`` where the checkpoint holds a random state: what it restores is seen by it."""

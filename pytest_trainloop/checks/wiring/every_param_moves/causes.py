@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _NEVER = "{names} {names:get} gradients and never {names:move}"
 _RESTS = "bit-equal after 156 steps from another start, at {raised:,.0f} times the learning rate too"

@@ -49,13 +49,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.every_param_moves.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 

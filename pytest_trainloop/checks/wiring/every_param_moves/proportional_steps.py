@@ -13,13 +13,13 @@ import torch
 
 from pytest_trainloop.checks.wiring.every_param_moves.causes import found
 from pytest_trainloop.checks.wiring.every_param_moves.unmoved import by_torch
-from pytest_trainloop.gradients.vectors import values
+from pytest_trainloop.instruments.gradients.vectors import values
 from pytest_trainloop.recording.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

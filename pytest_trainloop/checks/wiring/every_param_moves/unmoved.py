@@ -21,28 +21,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.wiring.every_param_moves.causes import found
-from pytest_trainloop.gradients.dependence import Dependences, mover
-from pytest_trainloop.gradients.vectors import values
-from pytest_trainloop.memory_layout import turned
-from pytest_trainloop.optimizers.float32_twin import Float32Twins
-from pytest_trainloop.optimizers.spacing import lr_growth, spacings
-from pytest_trainloop.recording.events import Step
-from pytest_trainloop.recording.shards import is_distributed
-from pytest_trainloop.recording.watch import FULL_ROUNDS
-from pytest_trainloop.records.stepped_parameters import (
+from pytest_trainloop.declare.memory_layout import turned
+from pytest_trainloop.instruments.gradients.dependence import Dependences, mover
+from pytest_trainloop.instruments.gradients.vectors import values
+from pytest_trainloop.instruments.optimizers.float32_twin import Float32Twins
+from pytest_trainloop.instruments.optimizers.spacing import lr_growth, spacings
+from pytest_trainloop.instruments.records.stepped_parameters import (
     LEAST_STEPS,
     low_precision_stepped,
     noise_of,
     steps_with_gradient,
 )
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.recording.events import Step
+from pytest_trainloop.recording.shards import is_distributed
+from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.further_runs import float64_run
 from pytest_trainloop.runs.optimizer_options import lr_times
-from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -13,7 +13,7 @@ from pytest_trainloop.runs.optimizer_options import without_weight_decay
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import TensorSample
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence

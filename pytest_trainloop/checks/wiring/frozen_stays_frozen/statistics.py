@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members, nested
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.causes import found
+from pytest_trainloop.core import members
+from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.events import ModeCall
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.parameters import RUNNING
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record, Statistics
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.causes import found
-from pytest_trainloop.tracing.handed_names import HandedNames
-from pytest_trainloop.tracing.made_at import MadeAt
-from pytest_trainloop.tracing.unmatched_names import unmatched_names
-from pytest_trainloop.wording import some
+from pytest_trainloop.core import members
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.tracing.handed_names import HandedNames
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.instruments.tracing.unmatched_names import unmatched_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -56,14 +56,14 @@ import itertools
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
-from pytest_trainloop.wording import some
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
+from pytest_trainloop.core.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -172,7 +172,7 @@ def _suspects(record: Record, *, refused: bool) -> list[Parameter]:
 def _never_arrives(evidence: Evidence, never: Sequence[Parameter], *, refused: bool) -> Iterator[Finding]:
     """Parameters that no gradient arrives at: cut off if the loss depends on them, and unused otherwise."""
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import cuts, unused
-    from pytest_trainloop.gradients.dependence import Dependences
+    from pytest_trainloop.instruments.gradients.dependence import Dependences
     from pytest_trainloop.recording.record import within
 
     record = evidence.run()

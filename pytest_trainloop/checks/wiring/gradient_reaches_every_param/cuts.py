@@ -18,8 +18,11 @@ import torch
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.causes import found
-from pytest_trainloop.gradients.dependence import difference, roots_before_first_step, until_stepped
-from pytest_trainloop.gradients.tolerances import CANCELLATION
+from pytest_trainloop.instruments.gradients.dependence import difference, roots_before_first_step, until_stepped
+from pytest_trainloop.instruments.gradients.tolerances import CANCELLATION
+from pytest_trainloop.instruments.tracing.cut_candidates import Candidate, Kind, Tracer
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
@@ -32,14 +35,11 @@ from pytest_trainloop.recording.torch_names import (
     PRODUCTS,
     SUBTRACTIONS,
 )
-from pytest_trainloop.tracing.cut_candidates import Candidate, Kind, Tracer
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence

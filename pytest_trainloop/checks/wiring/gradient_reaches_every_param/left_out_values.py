@@ -10,15 +10,15 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.gradients.dependence import mover
+from pytest_trainloop.instruments.gradients.dependence import mover
+from pytest_trainloop.instruments.tracing.row_tape import RowTape, changed, leads_to
 from pytest_trainloop.recording.torch_names import INDEXING, MASKING, MULTIPLICATIONS
-from pytest_trainloop.tracing.row_tape import RowTape, changed, leads_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_trainloop.instruments.tracing.row_tape import Tape, TapedCall
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.row_tape import Tape, TapedCall
 
 LEAVES_OUT = INDEXING | MASKING | MULTIPLICATIONS
 

@@ -17,21 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members, nested
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.causes import found
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cuts import search
-from pytest_trainloop.gradients.dependence import Dependences, until_stepped
-from pytest_trainloop.memory_layout import write
+from pytest_trainloop.core import members
+from pytest_trainloop.declare import nested
+from pytest_trainloop.declare.memory_layout import write
+from pytest_trainloop.instruments.gradients.dependence import Dependences, until_stepped
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.hooks import unless_suspended
-from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.nested import Path
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.nested import Path
     from pytest_trainloop.recording.record import Parameter
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

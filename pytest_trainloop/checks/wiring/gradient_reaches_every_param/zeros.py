@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.causes import found
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cuts import arriving, search
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.left_out_values import leaves_out
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.unused import declared_to_train
-from pytest_trainloop.gradients.dependence import (
+from pytest_trainloop.core import members
+from pytest_trainloop.instruments.gradients.dependence import (
     Dependences,
     moved_a_little,
     roots_before_first_step,
     until_stepped,
 )
-from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.torch_internals import has_gradient_hooks
 from pytest_trainloop.recording.torch_names import CLAMPS
 from pytest_trainloop.runs.weight_origins import pretrained
@@ -31,7 +31,7 @@ from pytest_trainloop.runs.weight_origins import pretrained
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Parameter
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 CAUSES = {
     "norm_eps_too_large": Cause(

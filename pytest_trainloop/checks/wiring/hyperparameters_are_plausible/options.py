@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.hyperparameters_are_plausible.causes import found
+from pytest_trainloop.core import members
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.torch_internals import DROPOUT_MODULES, NORM_MODULES
-from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _trains = partial(Cause, explains=TRAINING)
 _LEFT_OUT = "{names} {names:get} gradients but {names:are} in no optimizer"

@@ -45,17 +45,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.optimizer_holds_every_param.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10, steps=10, instrument="pytest_trainloop.tracing.made_at:MadeAt")
+@check(
+    needs={"run"}, causes=CAUSES, rank=10, steps=10, instrument="pytest_trainloop.instruments.tracing.made_at:MadeAt"
+)
 def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.optimizer_holds_every_param import holders
 

@@ -10,15 +10,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.wiring.optimizer_holds_every_param.causes import found
-from pytest_trainloop.finding import code_of
+from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.tracing.made_at import MadeAt, class_line
 from pytest_trainloop.runs.further_runs import longer_run
-from pytest_trainloop.tracing.made_at import MadeAt, class_line
-from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING, TRAINING
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _seen = partial(Cause, change=("seen",))
 _trains = partial(_seen, explains=TRAINING)

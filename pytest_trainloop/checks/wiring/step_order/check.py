@@ -60,13 +60,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.step_order.causes import CAUSES, found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -76,7 +76,7 @@ NOT_OF_ORDER = ("scheduler_before_optimizer", "step_taken_back")
 
 @check(needs={"fit"}, causes=CAUSES, rank=30)
 def step_order(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.records.gradient_ledger import Ledger
+    from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 
     order = None
     for finding in _rules(evidence):
@@ -87,7 +87,7 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
 
 def _rules(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.step_order import clips, further, moves, uses
-    from pytest_trainloop.records.gradient_ledger import Ledger
+    from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 
     record = evidence.run()
     ledger = Ledger(record)

@@ -8,18 +8,25 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.wiring.step_order.causes import found
-from pytest_trainloop.records.clips import bites, by_line, clips_by_site, groups_left_out, late, share_left_out
-from pytest_trainloop.records.gradient_ledger import limits
-from pytest_trainloop.wording import module_of, share, some
+from pytest_trainloop.core.wording import module_of, share, some
+from pytest_trainloop.instruments.records.clips import (
+    bites,
+    by_line,
+    clips_by_site,
+    groups_left_out,
+    late,
+    share_left_out,
+)
+from pytest_trainloop.instruments.records.gradient_ledger import limits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.records.clips import GroupLeftOut
+    from pytest_trainloop.instruments.records.gradient_ledger import Ledger, Window
     from pytest_trainloop.recording.events import ClipCall
     from pytest_trainloop.recording.record import Optimizer, Record
-    from pytest_trainloop.records.clips import GroupLeftOut
-    from pytest_trainloop.records.gradient_ledger import Ledger, Window
 
 
 def clip_findings(ledger: Ledger) -> Iterator[Finding]:

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from pytest_trainloop.checks.wiring.step_order.causes import found
-from pytest_trainloop.errors import Refused
-from pytest_trainloop.ours import holds_alone
+from pytest_trainloop.core.errors import Refused
+from pytest_trainloop.core.ours import holds_alone
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.recording.events import SchedulerStep, Step
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here, layer, place_of
-from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.guard import StopFit
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS, fit_of
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from types import FrameType
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.events import Backward, Place
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch

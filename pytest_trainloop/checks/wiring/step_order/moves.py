@@ -10,15 +10,15 @@ import torch
 
 from pytest_trainloop.checks.wiring.step_order.causes import found
 from pytest_trainloop.checks.wiring.step_order.further import line_of_write
-from pytest_trainloop.gradients.vectors import values
-from pytest_trainloop.wording import direction, some
+from pytest_trainloop.core.wording import direction, some
+from pytest_trainloop.instruments.gradients.vectors import values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.records.gradient_ledger import Ledger
     from pytest_trainloop.recording.events import Backward
-    from pytest_trainloop.records.gradient_ledger import Ledger
     from pytest_trainloop.runs.evidence import Evidence
 
 ASCENT = 1e-4

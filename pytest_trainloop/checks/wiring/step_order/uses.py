@@ -20,18 +20,18 @@ from pytest_trainloop.checks.wiring.step_order.further import (
     may_step_later,
     stops_from_other_weights,
 )
-from pytest_trainloop.errors import Refused
+from pytest_trainloop.core.errors import Refused
+from pytest_trainloop.instruments.records.clips import clips_by_site, late
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Step
-from pytest_trainloop.records.clips import clips_by_site, late
-from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.further_runs import longer_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.instruments.records.gradient_ledger import Pass, Use
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.gradient_ledger import Pass, Use
     from pytest_trainloop.runs.evidence import Evidence
 
     About = Iterator[tuple[set[int], Finding]]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.wiring.target_networks.writes import Average, Difference, WeightWrites, Write
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Record
 

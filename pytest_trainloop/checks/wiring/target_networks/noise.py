@@ -6,7 +6,6 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop import members, nested
 from pytest_trainloop.checks.wiring.target_networks.causes import found
 from pytest_trainloop.checks.wiring.target_networks.passes import (
     LEAST_CHANGE,
@@ -15,18 +14,20 @@ from pytest_trainloop.checks.wiring.target_networks.passes import (
     change_without_dropout,
     first_losses,
 )
-from pytest_trainloop.gradients.dependence import difference
-from pytest_trainloop.reach.copies import same_bits
+from pytest_trainloop.core import members
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.gradients.dependence import difference
 from pytest_trainloop.recording.source import layer
 from pytest_trainloop.runs.further_runs import longer_run
+from pytest_trainloop.runs.reach.copies import same_bits
 from pytest_trainloop.runs.run import fit_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.wiring.target_networks.passes import TargetNetwork
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 

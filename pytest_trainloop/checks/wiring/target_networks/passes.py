@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop import members, nested
-from pytest_trainloop.gradients.dependence import difference
+from pytest_trainloop.core import members
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.gradients.dependence import difference
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.function_mode import FunctionMode, aside, tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
@@ -29,7 +31,6 @@ from pytest_trainloop.recording.torch_names import DROPOUTS
 from pytest_trainloop.recording.train_mode import acts_by_mode, trains
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 from pytest_trainloop.runs.process_state import random_states, restore_random
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

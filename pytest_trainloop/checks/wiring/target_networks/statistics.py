@@ -12,14 +12,14 @@ import torch
 
 from pytest_trainloop.checks.wiring.target_networks.causes import found
 from pytest_trainloop.checks.wiring.target_networks.writes import Memory, WeightWrites, memory_of
+from pytest_trainloop.instruments.tracing.arguments import bound_arguments
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.runs.run import fit_then_evaluate
-from pytest_trainloop.tracing.arguments import bound_arguments
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
 

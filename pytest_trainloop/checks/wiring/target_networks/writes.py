@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.samples import storage_of
@@ -30,8 +32,6 @@ from pytest_trainloop.recording.torch_names import (
     MULTIPLICATIONS,
     SUBTRACTIONS,
 )
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

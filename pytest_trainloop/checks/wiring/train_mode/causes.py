@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _WHAT = "{whole:?the whole model is|module{several:?s|} {modules} {modules:are}} trained in evaluation mode"
 _ACTIVE = "runs in training mode, with module{several:?s|} {modules} active"

@@ -58,16 +58,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.train_mode.causes import CAUSES
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.registry import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-INSTRUMENT = "pytest_trainloop.tracing.dropout_in_evaluation:DropoutInEvaluation"
+INSTRUMENT = "pytest_trainloop.instruments.tracing.dropout_in_evaluation:DropoutInEvaluation"
 
 
 def _no_modes(evidence: Evidence) -> str:

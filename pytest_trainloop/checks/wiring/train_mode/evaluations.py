@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytest_trainloop import members, nested
 from pytest_trainloop.checks.wiring.train_mode.causes import found
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.dropout_in_evaluation import DropoutInEvaluation, digest_of, rows_repeat
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.events import Backward, Event, Move, Step
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
@@ -27,16 +30,14 @@ from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
 from pytest_trainloop.runs.run import fit_then_evaluate
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation, digest_of, rows_repeat
-from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
 
-    from pytest_trainloop.finding import Finding, Level, UserError
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding, Level, UserError
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.events import Forward
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch

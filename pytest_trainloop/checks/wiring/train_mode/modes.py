@@ -14,20 +14,20 @@ from torch import nn
 
 from pytest_trainloop.checks.wiring.train_mode.causes import found
 from pytest_trainloop.checks.wiring.train_mode.evaluations import phases, trained_on
-from pytest_trainloop.gradients.dependence import difference
+from pytest_trainloop.instruments.gradients.dependence import difference
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.train_mode import trains
-from pytest_trainloop.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
-from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Iterable, Iterator, Set
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

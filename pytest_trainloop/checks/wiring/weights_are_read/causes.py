@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.registry import Cause, finding_maker
+from pytest_trainloop.core.registry import Cause, finding_maker
 
 _LEARNING = ("overfit_one_batch", "update_ratio", "loss_at_init")
 

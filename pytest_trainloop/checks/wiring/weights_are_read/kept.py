@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
 from pytest_trainloop.checks.wiring.weights_are_read.causes import found
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.call_log import Calls
 from pytest_trainloop.recording import torch_names as functions
 from pytest_trainloop.runs.batch_stream import first_batches
-from pytest_trainloop.tracing.call_log import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.finding import Finding
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.call_log import Call, Value
 
 BATCHES = 3
 """Batches that are looked at."""

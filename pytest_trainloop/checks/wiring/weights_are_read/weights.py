@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from pytest_trainloop import members
 from pytest_trainloop.checks.wiring.weights_are_read.causes import found
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.dependence import difference, mover
-from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.gradients.vectors import values
-from pytest_trainloop.optimizers.spacing import spacings
-from pytest_trainloop.paths import BUILD_CALLER, FIT_CALLER
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.paths import BUILD_CALLER, FIT_CALLER
+from pytest_trainloop.instruments.gradients.dependence import difference, mover
+from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
+from pytest_trainloop.instruments.gradients.vectors import values
+from pytest_trainloop.instruments.optimizers.spacing import spacings
+from pytest_trainloop.instruments.tracing.mode import WatchingMode
+from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.source import here, layer, place_of
 from pytest_trainloop.recording.torch_names import ATTRIBUTES, AUTOGRAD_CALLS, CONSTANT_ATTRIBUTES, SIZES
-from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.recording.watch import Watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop import Padding, TrainLoop
 from tests.loops import data
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair

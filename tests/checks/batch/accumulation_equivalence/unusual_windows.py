@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop import Padding, TrainLoop
 from tests.checks.batch.accumulation_equivalence.unusual_accumulation import windows
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd

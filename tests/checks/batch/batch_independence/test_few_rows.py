@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.batch.batch_independence.few_rows import few_rows
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.core.errors import CannotDecide
 
 
 def rows_of(batch, sizes=(), **fields):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import Padding, Roles, TrainLoop
+from pytest_trainloop import Padding, Roles, TrainLoop
 from tests.loops.pairs import pair
 
 PAD, EOS, VOCAB, LENGTH = 0, 1, 16, 10

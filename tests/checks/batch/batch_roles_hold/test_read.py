@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.errors import UsageError
-from pytest_trainloop.loop import Padding, Roles
+from pytest_trainloop import Padding, Roles, UsageError
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.batch.batch_roles_hold.faults import PAD, Causal, answer_loss, answers, loop
 from tests.checks.batch.batch_roles_hold.unusual import Attending, next_token, texts
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from pytest_trainloop.loop import Padding, Roles, TrainLoop
+from pytest_trainloop import Padding, Roles, TrainLoop
 from tests.checks.batch.batch_roles_hold.faults import (
     EOS,
     LENGTH,

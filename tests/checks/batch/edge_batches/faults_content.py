@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop import Padding, TrainLoop
 from tests.checks.batch.edge_batches.faults_rows import CHECK, Trainer, epochs
 from tests.loops import data
 from tests.loops.nets import GPT

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop import Padding, TrainLoop
 from tests.checks.batch.edge_batches.unusual_sizes import training
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.loops.corpus import PAIRS
 
 SMALL = ("logistic_loss_on_labels_of_0_and_1", "last_row_cut_off", "first_row_taken_for_the_first_output")

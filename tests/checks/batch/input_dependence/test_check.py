@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop import TrainLoop, UsageError, check_loop
 from tests.loops import data
 from tests.loops.plain import loop
 

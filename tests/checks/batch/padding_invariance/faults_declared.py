@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import Padding
+from pytest_trainloop import Padding
 from tests.checks.batch.padding_invariance.faults_attention import causal
 from tests.checks.batch.padding_invariance.faults_loss import (
     KEYS,

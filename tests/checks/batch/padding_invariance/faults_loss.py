@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import Padding
+from pytest_trainloop import Padding
 from tests.loops.padded_texts import PAD, loop, texts
 from tests.loops.pairs import pair
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.batch.padding_invariance.faults_ids import texts
 from tests.loops.odd import odd
 from tests.loops.several_texts import trained

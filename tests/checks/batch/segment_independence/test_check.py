@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.loop import Roles
+from pytest_trainloop import Roles
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.batch.segment_independence import faults_documents, faults_graphs, unusual_graphs
 from tests.loops.corpus import PAIRS
 

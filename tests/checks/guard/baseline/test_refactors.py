@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.guard.baseline.refactors import REFACTORS
 from tests.helpers.findings import described
 

@@ -6,9 +6,8 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import check_loop
+from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.checks.learning.activations_alive.units import Units
-from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from tests.checks.learning.activations_alive.faults import Net, loop
 from tests.loops import data

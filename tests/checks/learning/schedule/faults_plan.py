@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import GPT, lm_loss, mlp
 from tests.loops.pairs import pair

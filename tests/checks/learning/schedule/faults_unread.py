@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.learning.schedule.faults import trained
 from tests.loops import data
 from tests.loops.nets import mlp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.learning.schedule.faults_empty_groups import Net, Policy, by_part, by_prefix, trained
 from tests.loops.odd import odd
 

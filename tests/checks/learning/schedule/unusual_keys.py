@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.learning.schedule.unusual import sgd, trained
 from tests.loops import data
 from tests.loops.nets import mlp

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import mlp
 from tests.loops.odd import odd

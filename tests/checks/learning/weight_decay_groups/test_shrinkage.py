@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
 from pytest_trainloop.checks.learning.weight_decay_groups.rules import shrinkage
-from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from tests.checks.learning.weight_decay_groups.language_model import Model, lm_loss
 from tests.loops import data

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.learning.weight_decay_groups.faults_filters import Vision, by_list, by_type, two_groups
 from tests.checks.learning.weight_decay_groups.language_model import Model, RMSNorm, loop, train
 from tests.loops import data

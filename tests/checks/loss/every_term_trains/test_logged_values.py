@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.helpers.findings import described
 from tests.loops.nets import mlp
 

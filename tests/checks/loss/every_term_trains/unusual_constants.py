@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.loss.every_term_trains.unusual import trained
 from tests.loops.nets import mlp
 from tests.loops.odd import odd

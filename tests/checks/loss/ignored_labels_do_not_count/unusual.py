@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop import Padding, TrainLoop
 from tests.checks.loss.ignored_labels_do_not_count.faults import Tagger, generator, tagged
 from tests.loops.odd import odd
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.loops.plain import cross_entropy, loop
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError
-from pytest_trainloop.api import check_loop
 from pytest_trainloop.checks.loss.loss_components.weights import terms
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.frontends.api import check_loop
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops import data
 from tests.loops.nets import mlp

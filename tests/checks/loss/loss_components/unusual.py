@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_components.faults import Variational, elbo_terms
 from tests.loops import data
 from tests.loops.nets import CharLSTM, mlp, relu_mlp

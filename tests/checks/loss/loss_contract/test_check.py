@@ -2,10 +2,10 @@
 
 import pytest
 
+from pytest_trainloop import Finding
 from pytest_trainloop.checks.loss.loss_contract.calls import CallSite, LossCalls
 from pytest_trainloop.checks.loss.loss_contract.check import loss_contract
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.runs.weight_origins import pretrained
 from tests.helpers.records import FakeEvidence, record
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.loss.loss_contract.faults_label_shifts import given, moved_on_again, tuned
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_contract.faults_values import loop
 from tests.loops import data
 from tests.loops.nets import mlp

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.helpers.stand_ins import (
     monai,
     pytorch_metric_learning,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.pairs import pair
 

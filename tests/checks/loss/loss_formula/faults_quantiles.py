@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_formula.faults_likelihoods import regression
 from tests.loops.nets import relu_mlp
 from tests.loops.pairs import pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 

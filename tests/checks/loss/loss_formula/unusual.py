@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_formula.faults_boxes import areas, corners_of, detector, intersection
 from tests.checks.loss.loss_formula.faults_classification import classifier
 from tests.checks.loss.loss_formula.faults_distances import regression, segmenter

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_formula.unusual_fields import Coder, divergence, trained
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_formula.unusual_fields import trained, views
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import GPT, lm_loss
 

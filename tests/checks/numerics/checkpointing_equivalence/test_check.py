@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop, observe
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.check import checkpointing_equivalence
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import plain_name
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.frontends.api import check_loop, observe
 from pytest_trainloop.recording import torch_internals
 from pytest_trainloop.runs.evidence import Evidence
 

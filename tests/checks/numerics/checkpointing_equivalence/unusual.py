@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import curves, fresh, points, tokens

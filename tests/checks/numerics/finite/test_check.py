@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_trainloop.checks.numerics.finite.check import finite
+from pytest_trainloop.instruments.tracing.nonfinite import BadStep, MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
 from pytest_trainloop.recording.events import Place, TensorSample
-from pytest_trainloop.tracing.nonfinite import BadStep, MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 HERE = Place("model.py", 9, "x = a / b")

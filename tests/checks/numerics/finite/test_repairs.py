@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_trainloop.records.nonfinite_repairs import repair_of
+from pytest_trainloop.instruments.records.nonfinite_repairs import repair_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.numerics.grad_scaler.faults_clips_and_updates import clip, right, scaled, tabular_net
 from tests.loops import data
 from tests.loops.nets import GPT, lm_loss, mlp

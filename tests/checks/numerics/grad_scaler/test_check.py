@@ -12,7 +12,7 @@ from pytest_trainloop.checks.numerics.grad_scaler import rescaled
 from pytest_trainloop.checks.numerics.grad_scaler.calls import call_order, joined, traces
 from pytest_trainloop.checks.numerics.grad_scaler.check import grad_scaler
 from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
-from pytest_trainloop.records.gradient_ledger import Ledger
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.runs.further_runs import longer_run
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence

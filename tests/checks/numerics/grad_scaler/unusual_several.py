@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.numerics.grad_scaler.unusual_scales import classifier, loss_of, train_plainly
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd

@@ -11,8 +11,8 @@ from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.checks.numerics.optimizer_numerics import repeated_steps
 from pytest_trainloop.checks.numerics.optimizer_numerics.check import optimizer_numerics
 from pytest_trainloop.checks.numerics.optimizer_numerics.watched_steps import FirstSteps, OptimizerStart
-from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.optimizers.replay import ENTRYWISE, Group, Member, Snapshot
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.instruments.optimizers.replay import ENTRYWISE, Group, Member, Snapshot
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 

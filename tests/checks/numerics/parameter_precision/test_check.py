@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.api import observe
 from pytest_trainloop.checks.numerics.parameter_precision.check import parameter_precision
 from pytest_trainloop.checks.numerics.parameter_precision.runs import low_values
-from pytest_trainloop.gradients.dependence import Dependence, Dependences
-from pytest_trainloop.optimizers.float32_twin import Float32Twins
-from pytest_trainloop.optimizers.lost_updates import LostUpdates, RepeatedSteps
+from pytest_trainloop.frontends.api import observe
+from pytest_trainloop.instruments.gradients.dependence import Dependence, Dependences
+from pytest_trainloop.instruments.optimizers.float32_twin import Float32Twins
+from pytest_trainloop.instruments.optimizers.lost_updates import LostUpdates, RepeatedSteps
 from pytest_trainloop.recording.events import Move, TensorSample
 from tests.checks.numerics.parameter_precision.unusual import frozen_bf16_reference_of_the_same_shape
 from tests.helpers.records import FakeEvidence, parameter, record

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributions import Normal
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop
 from pytest_trainloop.checks.numerics.precision_parity import operations, runs
 from pytest_trainloop.checks.numerics.precision_parity.check import precision_parity
 from pytest_trainloop.checks.numerics.precision_parity.modes import Choices
 from pytest_trainloop.checks.numerics.precision_parity.operations import Aligned, Operation, OpLog, Sample
 from pytest_trainloop.checks.numerics.precision_parity.runs import Parity, TensorErrors
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.frontends.api import check_loop
 from pytest_trainloop.recording.events import Place, TensorSample
 from pytest_trainloop.recording.watch import Watch
 from tests.helpers.records import FakeEvidence, parameter, record

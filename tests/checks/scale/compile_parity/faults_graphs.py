@@ -7,7 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.scale.compile_parity.compiled_loops import BACKEND, CHECK, Classifier, batches, compiling, plain
 from tests.loops.pairs import pair
 

@@ -7,8 +7,8 @@ import multiprocessing
 import pytest
 import torch
 
-from pytest_trainloop.api import check_loop
 from pytest_trainloop.checks.scale.compile_parity import parity
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.scale.compile_parity.compiled_loops import BACKEND, CHECK, Classifier, compiling, plain
 
 

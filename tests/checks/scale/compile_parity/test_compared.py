@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.scale.compile_parity.compared import Course
-from pytest_trainloop.loop import TrainLoop
 
 
 def course_of(gradient, other=None, *, lr=0.1):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.scale.compile_parity.compiled_loops import BACKEND, Classifier, batches, plain, steps
 from tests.loops import data
 from tests.loops.nets import GPT, lm_loss

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.scale.distributed_equivalence.faults_ranks import average, begin_alike, network, plain_fit
 from tests.loops import data
 from tests.loops.pairs import pair

@@ -4,11 +4,11 @@ import pytest
 
 from pytest_trainloop.checks.scale.distributed_equivalence.own_batches import of_ending
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult, results_of
-from pytest_trainloop.errors import CannotDecide, UserCodeError
-from pytest_trainloop.finding import UserError
-from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Other, Rank
+from pytest_trainloop.core.errors import CannotDecide, UserCodeError
+from pytest_trainloop.core.finding import UserError
 from pytest_trainloop.recording.events import Place, Raised
 from pytest_trainloop.recording.record import Record
+from pytest_trainloop.runs.ranks.facts import Collective, Hang, Launch, Other, Rank
 
 UNREDUCED = "Expected to have finished reduction in the prior iteration before starting a new one."
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data, nets
 from tests.loops.odd import odd
 

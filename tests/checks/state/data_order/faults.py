@@ -21,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.loaders import ROWS, stored, trains_on
 from tests.loops.nets import mlp

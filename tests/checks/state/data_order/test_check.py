@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from pytest_trainloop import observe
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.loops.loaders import ROWS, stored, trains_on
 
 

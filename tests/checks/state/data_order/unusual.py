@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.loaders import ROWS, stored, trains_on
 from tests.loops.nets import mlp

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_trainloop.checks.state.determinism.check import determinism
 from pytest_trainloop.checks.state.determinism.repeat import Difference, Repetition, repetition
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from tests.helpers.records import FakeEvidence, parameter, record
 
 

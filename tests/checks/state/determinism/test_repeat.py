@@ -11,7 +11,7 @@ from torch import nn
 
 from pytest_trainloop.checks.state.determinism import repeat
 from pytest_trainloop.checks.state.determinism.repeat import first_difference, repetition
-from pytest_trainloop.errors import TimeRanOut
+from pytest_trainloop.core.errors import TimeRanOut
 from pytest_trainloop.recording.events import Backward, Step, TensorSample
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.record_builder import RecordBuilder

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop import TrainLoop, UsageError
+from pytest_trainloop.frontends.api import check_loop
 from tests.loops import data
 
 GREEN = 9

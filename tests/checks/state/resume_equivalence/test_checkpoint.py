@@ -9,7 +9,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import Checkpoint
-from pytest_trainloop.fields import is_folder, path_parameter
+from pytest_trainloop.declare.fields import is_folder, path_parameter
 
 
 def loop(save, load):

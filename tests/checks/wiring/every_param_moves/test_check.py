@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_trainloop.checks.wiring.every_param_moves.check import every_param_moves
-from pytest_trainloop.gradients.dependence import Dependence, Dependences
+from pytest_trainloop.instruments.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.recording.events import TensorSample
 from pytest_trainloop.runs.further_runs import float64_run
 from tests.helpers.record_builder import RecordBuilder

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.wiring.every_param_moves.faults_zero import zero_biases
 from tests.loops import data
 from tests.loops.nets import mlp

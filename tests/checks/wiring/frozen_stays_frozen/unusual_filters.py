@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.wiring.frozen_stays_frozen.faults_filters import freeze_below, freeze_listed, tagged
 from tests.loops.odd import odd
 

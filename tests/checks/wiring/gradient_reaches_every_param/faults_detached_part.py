@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Normal
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import TwoTower, lm_loss, mlp
 from tests.loops.pairs import pair

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gradient_reaches_every_param
-from pytest_trainloop.gradients.dependence import Dependence, Dependences
+from pytest_trainloop.instruments.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.recording.events import Move, Raised
 from tests.helpers.records import HERE, ONE, ZERO, FakeEvidence, parameter, record
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.api import check_loop
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gradient_reaches_every_param
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cuts import stopped_on
+from pytest_trainloop.frontends.api import check_loop
 from pytest_trainloop.recording.events import Place
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.tiny_loops import BODY, HEAD, evidence

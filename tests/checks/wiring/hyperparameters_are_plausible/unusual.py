@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.checks.wiring.hyperparameters_are_plausible.faults import TwoStreams, classifier, dense, stepped_by
 from tests.loops import data
 from tests.loops.odd import odd

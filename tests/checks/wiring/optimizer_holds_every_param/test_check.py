@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_trainloop.checks.wiring.optimizer_holds_every_param.check import optimizer_holds_every_param
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.recording.record import Record
 from tests.helpers.records import ONE, ZERO, FakeEvidence, parameter, record
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import GPT, AutoEncoder, CharLSTM, lm_loss, mlp
 from tests.loops.pairs import pair

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_trainloop.checks.wiring.step_order.check import step_order
 from pytest_trainloop.checks.wiring.step_order.further import untrained
-from pytest_trainloop.records.gradient_ledger import LOGGED_NORM
+from pytest_trainloop.instruments.records.gradient_ledger import LOGGED_NORM
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
 

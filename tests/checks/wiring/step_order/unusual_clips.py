@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import GPT, CharLSTM, lm_loss, mlp
 from tests.loops.odd import odd

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop.api import check_loop
+from pytest_trainloop.frontends.api import check_loop
 from tests.checks.wiring.target_networks.faults import dqn
 from tests.helpers.findings import described, named
 

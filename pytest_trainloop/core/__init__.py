@@ -1,0 +1,1 @@
+"""What everything else uses: findings, errors, reports, names of places."""

@@ -1,0 +1,257 @@
+"""The registry of checks: a check is a function from evidence to findings, plus data about it.
+
+Every ``checks/<family>/<name>/check.py`` is imported, and registers the check of its folder's name. None of these files
+imports torch at module top.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_trainloop.core.wording import filled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pytest_trainloop.core.finding import Finding
+
+    Property = Callable[..., Iterable[Finding]]
+    Absent = Callable[[Any], str]
+
+Judged = Literal["loop", "loss"]
+"""What a check judges: a ``TrainLoop``, or a ``LossContract``."""
+
+Status = Literal["stable", "preview"]
+"""A preview cause is reported with ``--trainloop-preview`` only: no public case of it is known, or it may change."""
+
+Part = Literal[
+    "seen",
+    "optimizer",
+    "group",
+    "step",
+    "freeze",
+    "scheduler",
+    "scaler",
+    "loader",
+    "cast",
+    "module",
+    "layer",
+    "forward",
+    "backward",
+]
+"""What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
+built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
+operation lies in; the ``forward`` that holds the parameters and the optimizer's ``step``, where they are the project's
+own; the first backward pass."""
+
+FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
+"""The families in causal order: a fault in an earlier one may explain failures in a later one.
+
+Each is a folder in ``checks``, except "project", the family of checks that are registered elsewhere."""
+
+_CHECKS = "pytest_trainloop.checks"
+
+STEPS = 20
+"""Bare optimizer steps that a check costs where it does not say how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One fault that a check can name."""
+
+    proof: str
+    """The observation that separates this cause from its neighbours."""
+    repair: str = ""
+    """What to write, one line first, then alternatives. A finding that knows more of the loop gives its own."""
+    change: tuple[Part, ...] = ()
+    """Which line is to change, the first of these that is known. A finding that knows it gives its own."""
+    do_not: str = ""
+    """A common repair that only silences the check, and why."""
+    settle: str = ""
+    """What to declare where an observation may be meant: shown with advice."""
+    explains: tuple[str, ...] = ()
+    """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
+    summary: str = ""
+    """The first sentence of its findings: a template over their facts (``wording.filled``), as the next two are."""
+    measured: str = ""
+    shown_by: str = ""
+    """The proof, where it is empty."""
+    variants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Other texts of findings of this cause, by the name that ``found`` is given."""
+    source: str = ""
+    """The address of a public issue, pull request, paper or documentation page where it happened."""
+    status: Status = "stable"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One registered check."""
+
+    name: str
+    decide: Property
+    family: str
+    rank: int
+    needs: frozenset[str]
+    """Fields of its subject without which it is skipped; "fit" is met by ``fit`` or ``step``."""
+    causes: Mapping[str, Cause]
+    page: str
+    """Its rule page: the docstring of its module, or for a project's check of its function."""
+    module: str
+    subject: Judged = "loop"
+    options: tuple[str, ...] = ()
+    """Keywords that its function takes besides the evidence, as a project may set them."""
+    instrument: str = ""
+    """What ``observe()`` opens during its single run for this check, as ``module:class``."""
+    names: str = "operation"
+    """What a name among a finding's culprits is that is no parameter, buffer, module, input or call."""
+    long: bool = False
+    """Whether it makes long runs: it is not asked what made ``fit`` raise."""
+    steps: int = STEPS
+    """What it costs on a right loop beside the watched run, in bare optimizer steps, by order of magnitude."""
+    absent: Absent | None = None
+    """Says, of a loop on which it found nothing, why there was nothing of its kind to look at; empty if there was."""
+
+    @property
+    def worth(self) -> float:
+        """Causes that it can name for each step that it costs: what a budget of time goes by."""
+        return len(self.causes) / (1 + self.steps)
+
+    @property
+    def proofs(self) -> dict[str, str]:
+        """The observation behind each cause, as failure texts show it."""
+        return {slug: cause.proof for slug, cause in self.causes.items()}
+
+    @property
+    def previews(self) -> frozenset[str]:
+        """Its causes that are reported with ``--trainloop-preview`` only."""
+        return frozenset(slug for slug, cause in self.causes.items() if cause.status == "preview")
+
+    @property
+    def headline(self) -> str:
+        """The first line of the rule page."""
+        return self.page.strip().partition("\n")[0].rstrip(".")
+
+
+WORDED = frozenset({"summary", "measured", "shown_by", "repair", "tried", "do_not"})
+"""The texts of a finding that a variant of its cause may word otherwise."""
+
+GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by", "smallest", "composition"})
+"""Fields of a finding that whoever finds it may know better than its cause."""
+
+
+def finding_maker(causes: Mapping[str, Cause]) -> Callable[..., Finding]:
+    """A function that makes the findings of these causes.
+
+    ``found("stepped_twice", step, names, steps=12)`` takes the cause, where it was seen (an event, or a place), the
+    culprits, and the facts of its templates; ``variant`` names other texts of the cause. ``level=`` and the like are
+    fields of the finding.
+    """
+
+    def found(cause: str, at: Any, culprits: Iterable[str] = (), variant: str = "", **facts: Any) -> Finding:
+        from pytest_trainloop.core.finding import Finding
+
+        known = causes[cause]
+        given = {name: facts.pop(name) for name in GIVEN & facts.keys()}
+        facts["names"] = names = tuple(culprits)
+        texts = {name: getattr(known, name) for name in ("summary", "measured", "shown_by")}
+        texts |= known.variants[variant] if variant else {}
+        words = {name: filled(text, facts) for name, text in texts.items()}
+        words["shown_by"] = words["shown_by"] or known.proof
+        where = str(getattr(at, "place", at) or "")
+        return Finding(**{"cause": cause, "culprits": names, "where": where, **words, **given})
+
+    return found
+
+
+_registered: dict[str, Check] = {}
+
+
+def check(
+    *,
+    causes: Mapping[str, str | Cause],
+    needs: Iterable[str] = (),
+    rank: int = 100,
+    subject: Judged = "loop",
+    instrument: str = "",
+    names: str = "operation",
+    long: bool = False,
+    steps: int = STEPS,
+    absent: Absent | None = None,
+) -> Callable[[Property], Property]:
+    """Register a function from evidence to findings as a check of the function's name.
+
+    Its keyword-only parameters are options that a project may set, as in ``overfit_one_batch={"steps": 400}``.
+
+    ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a finding
+    of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a
+    loss function. ``instrument`` names what must record during the single run of ``observe()``, as ``module:class``.
+    ``names`` says what a culprit is that is no parameter, buffer, module, input or call: "attribute" of the state of a
+    loop. ``steps`` is what the check costs on a right loop beside the watched run, in bare optimizer steps: with the
+    number of its causes it says what is left out first where time is short. ``absent`` is asked where the check found
+    nothing: a function from evidence to the reason why the loop has nothing of the check's kind ("no GradScaler is
+    called"), or to an empty text if it has. With a reason the check does not apply; without one it passed. Raises
+    ``ValueError`` for a name that another module has registered, and for no causes.
+
+    >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
+    ... def steps_at_all(evidence): ...
+    """
+    if not causes:
+        raise ValueError("a check needs at least one cause: causes={'slug': 'the observation that proves it'}")
+
+    def register(function: Property) -> Property:
+        name, module = function.__name__, function.__module__
+        earlier = _registered.get(name)
+        if earlier is not None and earlier.module != module:
+            raise ValueError(f"a check named {name!r} is already registered by {earlier.module}")
+        ours = module.startswith(f"{_CHECKS}.")
+        parameters = inspect.signature(function).parameters.values()
+        page = inspect.getdoc(inspect.getmodule(function) if ours else function)
+        _registered[name] = Check(
+            name=name,
+            decide=function,
+            family=module.split(".")[2] if ours else "project",
+            rank=rank,
+            needs=frozenset(needs),
+            causes={slug: Cause(given) if isinstance(given, str) else given for slug, given in causes.items()},
+            page=page or name,
+            module=module,
+            subject=subject,
+            options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+            instrument=instrument,
+            names=names,
+            long=long,
+            steps=steps,
+            absent=absent,
+        )
+        return function
+
+    return register
+
+
+def registered() -> dict[str, Check]:
+    """Every check by name, in causal order: ours, and those that the project has registered so far."""
+    _import_ours()
+    return dict(sorted(_registered.items(), key=lambda kv: (*_place(kv[1]), kv[0])))
+
+
+@functools.cache
+def _import_ours() -> None:
+    """Once a process: to read the folders takes longer than some checks."""
+    for family in pkgutil.iter_modules(importlib.import_module(_CHECKS).__path__, f"{_CHECKS}."):
+        for found in pkgutil.iter_modules(importlib.import_module(family.name).__path__, f"{family.name}."):
+            if found.ispkg:
+                importlib.import_module(f"{found.name}.check")
+
+
+def of(subject: Judged) -> dict[str, Check]:
+    """The checks that judge one kind of subject, in causal order."""
+    return {name: check for name, check in registered().items() if check.subject == subject}
+
+
+def _place(check: Check) -> tuple[bool, int, int]:
+    return check.subject == "loss", FAMILIES.index(check.family), check.rank

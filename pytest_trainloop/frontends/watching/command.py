@@ -1,0 +1,73 @@
+"""What ``python -m pytest_trainloop`` does: run, watch, judge, say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.core.errors import UsageError
+from pytest_trainloop.core.report import files
+from pytest_trainloop.frontends.watching import options as command_line
+from pytest_trainloop.frontends.watching.outcome import refuse
+from pytest_trainloop.views.htmlreport import missing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.declare.selection import Plan
+    from pytest_trainloop.frontends.watching.options import Options
+
+
+def command(args: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    try:
+        options = command_line.read(args)
+        plan = _plan(options)
+        _require_places(options)
+    except UsageError as error:
+        return refuse(str(error))
+    from pytest_trainloop.frontends.watching.session import Session
+
+    return Session(options, plan).run()
+
+
+def _plan(options: Options) -> Plan:
+    """Which checks judge. Raises ``UsageError`` for a name that no check has."""
+    from pytest_trainloop.core.registry import of
+    from pytest_trainloop.declare.selection import Selection, choose
+
+    known = {name: tuple(check.causes) for name, check in of("loop").items()}
+    skip: dict[str, str] = {}
+    for line in options.skip:
+        name, colon, reason = line.partition(": ")
+        if not colon or not reason.strip():
+            raise UsageError(f"--trainloop-skip={line!r}: 'name: why' is needed, with a blank after the colon")
+        skip[name.strip()] = reason.strip()
+    selections = (
+        Selection(where="--trainloop-only", only=list(options.only) or None),
+        Selection(where="--trainloop-skip", skip=skip),
+    )
+    return choose(known, *selections, strict=options.strict)
+
+
+def _require_places(options: Options) -> None:
+    """Raise ``UsageError`` for a file that is not to be written: it is known before the script runs for long."""
+    if options.write_test and Path(options.write_test).exists():
+        raise UsageError(f"--write-test={options.write_test}: this file exists, and is not overwritten; name another")
+    if options.write_test and not options.write_test.endswith(".py"):
+        raise UsageError(f"--write-test={options.write_test}: a file name that ends in .py is needed")
+    if options.write_test and not (Path.cwd() / options.write_test).parent.is_dir():
+        folder = Path(options.write_test).parent
+        raise UsageError(
+            f"--write-test={options.write_test}: there is no folder {folder}; make it first, or name another"
+        )
+    for option, file in (
+        ("--write-test", options.write_test),
+        ("--trainloop-json", options.json),
+        ("--trainloop-sarif", options.sarif),
+        ("--trainloop-report", options.report),
+    ):
+        if file and (refusal := files.refusal(Path.cwd() / file)):
+            raise UsageError(f"{option} is {file!r}, {refusal}")
+    if options.report and (packages := missing()):
+        raise UsageError(f"--trainloop-report needs {packages}")

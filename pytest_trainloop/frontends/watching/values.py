@@ -1,0 +1,247 @@
+"""Values of a running script as source code: what can be written down, and what cannot."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import inspect
+import itertools
+import math
+import pathlib
+import sys
+import types
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, default_collate
+
+from pytest_trainloop.core.ours import is_ours
+from pytest_trainloop.core.whose import project_may_raise
+from pytest_trainloop.declare import nested
+
+LONGEST = 2000
+"""Characters of one value: longer ones are data."""
+
+MOST_ROWS = 8
+"""Rows of a batch that is made up."""
+
+BATCHES = 16
+"""Batches that are made up."""
+
+LOOKED_AT = 8
+"""Batches of the script's own that are looked at for the range of whole numbers."""
+
+FEW_NUMBERS = 1000
+"""Different whole numbers that floating-point targets hold, at most."""
+
+_WORDS = (bool, int, str, bytes, type(None), type(...))
+
+
+class Unknown(Exception):
+    """A value that cannot be written down; the message says which."""
+
+
+class Imports:
+    """The imports that the written code needs, by the name that it uses."""
+
+    def __init__(self, script: types.ModuleType, alias: str) -> None:
+        self._script = script
+        self._alias = alias
+        self.lines: dict[str, None] = {}
+        self.script_used = False
+
+    def module(self, module: types.ModuleType) -> str:
+        """The module's full name, imported."""
+        if module is self._script:
+            self.script_used = True
+            return self._alias
+        self.lines[f"import {module.__name__}"] = None
+        return module.__name__
+
+    def named(self, thing: Any) -> str:
+        """A function or class by its own name in the module that defines it. Raises ``Unknown`` where it is found by no
+        name, as a local function."""
+        name, home = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", None)
+        module = sys.modules.get(home or "")
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if module is None or found is not thing:
+            raise Unknown(name or repr(thing)[:60])
+        if home == "builtins":
+            return name
+        if name == "Accelerator" and str(home).partition(".")[0] == "accelerate":
+            self.lines["from pytest_trainloop.adapters import fresh_accelerator"] = None
+            return "fresh_accelerator"  # a second one in a process does not take other settings
+        return f"{self.module(_shortest(module, name, thing))}.{name}"
+
+
+def _shortest(module: types.ModuleType, name: str, thing: Any) -> types.ModuleType:
+    """The outermost package that offers the thing by the same name: ``torch.optim`` of ``torch.optim.adam``."""
+    parts = module.__name__.split(".")
+    for count in range(1, len(parts)):
+        package = sys.modules.get(".".join(parts[:count]))
+        with warnings.catch_warnings(), project_may_raise():
+            warnings.simplefilter("ignore")
+            if getattr(package, name, None) is thing:  # which some packages load only when asked
+                return package or module
+    return module
+
+
+def code_of(value: Any, imports: Imports) -> str:
+    """An expression that gives an equal value. Raises ``Unknown``."""
+    text = _code(value, imports)
+    if len(text) > LONGEST:
+        raise Unknown(f"{type(value).__name__} of {len(text)} characters")
+    return text
+
+
+def _code(value: Any, imports: Imports) -> str:
+    if is_ours(value) and not isinstance(value, type) and not inspect.isroutine(value):
+        raise Unknown(type(value).__name__)
+    if isinstance(value, enum.Enum):
+        return f"{imports.named(type(value))}.{value.name}"
+    if type(value) in _WORDS:
+        return repr(value)
+    if type(value) is float:
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    if type(value) in (list, tuple, set, frozenset):
+        return _sequence(value, imports)
+    if type(value) is dict:
+        return "{" + ", ".join(f"{_code(k, imports)}: {_code(v, imports)}" for k, v in value.items()) + "}"
+    if isinstance(value, torch.Size):
+        return f"torch.Size({list(value)})"
+    if isinstance(value, torch.device):
+        imports.lines["import torch"] = None
+        return f'torch.device("{value}")'
+    if isinstance(value, torch.dtype):
+        imports.lines["import torch"] = None
+        return str(value)
+    if isinstance(value, pathlib.PurePath):
+        imports.lines["import pathlib"] = None
+        return f"pathlib.Path({str(value)!r})"
+    if isinstance(value, types.ModuleType):
+        return imports.module(value)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return imports.named(value)
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return _keywords(value, vars(value), imports)
+    if dataclasses.is_dataclass(value):
+        return _keywords(value, _not_default(value), imports)
+    raise Unknown(type(value).__name__)
+
+
+def _not_default(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have other values than they have by themselves."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.init and (type(own) is not type(default) or own != default):
+            found[field.name] = own
+    return found
+
+
+def _sequence(value: Any, imports: Imports) -> str:
+    inner = ", ".join(_code(item, imports) for item in value)
+    if isinstance(value, list):
+        return f"[{inner}]"
+    if isinstance(value, tuple):
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    return f"{type(value).__name__}([{inner}])"
+
+
+def _keywords(value: Any, given: dict[str, Any], imports: Imports) -> str:
+    inner = ", ".join(f"{name}={_code(item, imports)}" for name, item in given.items())
+    return f"{imports.named(type(value))}({inner})"
+
+
+def loader_code(loader: Any, imports: Imports) -> str:
+    """An expression that makes a DataLoader over made-up data of the same kind: the same nest, dtypes and shapes, whole
+    numbers from the range that was seen in its first batches. Raises ``Unknown``, and what the loader raises."""
+    seen = list(itertools.islice(loader, LOOKED_AT))
+    if not seen:
+        raise Unknown("a loader that gives nothing")
+    imports.lines["import torch.utils.data"] = None
+    batch = seen[0]
+    rows = next((t.shape[0] for _, t in nested.paths(batch) if t.dim()), 0)
+    ranges = _ranges(seen)
+    by_rows = (
+        rows
+        and loader.collate_fn is default_collate
+        and all(t.dim() and t.shape[0] == rows for _, t in nested.paths(batch))
+    )
+    if not by_rows:
+        made = _Made(imports, ranges, rows, keep=True).code(batch)
+        return f"torch.utils.data.DataLoader([{made} for _ in range({BATCHES})], batch_size=None)"
+    made = _Made(imports, ranges, rows, keep=False).code(batch)
+    shuffle = ", shuffle=True" if isinstance(loader.sampler, RandomSampler) else ""
+    dropped = ", drop_last=True" if loader.drop_last else ""
+    size = min(rows, MOST_ROWS)
+    return (
+        f"torch.utils.data.DataLoader([{made} for _ in range({BATCHES * size})], batch_size={size}{shuffle}{dropped})"
+    )
+
+
+def _ranges(batches: list[Any]) -> dict[Any, tuple[float, float]]:
+    """The smallest and the largest entry of each tensor by its path, over several batches."""
+    found: dict[Any, tuple[float, float]] = {}
+    for batch in batches:
+        for path, tensor in nested.paths(batch):
+            if tensor.numel() and not tensor.is_complex():
+                low, high = float(tensor.min()), float(tensor.max())
+                known = found.get(path, (low, high))
+                found[path] = min(low, known[0]), max(high, known[1])
+    return found
+
+
+class _Made:
+    """Code for made-up batches, or for single rows of them."""
+
+    def __init__(self, imports: Imports, ranges: dict[Any, tuple[float, float]], rows: int, *, keep: bool) -> None:
+        self._imports, self._ranges, self._rows, self._keep = imports, ranges, rows, keep
+
+    def code(self, value: Any, path: tuple[object, ...] = ()) -> str:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            if len(value) == self._rows and all(isinstance(v, (str, int, float)) for v in value):
+                if not self._keep:
+                    return _code(value[0], self._imports)  # one a row
+                value = value[:MOST_ROWS]
+            inner = ", ".join(self.code(v, (*path, i)) for i, v in enumerate(value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, Mapping):  # transformers' BatchEncoding too
+            inner = ", ".join(f"{_code(k, self._imports)}: {self.code(v, (*path, k))}" for k, v in value.items())
+            return "{" + inner + "}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [f.name for f in dataclasses.fields(value) if f.init]
+            inner = ", ".join(f"{name}={self.code(getattr(value, name), (*path, name))}" for name in names)
+            return f"{self._imports.named(type(value))}({inner})"
+        return _code(value, self._imports)
+
+    def _tensor(self, value: torch.Tensor, path: tuple[object, ...]) -> str:
+        self._imports.lines["import torch"] = None
+        shape = list(value.shape)
+        if not self._keep:
+            shape = shape[1:]
+        elif shape and shape[0] == self._rows:
+            shape[0] = min(self._rows, MOST_ROWS)
+        size = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+        low, high = self._ranges.get(path, (0.0, 0.0))
+        if value.is_complex():
+            return f"torch.randn({size}, dtype={value.dtype})"
+        if value.dtype == torch.bool:
+            return f"torch.rand({size}) < 0.5" if low < high else f"torch.full({size}, {bool(low)})"
+        if not value.is_floating_point():
+            kind = "" if value.dtype == torch.int64 else f", dtype={value.dtype}"
+            return f"torch.randint({int(low)}, {int(high) + 1}, {size}{kind})"
+        kind = "" if value.dtype == torch.float32 else f", dtype={value.dtype}"
+        if value.numel() > 1 and bool((value == value.round()).all()) and high - low < FEW_NUMBERS:
+            return f"torch.randint({int(low)}, {int(high) + 1}, {size}).to({value.dtype})"
+        return f"torch.{'rand' if low >= 0.0 and high <= 1.0 else 'randn'}({size}{kind})"

@@ -1,0 +1,180 @@
+"""The test file that hands a script's loop over, from what is known of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+LINE = 108
+"""Characters of a line in a function."""
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.frontends.watching.handover import Loop
+    from pytest_trainloop.frontends.watching.target import Target
+    from pytest_trainloop.frontends.watching.values import Imports
+
+
+def alias_of(target: Target) -> str:
+    """The name by which the test refers to the script: one that neither Python nor the test uses."""
+    stem = target.name.rpartition(".")[2] if target.is_module else Path(target.name).resolve().stem
+    return f"{re.sub(r'[^0-9a-zA-Z_]', '_', stem)}_script"
+
+
+def test_file(loop: Loop, imports: Imports, target: Target, file: Path) -> str:
+    """The text of the file."""
+    name = re.sub(r"\W", "_", alias_of(target).removesuffix("_script"))
+    wrapped = [part for line in _body(loop, imports, target) for part in _wrapped(line)]
+    body = "\n".join(f"    {line}".rstrip() for line in wrapped)
+    parts = [_loading(target, file)] if imports.script_used else []
+    parts.append(f"@pytest.mark.trainloop\ndef test_{name}():\n{body}")
+    code = "\n\n\n".join(parts)
+    return f"{_docstring(loop, target)}\n\n{_imports(loop, imports, code)}\n\n\n{code}\n"
+
+
+def _docstring(loop: Loop, target: Target) -> str:
+    shown = f"-m {target.name}" if target.is_module else target.name
+    text = f'"""The loop of {shown}, handed to all checks: pytest --trainloop.'
+    text += (
+        "\n\nWritten by python -m pytest_trainloop --write-test from what the script made when it ran. Look it through:"
+    )
+    text += "\nvalues stand as they were in that run."
+    if loop.missing:
+        text += "\n\nTODO, by hand:\n" + "\n".join(f"- {sentence}" for sentence in loop.missing)
+    return text + '\n"""\n\nfrom __future__ import annotations'
+
+
+def _imports(loop: Loop, imports: Imports, code: str) -> str:
+    """The imports of what the code names: of what was tried and given up there are more."""
+    lines = set(imports.lines) | {"import pytest", "import functools", "import importlib.util", "import importlib"}
+    lines |= {"import sys", "from pathlib import Path", "from unittest import mock"}
+    if not loop.adapter:
+        lines.add("from pytest_trainloop import TrainLoop")
+    used = {line for line in lines if re.search(rf"\b{re.escape(line.split()[-1])}\b[.(]", code)}
+    used.add("import pytest")
+    if "import importlib.util" in used:
+        used.discard("import importlib")
+    plain = sorted(line for line in used if line.startswith("import"))
+    return "\n".join([*plain, *sorted(line for line in used if line.startswith("from"))])
+
+
+def _loading(target: Target, file: Path) -> str:
+    """A function that imports the script: what stands under its ``if __name__ == "__main__"`` does not run."""
+    alias = alias_of(target)
+    argv = [target.name, *target.args]
+    if target.is_module:
+        load = [f"    sys.path.insert(0, str({path_code(Path.cwd(), file)}))"]
+        load += [
+            f'    with mock.patch.object(sys, "argv", {argv!r}):',
+            f'        return importlib.import_module("{target.name}")',
+        ]
+    else:
+        script = Path(target.name).resolve()
+        script = script / "__main__.py" if script.is_dir() else script
+        load = [
+            f"    path = {path_code(script, file)}",
+            "    sys.path.insert(0, str(path.parent))",
+            f'    spec = importlib.util.spec_from_file_location("{alias}", path)',
+            "    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)",
+            f'    with mock.patch.object(sys, "argv", {argv!r}):',
+            "        spec.loader.exec_module(module)",
+            "    return module",
+        ]
+    return "\n".join(
+        [
+            "@functools.cache",
+            "def load():",
+            '    """The script, imported with the arguments that it was run with."""',
+            *load,
+        ]
+    )
+
+
+def path_code(wanted: Path, file: Path) -> str:
+    """Code for a path: from the test file where the two lie in one project and move together; as it is elsewhere."""
+    folder, wanted = file.parent.resolve(), wanted.resolve()
+    shared = Path(os.path.commonpath([folder, wanted]))
+    together = shared not in (Path(shared.anchor), Path.home(), Path(tempfile.gettempdir()).resolve())
+    if not together:
+        return f'Path("{_plain(str(wanted))}")'
+    path = os.path.relpath(wanted, folder)
+    return "Path(__file__).parent" + (f' / "{_plain(path)}"' if path != "." else "")
+
+
+def _plain(path: str) -> str:
+    return path.replace(os.sep, "/").replace('"', '\\"')
+
+
+def _body(loop: Loop, imports: Imports, target: Target) -> Sequence[str]:
+    lines: list[str] = []
+    if loop.missing:
+        lines += ['pytest.skip("TODO: fill in what the docstring of this file names")', ""]
+    if imports.script_used:
+        lines.append(f"{alias_of(target)} = load()")
+    if loop.data:
+        lines += ["# random numbers, of the shapes and ranges that the script's data had", loop.data]
+    lines += loop.statements
+    if loop.adapter or (loop.missing and not loop.fields):
+        return [*lines, f"return {loop.adapter or 'TrainLoop()  # TODO'}"]
+    if loop.fit:
+        lines += ["", "def fit(batches):", *(f"    {line}" for line in loop.fit), ""]
+    stuck = {sentence.partition(":")[0] for sentence in loop.missing}
+    order = ("model", "optimizer", "batches", "batch", "fit")
+    given = [
+        f"    {name}={loop.fields[name]}," if name in loop.fields else f"    {name}=...,  # TODO"
+        for name in order
+        if name in loop.fields or name in stuck
+    ]
+    return [*lines, "return TrainLoop(", *given, ")"]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line that is too long with each argument of its outermost call on a line of its own."""
+    code, _, comment = line.partition("  # ")
+    comment = f"  # {comment}" if comment else ""
+    text = code.rstrip(",")
+    start = _opening(text)
+    if len(line) <= LINE or start is None:
+        return [line]
+    indent = " " * (len(code) - len(code.lstrip()))
+    inner = [part.strip() for part in _split(text[start + 1 : -1])]
+    rest = code[len(text) :]
+    parts = [each for part in inner for each in _wrapped(f"{indent}    {part},")]
+    return [f"{text[: start + 1]}{comment}", *parts, f"{indent}{text[-1]}{rest}"]
+
+
+def _opening(text: str) -> int | None:
+    """Where the bracket opens that the last character of a line closes."""
+    depth, quote, openings = 0, "", []
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            openings.append(at)
+        elif char in ")]}":
+            depth = openings.pop() if openings else 0
+    return depth if text.endswith(")") and not quote and not openings else None
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the outermost commas."""
+    parts, depth, quote, since = [], 0, "", 0
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and not depth:
+            parts.append(text[since:at])
+            since = at + 1
+    return [part for part in (*parts, text[since:]) if part.strip()]

@@ -1,0 +1,1 @@
+"""Measurements that several checks share. None of them knows a check."""

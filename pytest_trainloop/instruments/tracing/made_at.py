@@ -1,0 +1,266 @@
+"""Where the parts of a loop were made: the line that the repair of a wiring fault goes to."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.recording.construction import Construction
+from pytest_trainloop.recording.parameters import plain_objects
+from pytest_trainloop.recording.source import layer, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.core.registry import Part
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.parameters import PlainObject
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+
+    Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
+
+T = TypeVar("T")
+
+
+class MadeAt:
+    """Lines of the user's as text, by the names and numbers of the record; empty where a line is not known."""
+
+    def __init__(self) -> None:
+        self._noted = Construction()
+        self._optimizers: dict[int, Place] = {}
+        self._groups: dict[int, Place] = {}
+        self._steps: dict[int, Place] = {}
+        self._modules: dict[str, Place] = {}
+        self._forwards: dict[str, Place] = {}
+        self._attributes: dict[str, Place] = {}
+        self._plain: dict[str, PlainObject] = {}
+        self._frozen: dict[str, Place] = {}
+        self._casts: dict[str, Place] = {}
+        self._drawn: dict[str, Place] = {}
+        self._loaded: dict[str, Place] = {}
+        self._switched: dict[str, Place] = {}
+        self._last: dict[type, Place] = {}
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> MadeAt:
+        """What a further run of the loop shows; of a run that cannot be repeated, what its instrument saw."""
+        found = cls()
+        if evidence.repeatable:
+            with contextlib.suppress(CannotDecide, UsageError, UserCodeError):
+                found.along(evidence)
+        return found
+
+    def along(self, evidence: Evidence, look: Contexts = lambda watch: (), **plan: Any) -> Record:
+        """The record of a further run in which the lines are read and ``look`` is entered, with these fields of its
+        plan. Raises as ``Evidence.rerun`` does."""
+        contexts = lambda watch: (*look(watch), *self._named(watch))  # noqa: E731
+        return evidence.rerun(around=self._noted.watching, contexts=contexts, **plan)
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """What ``observe()`` opens: without the function mode, which would cost each torch call."""
+        return (*self._named(watch), self._noted.watching(freezes=False))
+
+    def optimizer(self, index: int = 0) -> str:
+        """The line that built an optimizer."""
+        return _text(self._optimizers.get(index))
+
+    def group(self, index: int = 0) -> str:
+        """The last line that gave an optimizer parameters: its constructor, or ``add_param_group``."""
+        return _text(self._groups.get(index)) or self.optimizer(index)
+
+    def step_of(self, index: int = 0) -> str:
+        """The ``def step`` of an optimizer class of the project's own."""
+        return _text(self._steps.get(index))
+
+    def prepare(self) -> str:
+        """The line that gave model and optimizer to Accelerate."""
+        return _text(self._noted.prepared)
+
+    def scheduler(self) -> str:
+        """The line that built the last scheduler."""
+        return _text(self._last.get(LRScheduler))
+
+    def scaler(self) -> str:
+        """The line that built the last gradient scaler."""
+        return _text(self._last.get(GradScaler))
+
+    def loader(self) -> str:
+        """The line that built the last data loader."""
+        return _text(self._last.get(DataLoader))
+
+    def module(self, path: str) -> str:
+        """The line that made the module of this path, or the nearest module that holds it."""
+        while path and path not in self._modules:
+            path = path.rpartition(".")[0]
+        return _text(self._modules.get(path))
+
+    def layer_of(self, finding: Finding) -> str:
+        """The line that made the layer in which an operation lies ("relu in head.1") that the line where it was seen
+        does not spell out."""
+        operation, _, path = next(iter(finding.culprits), "").partition(" in ")
+        inside = path in self._modules and operation not in code_of(finding.where)
+        return self.module(path) if inside else ""
+
+    def forward(self, owners: Sequence[str]) -> str:
+        """The ``forward`` of the project's own that holds all of these modules, or the nearest one above."""
+        path = os.path.commonpath([owner.replace(".", "/") for owner in owners]) if owners else ""
+        path = path.replace("/", ".")
+        while path and path not in self._forwards:
+            path = path.rpartition(".")[0]
+        return _text(self._forwards.get(path))
+
+    def attribute(self, name: str) -> str:
+        """The line that assigns a parameter, or the list, dict or object that holds it, to an attribute of a module of
+        the project's own; else the line that made its module."""
+        owner = name.rpartition(".")[0]
+        return _text(self._attributes.get(name)) or (self.module(owner) if owner else "")
+
+    def plain_object(self, name: str) -> PlainObject | None:
+        """The object that is no module and carries the parameter of this name."""
+        return next((plain for path, plain in self._plain.items() if f"{name}.".startswith(f"{path}.")), None)
+
+    def froze(self, names: Sequence[str]) -> str:
+        """The line that switched ``requires_grad`` off for the first of these parameters."""
+        return _text(next((self._frozen[name] for name in names if name in self._frozen), None))
+
+    def drawn(self, name: str) -> str:
+        """The last line that drew the values of the parameter of this name."""
+        return _text(self._drawn.get(name))
+
+    def loaded(self, name: str) -> str:
+        """The last line that loaded the parameter of this name from a state dict."""
+        return _text(self._loaded.get(name))
+
+    def switched_on(self, path: str) -> str:
+        """The last line that called ``train()`` on the module of this path, or on a part of the model that holds it."""
+        while path and path not in self._switched:
+            path = path.rpartition(".")[0]
+        return _text(self._switched.get(path)) if path else ""
+
+    def cast(self, names: Sequence[str]) -> str:
+        """The line that cast the module of the first of these parameters to its dtype."""
+        return _text(next((self._casts[name] for name in names if name in self._casts), None))
+
+    def _named(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._naming(watch),)
+
+    @contextlib.contextmanager
+    def _naming(self, watch: Watch) -> Iterator[None]:
+        """Put the lines under the names of the record when the run ends."""
+        try:
+            yield
+        finally:
+            self._read(watch)
+
+    def _read(self, watch: Watch) -> None:
+        noted = self._noted
+        for index, optimizer in watch.optimizers.indexed():
+            _put(self._optimizers, index, noted.made.of(optimizer) or noted.trainer)
+            _put(self._groups, index, noted.groups.of(optimizer))
+            _put(self._steps, index, _own_method(optimizer, "step"))
+        modules = dict(watch.table.named_modules())
+        for path, module in modules.items():
+            _put(self._modules, path, noted.made.of(module))
+            _put(self._forwards, path, _own_method(module, "forward"))
+            _put(self._switched, path, noted.switched.of(module))
+            self._plain.update(plain_objects(module, path))
+        for entry in watch.table.entries:
+            if entry.role == "unregistered" or not entry.layer:
+                owner, _, attribute = entry.name.partition("[")[0].rpartition(".")
+                _put(self._attributes, entry.name, _assignment(modules.get(owner), attribute))
+        for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
+            _put(self._frozen, entry.name, noted.frozen.of(tensor))
+            _put(self._casts, entry.name, noted.casts.of(tensor))
+            _put(self._drawn, entry.name, noted.drawn.of(tensor))
+            _put(self._loaded, entry.name, noted.loaded.of(tensor))
+        for kind in (LRScheduler, GradScaler, DataLoader):
+            _put(self._last, kind, noted.made.last(kind))
+        if noted.trainer is not None:
+            self._last.setdefault(LRScheduler, noted.trainer)
+
+
+def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
+    """The line that made a part of the loop: the one that belongs to the first parameter among the finding's names."""
+    names = finding.culprits
+    record, made = evidence.run(), evidence.shared(MadeAt.of)
+    known = {p.name: p for p in record.parameters}
+    owners = {name.rpartition(".")[0] for name in names if name in {s.name for s in record.statistics}}
+    own = [name for name in names if name in known] or [name for name, p in known.items() if p.owner in owners]
+    index = next((o for name in own for o in record.held.get(known[name].index, ())), 0)
+    owner = next((known[name].owner for name in own), next((name for name in names if made.module(name)), ""))
+    lines: dict[Part, Callable[[], str]] = {
+        "optimizer": lambda: made.optimizer(index),
+        "group": lambda: made.group(index),
+        "step": lambda: made.step_of(index),
+        "freeze": lambda: made.froze(own),
+        "scheduler": made.scheduler,
+        "scaler": made.scaler,
+        "loader": made.loader,
+        "cast": lambda: made.cast(own),
+        "module": lambda: made.attribute(own[0]) if own else made.module(owner) if owner else "",
+        "forward": lambda: made.forward([known[name].owner for name in own]),
+        "layer": lambda: made.layer_of(finding),
+        "backward": lambda: next((str(b.place) for b in record.backwards()), ""),
+    }
+    return lines[part]()
+
+
+def _put(places: dict[T, Place], key: T, place: Place | None) -> None:
+    if place is not None:
+        places[key] = place
+
+
+def _text(place: Place | None) -> str:
+    return "" if place is None else str(place)
+
+
+def _assignment(module: Any, attribute: str) -> Place | None:
+    """The first line of the module's class that assigns the attribute."""
+    for kind in type(module).__mro__:
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        if file is None or layer(file) != 2:
+            continue
+        with contextlib.suppress(OSError, TypeError):
+            lines, first = inspect.getsourcelines(kind)
+            for number, line in enumerate(lines, first):
+                if re.match(rf"\s*self\.{re.escape(attribute)}\b[^=]*=[^=]", line):
+                    return place_of(file, number)
+    return None
+
+
+def class_line(kind: type) -> str:
+    """The line that begins a class of the project's own; empty where its source is not known."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if file is None or layer(file) != 2:
+        return ""
+    with contextlib.suppress(OSError, TypeError):
+        lines, first = inspect.getsourcelines(kind)
+        number = next((n for n, line in enumerate(lines, first) if line.lstrip().startswith("class ")), first)
+        return str(place_of(file, number))
+    return ""
+
+
+def _own_method(thing: Any, name: str) -> Place | None:
+    """The line that defines a method, in a class of the project's own."""
+    method = inspect.getattr_static(type(thing), name, None)  # of a script, to read it raises
+    code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+    if code is None or layer(code.co_filename) != 2:
+        return None
+    line = code.co_firstlineno  # of its first decorator
+    while linecache.getline(code.co_filename, line).lstrip().startswith("@"):
+        line += 1
+    return place_of(code.co_filename, line)

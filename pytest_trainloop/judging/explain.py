@@ -1,0 +1,213 @@
+"""The pages of the checks, read from the check files, for the terminal and the documentation. No torch, no pytest.
+
+A rule page is the docstring of a check's module: a headline, and sections whose text is indented. ``table`` and
+``page`` print it for ``--trainloop-list`` and ``--trainloop-explain``; ``markdown_table`` and ``markdown_page`` write
+``docs/checks/`` (scripts/docs.py).
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.core import registry
+from pytest_trainloop.core.errors import UsageError
+from pytest_trainloop.core.report.sarif import Rule
+from pytest_trainloop.declare.knobs import near, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+_WIDTH = 100
+
+_WRAPPED_AT = 116
+"""Characters of a line without its indent: where the next word would have fit as well, a paragraph ends."""
+
+_NEEDS = {"fit": "`fit` or `step`", "run": "`fit`, `step` or `loss`"}
+_SUBJECTS = {"loop": "a [`TrainLoop`](../loops.md)", "loss": "a [`LossContract`](../loss-functions.md)"}
+
+
+def table() -> str:
+    """Every check with its family and what it holds, in causal order: those of loops, then those of losses."""
+    return f"{_rows('check', registry.of('loop'))}\n{_rows('check of a loss', registry.of('loss'))}".rstrip("\n") + "\n"
+
+
+def _rows(title: str, known: Mapping[str, registry.Check]) -> str:
+    if not known:
+        return ""
+    rows = [(title, "family", "holds that"), *((c.name, c.family, c.headline) for c in known.values())]
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    return "".join(f"{name.ljust(widths[0])}  {family.ljust(widths[1])}  {text}\n" for name, family, text in rows)
+
+
+def page(name: str) -> str:
+    """The rule page of a check with its causes, or of ``check:cause`` that cause alone; of a cause by itself, what
+    each check that names it says of it.
+
+    Raises ``UsageError`` for a name that no check or cause has.
+    """
+    known = registry.registered()
+    check, colon, cause = name.partition(":")
+    if not colon and check not in known and (named := [f"{c}:{name}" for c in known if name in known[c].causes]):
+        return "\n".join(page(each) for each in named)
+    if check not in known:
+        raise UsageError(_no_such_name(check if colon else name, known))
+    found = known[check]
+    if not colon:
+        causes = "".join(f"  {slug}\n{_described(about)}" for slug, about in found.causes.items())
+        return f"{check} ({found.family})\n\n{found.page.strip()}\n\nCauses\n{causes}"
+    if cause not in found.causes:
+        raise UsageError(f"{check} names no cause {cause!r}; {nearest(cause, found.causes)}")
+    return f"{name}\n{_described(found.causes[cause])}\nThe whole page: pytest --trainloop-explain {check}\n"
+
+
+def _no_such_name(name: str, known: Mapping[str, registry.Check]) -> str:
+    """The refusal of a name, with the check or cause that is near, if any is."""
+    by_cause = {cause: f"{check.name}:{cause}" for check in known.values() for cause in check.causes}
+    close = near(name, [*known, *by_cause])
+    hint = f"the nearest name is {by_cause.get(close, close)!r}" if close else "--trainloop-list shows all checks"
+    return f"there is no check {name!r}; {hint}"
+
+
+def _described(cause: registry.Cause) -> str:
+    lines = [cause.proof]
+    if cause.repair:
+        lines.append(f"Repair: {cause.repair}")
+    if cause.settle:
+        lines.append(f"Where it may be meant: {cause.settle}")
+    if cause.explains:
+        lines.append(f"May fail with it: {', '.join(cause.explains)}")
+    if cause.source:
+        lines.append(f"Seen in: {cause.source}")
+    if cause.status == "preview":
+        lines.append("A preview: reported with --trainloop-preview only")
+    return "".join(textwrap.indent(textwrap.fill(line, _WIDTH - 4), "    ") + "\n" for line in lines)
+
+
+def rule(check: str, cause: str) -> Rule | None:
+    """What SARIF tells of a cause; None where this process does not know the check, or it the cause."""
+    found = registry.registered().get(check)
+    if found is None or cause not in found.causes:
+        return None
+    about = found.causes[cause]
+    lines = [f"{_sentence(_inline(about.proof, ()))}\n"]
+    lines += [f"*Repair*: {_sentence(_inline(about.repair, ()))}\n"] if about.repair else []
+    lines += [f"*Where it may be meant*: {_sentence(_inline(about.settle, ()))}\n"] if about.settle else []
+    lines.append(f"The check `{check}` holds that: {_inline(found.headline, ())}.\n")
+    lines += [f"## {heading}\n\n{_section(heading, body, ())}" for heading, body in _sections(found.page)]
+    name = f"{check}:{cause}"
+    return Rule(proof=_sentence(about.proof), page=page(name), markdown="\n".join(lines), family=found.family)
+
+
+def markdown_table(subject: registry.Judged, folder: str = "") -> str:
+    """A Markdown table of the checks of loops or of losses: name with a link into ``folder``, family, headline."""
+    checks = registry.of(subject).values()
+    rows = [f"| [`{c.name}`]({folder}{c.name}.md) | {c.family} | {c.headline}. |" for c in checks]
+    return "\n".join(["| check | family | holds that |", "|---|---|---|", *rows])
+
+
+def markdown_causes(subject: registry.Judged) -> str:
+    """A Markdown table of the causes that each check of loops or of losses can name, with links to their headings."""
+    rows = [
+        f"| [`{c.name}`]({c.name}.md) | {', '.join(f'[`{slug}`]({c.name}.md#{slug})' for slug in c.causes)} |"
+        for c in registry.of(subject).values()
+    ]
+    return "\n".join(["| check | causes |", "|---|---|", *rows])
+
+
+def markdown_page(check: registry.Check) -> str:
+    """The rule page of a check as Markdown, with its data and its causes."""
+    known = registry.registered()
+    source = f"{check.module.replace('.', '/')}.py"
+    needs = ", ".join(_NEEDS.get(need, f"`{need}`") for need in sorted(check.needs)) or "nothing further"
+    lines = [
+        f"<!-- Written by scripts/docs.py from {source}: edit that file. -->",
+        f"# {check.name}\n",
+        f"{_inline(check.headline, ())}.\n",
+        "| | |\n|---|---|",
+        f"| judges | {_SUBJECTS[check.subject]} |",
+        f"| family | {check.family} |",
+        f"| needs | {needs} |",
+        *([f"| options | {', '.join(f'`{option}`' for option in check.options)} |"] if check.options else []),
+        f"| in the terminal | `pytest --trainloop-explain {check.name}` |",
+        f"| source | [{source}](../../{source}) |\n",
+    ]
+    for heading, body in _sections(check.page):
+        lines.append(f"## {heading}\n\n{_section(heading, body, known.keys() - {check.name})}")
+    lines.append("## Causes\n")
+    for slug, cause in check.causes.items():
+        lines.append(f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n")
+        if cause.repair:
+            lines.append(f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n")
+        if cause.settle:
+            lines.append(f"*Where it may be meant*: {_sentence(_inline(cause.settle, ()))}\n")
+        if cause.explains:
+            lines.append(f"*May fail with it*: {', '.join(_to_page(name) for name in cause.explains)}\n")
+        if cause.source:
+            lines.append(f"*Seen in*: <{cause.source}>\n")
+        if cause.status == "preview":
+            lines.append("*A preview*: reported with `--trainloop-preview` only.\n")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _to_page(name: str) -> str:
+    check, _, cause = name.partition(":")
+    return f"[`{name}`]({check}.md{'#' + cause if cause else ''})"
+
+
+def _sections(text: str) -> Iterator[tuple[str, str]]:
+    """The sections of a rule page: a line at the margin, and the indented lines below it."""
+    for match in re.finditer(r"^(\S[^\n]*)\n((?:[ ]{4}[^\n]*\n|\n(?=\n*[ ]{4}))+)", text.strip() + "\n", re.MULTILINE):
+        yield match[1], textwrap.dedent(match[2]).rstrip("\n")
+
+
+def _section(heading: str, body: str, checks: Collection[str]) -> str:
+    if body.startswith(">>> "):
+        return "```python\n" + re.sub(r"^(?:>>>|\.\.\.) ?", "", body, flags=re.MULTILINE) + "\n```\n"
+    if heading == "References":
+        return re.sub(r"^(https://[^ \n]+)", r"<\1>", body, flags=re.MULTILINE).replace("\n", "\n- ").join(["- ", "\n"])
+    return "\n\n".join(_blocks(body, checks)) + "\n"
+
+
+def _blocks(body: str, checks: Collection[str]) -> Iterator[str]:
+    """Paragraphs, and what is indented further as it stands."""
+    paragraph: list[str] = []
+    lines = body.splitlines()
+    for n, line in enumerate(lines):
+        following = lines[n + 1] if n + 1 < len(lines) else ""
+        if line.startswith("    "):
+            paragraph.append(line)
+            if not following.startswith("    "):
+                yield "```text\n" + textwrap.dedent("\n".join(paragraph)) + "\n```"
+                paragraph = []
+            continue
+        if line:
+            paragraph.append(line)
+        if paragraph and (not following.strip() or following.startswith("    ") or _ends(line, following)):
+            yield _inline("\n".join(paragraph), checks)
+            paragraph = []
+
+
+def _ends(line: str, following: str) -> bool:
+    return line.endswith(".") and len(line) + 1 + len(following.split(maxsplit=1)[0]) <= _WRAPPED_AT
+
+
+def _inline(text: str, checks: Collection[str]) -> str:
+    """Text of a rule page as Markdown; names of other checks become links."""
+    parts = re.split(r"``(.+?)``", text, flags=re.DOTALL)
+    for i in range(0, len(parts), 2):
+        plain = re.sub(r"([*<]|(?<=\w)_(?!\w))", r"\\\1", parts[i])
+        parts[i] = re.sub(r"\b\w+\b", lambda m: _link(m[0], checks), plain)
+    return "".join(f"`{part}`" if i % 2 else part for i, part in enumerate(parts))
+
+
+def _link(name: str, checks: Collection[str]) -> str:
+    """A link to a check's page; a name without underscore may be a word of the sentence (finite)."""
+    return f"[`{name}`]({name}.md)" if name in checks and "_" in name else name
+
+
+def _sentence(text: str) -> str:
+    """Text as a sentence; a name of code that it begins with (``model.eval()``, ``loss = ...``) keeps its case."""
+    capital = re.sub(r"^[a-z](?=[a-z'-]*([ ,;:](?!=)|$))", lambda m: m[0].upper(), text)
+    return capital + ("" if text.endswith(".") else ".")

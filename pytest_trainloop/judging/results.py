@@ -1,0 +1,117 @@
+"""Results: what a check yields, with what is known of its causes, and what becomes of one that raised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide, DoesNotApply, OwnMistake
+from pytest_trainloop.core.finding import Finding, Result, UserError
+from pytest_trainloop.core.whose import is_ours, mistake, of_the_project
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_trainloop.core.registry import Cause, Check
+
+
+def skipped(check: Check, why: CannotDecide) -> Result:
+    """The result of a check that could not decide."""
+    applies = not isinstance(why, DoesNotApply)
+    return Result(check=check.name, outcome="skipped", reason=str(why), applies=applies, needs=why.needs)
+
+
+def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
+    """The finding with what is known of its cause: the repair, the line to change, the explained checks.
+
+    What the finding says itself counts.
+
+    Raises ``ValueError`` for a cause that the check does not declare, and for an explained check that does not exist.
+    """
+    from pytest_trainloop.core.registry import registered
+
+    cause = check.causes.get(finding.cause)
+    if cause is None:
+        undeclared = f"{check.name} named the cause {finding.cause!r}, which it does not declare"
+        raise of_the_project(ValueError(undeclared))  # who wrote the check
+    explains = finding.explains or (cause.explains if finding.level == "fault" else ())
+    known = registered()
+    unknown = sorted(name for name in explains if not _is_known(name, known))
+    if unknown:
+        nothing = f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check or cause"
+        raise of_the_project(ValueError(nothing))
+    return replace(
+        finding,
+        check=check.name,
+        kinds=finding.kinds or _kinds(check, finding, evidence),
+        change=finding.change or _line_to_change(cause, finding, evidence),
+        repair=_with_settlement(finding, cause, check.name),
+        do_not=finding.do_not or cause.do_not,
+        explains=explains,
+    )
+
+
+def _with_settlement(finding: Finding, cause: Cause, check: str) -> str:
+    """The repair; of advice, which may be meant, also how the project says so, or that it is not."""
+    repair = finding.repair or cause.repair
+    if finding.level != "advice":
+        return repair
+    meant = f'if it is meant: skip={{"{check}:{finding.cause}": "why"}}'
+    return "; ".join(filter(None, (repair, cause.settle, meant)))
+
+
+def _is_known(name: str, checks: Mapping[str, Check]) -> bool:
+    check, colon, cause = name.partition(":")
+    return check in checks and (not colon or cause in checks[check].causes)
+
+
+def _kinds(check: Check, finding: Finding, evidence: Any) -> tuple[str, ...]:
+    """What each of the finding's names is, by the record of the loop."""
+    if check.subject != "loop" or not finding.culprits:
+        return ()
+    record = evidence.run()
+    known = {p.name: "parameter" for p in record.parameters} | {s.name: "buffer" for s in record.statistics}
+    paths = {".".join(p.owner.split(".")[:n]) for p in record.parameters for n in range(1, p.owner.count(".") + 2)}
+    modules = dict.fromkeys(paths - {""}, "module")
+    inputs = {name: "input" for name in finding.culprits if name.startswith("batch")}
+    calls = {name: "call" for name in finding.culprits if name.endswith(")")}
+    kinds = {**modules, **calls, **known, **inputs}
+    return tuple(kinds.get(name, kinds.get(name.removeprefix("model."), check.names)) for name in finding.culprits)
+
+
+def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
+    """The first line that the cause asks for and that is known."""
+    for part in cause.change:
+        if part == "seen":
+            line = finding.where
+        else:
+            from pytest_trainloop.instruments.tracing.made_at import line_of
+
+            line = line_of(part, finding, evidence)
+        if line:
+            return line
+    return ""
+
+
+def error_of(check: Check, error: UserError) -> Result:
+    """The result of a check that met an exception of the project's."""
+    reason = f"{error.stage} raised {error.summary}"
+    return Result(check=check.name, outcome="error", reason=reason, error=error)
+
+
+def broken(check: Check, error: Exception) -> OwnMistake | UserError:
+    """The verdict of a check that raised: a mistake of this package, or for a project's own check an exception of the
+    project's."""
+    if isinstance(error, BrokenRun):
+        return OwnMistake(str(error))
+    if isinstance(error, OwnMistake) or check.module.startswith("pytest_trainloop."):
+        return mistake(error).with_traceback(None)
+    from pytest_trainloop.runs.user_traceback import user_error
+
+    return mistake(error) if is_ours(error) else user_error(error, f"the check {check.name}")
+
+
+def mistaken(check: Check, ours: OwnMistake) -> Result:
+    """The result of a check that a mistake of this package stopped: whatever it saw before, it is an error."""
+    reason = f"{check.name} was stopped by {ours.sentence}"
+    return Result(check=check.name, outcome="error", reason=reason, mistake=ours.traceback)

@@ -1,9 +1,0 @@
-"""The table of loss functions: what torch's and other libraries' take, as data, and what a project registers."""
-
-from __future__ import annotations
-
-from pytest_trainloop.losses.table.entry import Chance, Entry
-from pytest_trainloop.losses.table.lookup import lookup
-from pytest_trainloop.losses.table.registered import register_contract
-
-__all__ = ["Chance", "Entry", "lookup", "register_contract"]
