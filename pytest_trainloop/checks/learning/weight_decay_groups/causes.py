@@ -133,6 +133,17 @@ CAUSES = {
         shown_by="a step leaves (1 - lr * weight_decay) of each weight, which is below 0",
         repair="a smaller weight_decay: after 1 / (lr * weight_decay) steps a weight has decayed to 37 %",
     ),
+    "decay_on_last_only": _optimizer(
+        proof="with more weight decay, the first step moves the last weight of a group differently, and no other",
+        summary=(
+            "the weight decay of {optimizer} shrinks {names} only, the last of its group; {others} other weights, "
+            "{matrices:matrix} among them, never decay"
+        ),
+        measured="with weight_decay 0 and 1 in every group, {others} of the weights end at the same bits",
+        repair="shrink each weight inside the loop over group['params'], not the variable left over behind a loop",
+        change=("seen", "optimizer"),
+        source="https://github.com/lessw2020/Ranger21/issues/53",
+    ),
     "decayed_twice": Cause(
         proof="the loss has a term whose gradient is a constant times each weight that weight decay shrinks too",
         summary=(

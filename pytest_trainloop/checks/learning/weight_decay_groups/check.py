@@ -25,6 +25,8 @@ How it decides
     Groups are swapped where norms and biases decay and no matrix does, in a model that trains as a whole. A group
     decays by default where it holds the vectors only and gives no weight_decay, and the other group differs from it
     in nothing else. Momentum and decay are swapped where each has the size of the other.
+    The step of an optimizer of the project's own is made with weight_decay 0 and 1. Where only the last weight of a
+    group ends elsewhere, and a line reads the variable of a loop behind it, the decay is on that line.
     A key of a group that is named like the decay (``wd``, ``weight_deacy``) or a multiple of it (``decay_mult``) is at
     fault where nothing looks it up in a further build and run of the loop: torch keeps any key, and reads its own.
 
@@ -109,6 +111,8 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
         yield from named
     if evidence.repeatable:
         yield from l2_in_loss(evidence, groups)
+    named += (on_last := list(rules.on_last_only(evidence, groups)))
+    yield from on_last
     overdone = list(rules.overdone(groups))
     yield from overdone
     if not (named or overdone or any(f.level == "fault" for f in unread)):

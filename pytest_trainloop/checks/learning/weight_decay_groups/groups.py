@@ -77,6 +77,7 @@ class DecayGroups:
     """Whether some weights of the model do not train."""
     empty: tuple[tuple[int, int], ...] = ()
     """Groups without decay that hold nothing, by optimizer and number."""
+    spared: Mapping[int, tuple[frozenset[int], str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, evidence: Evidence) -> DecayGroups:
@@ -86,9 +87,9 @@ class DecayGroups:
         return cls.in_record(record, spared(evidence, record))
 
     @classmethod
-    def in_record(cls, record: Record, spared: Mapping[int, frozenset[int]] | None = None) -> DecayGroups:
-        """``spared``: by optimizer, the parameters that it leaves out of the decay of their group. They are a group
-        without decay here."""
+    def in_record(cls, record: Record, spared: Mapping[int, tuple[frozenset[int], str]] | None = None) -> DecayGroups:
+        """``spared``: by optimizer, the parameters that it leaves out of the decay of their group, and a line of its
+        step (spared.py). They are a group without decay here."""
         lrs = {step.optimizer: step.lrs for step in reversed(record.innermost_steps())}
         groups, empty = [], []
         for optimizer in record.optimizers:
@@ -109,7 +110,7 @@ class DecayGroups:
                     default=optimizer.from_torch and (optimizer.kind, decay) == ("AdamW", ADAMW_DEFAULT),
                     members=_by_kind(trained),
                 )
-                left_out = (spared or {}).get(optimizer.index, frozenset())
+                left_out, _line = (spared or {}).get(optimizer.index, (frozenset(), ""))
                 if without := [p for p in trained if p.index in left_out]:
                     decayed = [p for p in trained if p.index not in left_out]
                     groups.append(replace(group, decay=0.0, members=_by_kind(without)))
@@ -117,7 +118,7 @@ class DecayGroups:
                 groups.append(group)
         frozen = any(p.role == "model" and not p.trainable for p in record.parameters)
         used = tuple(g for g in groups if g.members)
-        return cls(used, {o.index: o.kind for o in record.optimizers}, frozen, tuple(empty))
+        return cls(used, {o.index: o.kind for o in record.optimizers}, frozen, tuple(empty), spared or {})
 
     def count(self, kind: Kind, *, decayed: bool | None = None) -> int:
         return len(self.names(kind, decayed=decayed))

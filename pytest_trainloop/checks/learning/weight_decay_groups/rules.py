@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import found
-from pytest_trainloop.checks.learning.weight_decay_groups.groups import PLURAL, listed
+from pytest_trainloop.checks.learning.weight_decay_groups.groups import FLAT, PLURAL, kind_of, listed
 from pytest_trainloop.core.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.instruments.tracing.given_groups import GivenGroups
 from pytest_trainloop.runs.projection import Projections
@@ -78,6 +78,24 @@ def decayed(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
     facts: dict[str, Any] = {"shares": listed(shares), "groups": where, "rate": decaying[0].rate, "level": "advice"}
     facts |= {"known": shrinks is not None, "percent": 100 * (shrinks or 0.0)}
     yield found("norms_and_biases_decay", "", names, **facts)
+
+
+def on_last_only(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
+    """Decay that shrinks the last weight of a group and no other: a variable left over from a loop that has ended. A
+    vector that decays where a matrix does not is never meant. A single matrix may be (a head, where tables and vectors
+    are spared), so two others that do not decay are asked for."""
+    record = evidence.run()
+    for optimizer in record.optimizers:
+        out, line = groups.spared.get(optimizer.index, (frozenset(), ""))
+        members = [(i, g) for i, g in zip(optimizer.parameters, optimizer.groups, strict=True) if record.reached(i)]
+        decays = {i for i, _ in members} - out
+        kinds = {i: kind_of(record.parameters[i]) for i, _ in members}
+        matrices = sum(kinds[i] == "matrix" and optimizer.weight_decays[g] > 0 for i, g in members if i in out)
+        vectors_only = all(kinds[i] in FLAT for i in decays)
+        if line and decays <= set({g: i for i, g in members}.values()) and matrices > (not vectors_only):
+            names = tuple(record.parameters[i].name for i in sorted(decays))
+            facts: dict[str, Any] = {"optimizer": optimizer.kind, "others": len(out), "matrices": matrices}
+            yield found("decay_on_last_only", line, names, **facts)
 
 
 def inside_adam(groups: DecayGroups) -> Iterator[Finding]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +13,7 @@ import torch
 from pytest_trainloop.core.errors import BrokenRun, CannotDecide
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.source import place_of
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.reach.copies import same_bits
 
@@ -22,20 +26,26 @@ if TYPE_CHECKING:
 
 _OFF_ZERO = 0.01
 
+_PLAIN = ("device", "dtype", "shape")
+"""What any weight may be asked for, the last of a loop as well."""
+
 _RATE = 0.01
 """The learning rate in the place of one that is 0, as at the first step of a warm-up: no weight would move."""
 
 
-def spared(evidence: Evidence, record: Record) -> dict[int, frozenset[int]]:
-    """By optimizer, the parameters that do not decay although others of it do, as LARS leaves out biases and gains;
-    nothing where no run can tell. The option of the group does not say so. Two runs of one step, with ``weight_decay``
-    0 and 1 in every group, do: a weight that ends at the same bits in both does not decay. Before the step all weights
-    are moved from 0, where decay has nothing to shrink."""
+def spared(evidence: Evidence, record: Record) -> dict[int, tuple[frozenset[int], str]]:
+    """By optimizer, the parameters that do not decay although others of it do, as LARS leaves out biases and gains, and
+    the line of its step that reads a variable left over from a loop; nothing where no run can tell.
+
+    The option of the group does not say so. Two runs of one step, with ``weight_decay`` 0 and 1 in every group, do: a
+    weight that ends at the same bits in both does not decay. Before the step all weights are moved from 0, where decay
+    has nothing to shrink."""
     own = {o.index for o in record.optimizers if o.steps and not o.from_torch and any(d > 0 for d in o.weight_decays)}
     if not own or not evidence.repeatable:
         return {}
     try:
-        without, with_decay = (_Step(own, decay).made(evidence) for decay in (0.0, 1.0))
+        steps = _Step(own, 0.0), _Step(own, 1.0)
+        without, with_decay = (step.made(evidence) for step in steps)
     except (CannotDecide, BrokenRun):
         return {}
     found = {}
@@ -43,8 +53,29 @@ def spared(evidence: Evidence, record: Record) -> dict[int, frozenset[int]]:
         others = with_decay.get(index, {})
         same = {i for i, w in weights.items() if i in others and same_bits(w, others[i])}
         if same and same < weights.keys():  # an optimizer that does not read the option at all is no such case
-            found[index] = frozenset(same)
+            found[index] = frozenset(same), used_after_its_loop(steps[0].classes[index].step)
     return found
+
+
+def used_after_its_loop(function: Any) -> str:
+    """The first line that reads the variable of a ``for`` after this loop has ended; empty where there is none."""
+    function = inspect.unwrap(function)
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    names: set[str] = set()
+    inside: set[ast.AST] = set()
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For | ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp):
+            targets = [loop.target] if isinstance(loop, ast.For) else [g.target for g in loop.generators]
+            bound = {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            names |= bound if isinstance(loop, ast.For) else set()
+            inside |= {n for n in ast.walk(loop) if isinstance(n, ast.Name) and n.id in bound}
+    inside |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in _PLAIN}
+    reads = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names and n not in inside]
+    return str(place_of(inspect.getsourcefile(function) or "", first + min(reads) - 1)) if reads else ""
 
 
 class _Step:
@@ -53,6 +84,7 @@ class _Step:
     def __init__(self, own: set[int], decay: float) -> None:
         self._own, self._decay = own, decay
         self._after: dict[int, dict[int, torch.Tensor]] = {}
+        self.classes: dict[int, Any] = {}
 
     def made(self, evidence: Evidence) -> dict[int, dict[int, torch.Tensor]]:
         """The weights after it, by optimizer and parameter."""
@@ -65,6 +97,7 @@ class _Step:
             index = watch.optimizers.index(optimizer)
             if index not in self._own or index in self._after:
                 return
+            self.classes[index] = type(optimizer)
             for group in optimizer.param_groups:
                 if isinstance(group.get("weight_decay"), float | int):
                     group["weight_decay"] = self._decay
