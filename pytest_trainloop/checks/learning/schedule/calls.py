@@ -338,7 +338,7 @@ def rebuilt(evidence: Evidence) -> Iterator[Finding]:
         if inside >= FEWEST and len({c.after for s in built for c in calls_of(record, s)}) == 1:
             line, facts = line_of(built[0]), {"steps": len(groups[0].values), "rate": groups[0].known[-1]}
             yield about(built[0], "scheduler_rebuilt", line, change=line, built=len(built), **facts)
-    if not evidence.repeatable or not any(s.at and s.place and _in_a_loop(s.place) for s in record.schedulers):
+    if not evidence.repeatable or not any(s.at and s.place and loop_around(s.place) for s in record.schedulers):
         return
     whole = evidence.shared(WholeFit.of)
     built = [s for s in whole.schedulers if s.at and not s.inner]
@@ -355,11 +355,14 @@ def rebuilt(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-def _in_a_loop(place: Place) -> bool:
-    """Whether a loop stands around a line, in its function."""
+def loop_around(place: Place) -> str:
+    """What the innermost loop around a line goes over, or asks; empty where the line is in none."""
     nodes = ast.walk(_parsed("".join(linecache.getlines(place.file))))
-    loops = (n for n in nodes if isinstance(n, (ast.For, ast.While)))
-    return any(n.lineno < place.line <= (n.end_lineno or 0) for n in loops)
+    loops = [n for n in nodes if isinstance(n, ast.For | ast.While) and n.lineno < place.line <= (n.end_lineno or 0)]
+    innermost = max(loops, key=lambda n: n.lineno, default=None)
+    if innermost is None:
+        return ""
+    return ast.unparse(innermost.iter if isinstance(innermost, ast.For) else innermost.test)
 
 
 def given(record: Record) -> Iterator[Finding]:

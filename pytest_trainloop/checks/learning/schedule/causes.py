@@ -299,10 +299,10 @@ CAUSES = {
         source="https://github.com/huggingface/transformers/issues/20029",
     ),
     "one_group_scheduled": _seen(
-        proof="a line writes the rate of one group by its index, and the other groups keep theirs at all steps",
+        proof="a line writes the rates of some groups by index or by zip(), and the others keep theirs at all steps",
         summary="the rate is written to group {group} of {of} only: {held} stay at {rate:g}",
         measured="group {group} goes from {first:g} to {last:g} in {steps:step}; group {other} does not move",
-        shown_by="no scheduler moves a rate, and the line that does names one group by its index",
+        shown_by="no scheduler moves a rate; the line that does {zipped:?ends with the shorter list|names one group}",
         repair=_ALL_GROUPS,
         source="https://github.com/yu-changqian/TorchSeg/issues/84",
     ),
@@ -342,8 +342,8 @@ CAUSES = {
     "rate_is_the_factor": Cause(
         proof="LambdaLR multiplies each base rate by a factor whose highest value is that base rate",
         summary="the lambda of {kind} returns the learning rate, and {kind} multiplies it by lr={base:g}: {peak:.3g}",
-        measured="the highest factor of every group is its own lr: {drawn}",
-        shown_by="the highest rate of every group is its lr squared, to 1e-9",
+        measured="the highest factor of every group is its own lr, or that of one group: {drawn}",
+        shown_by="the highest rate of every group is its lr times this factor, to 1e-9",
         repair="return the factor alone: lambda step: decay ** step, without the learning rate",
         change=("scheduler",),
         explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
@@ -440,11 +440,26 @@ CAUSES = {
                 "rate is 0",
                 "measured": "its last change is at call {end} of {calls}",
                 "shown_by": "{sizes}",
-            }
+            },
         },
         repair="build it for as many calls as the training makes",
         explains=LEARNING,
         source="https://github.com/SafeAILab/EAGLE/pull/107",
+    ),
+    "fades_out": _plan(
+        proof="after three quarters of the training the rate is at most a millionth of its peak, and goes on falling",
+        summary=(
+            "{kind} has brought the learning rate to {part:.1g} of its peak after three quarters of the training: the "
+            "rest trains nothing"
+        ),
+        measured="{drawn}",
+        shown_by=_ALONE + "{told}",
+        repair=(
+            "call it once a pass, if it counts passes; a factor that multiplies the rate again and again is 0.1 or "
+            "more, and no learning rate"
+        ),
+        explains=LEARNING,
+        source="https://github.com/open-edge-platform/physical-ai-studio/pull/407",
     ),
     "rises_again": _plan(
         proof="the schedule has come to its lowest point before the training is over, and the rate rises again",

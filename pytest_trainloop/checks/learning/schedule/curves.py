@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 GONE = 0.01
 """Of its peak: a rate this low trains nothing that the rest did not."""
 
+LATE, VANISHED = 0.75, 1.000001e-6
+"""The part of a plan after which a rate this small, over its peak, is no end of a decay. Weights of float32 keep 2^-24
+of their size: where a step at the peak moves a weight by a twentieth, one at this rate is rounded off."""
+
 LITTLE = 0.1
 """Of its peak: where a schedule ends that is sized by the training."""
 
@@ -141,10 +145,15 @@ def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
         yield _finds(one, "factors_multiply", **facts)
     elif (
         one.kind == "LambdaLR"
-        and still  # a constant factor may be any number
+        and still
         and len(bases) == len(peaks)
-        and all(0 < a < 1 and math.isclose(b, a * a, rel_tol=1e-9) for a, b in zip(bases, peaks, strict=True))
-    ):
+        and 0 < bases[group] < 1
+        and all(bases)
+        and any(
+            all(math.isclose(b, a * factor, rel_tol=1e-9) for a, b, factor in zip(bases, peaks, factors, strict=True))
+            for factors in (bases, [bases[group]] * len(bases))
+        )
+    ):  # a constant factor may be any number
         yield _finds(one, "rate_is_the_factor", base=bases[group], peak=peak, **facts)
     elif still >= max(LEAST_END, end - 1) and max(rates[still : end + 1], default=peak) <= GONE**3 * peak:
         # a whole number of parts, as 1 - step // total: the step of a staircase is no end (odd: milestones_in_steps)
@@ -397,9 +406,15 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
         return
     reached, long = max(r[group] for r in curve.until(calls)), peak_at >= 2 * calls
     cyclic = any(name in one.kind for name in CYCLIC)
-    if peak_at > calls and reached < peak and (long or not one.by_data) and not cyclic:
+    grows = rates[0] > 0 and math.isclose(rates[1] / rates[0], rates[2] / rates[1]) if len(rates) > 2 else False
+    # no warm-up multiplies the rate at each call (odd: range_test_over_eight_decades)
+    if peak_at > calls and reached < peak and (long or not one.by_data) and not (cyclic or grows):
         facts |= {"call": peak_at, "reached": reached, "part": reached / peak}
         yield _finds(one, "ends_in_warmup", level="fault" if long and not one.by_data else "advice", **facts)
+        return
+    late = curve.rate(round(LATE * calls))[group]
+    if 0 < last <= late <= VANISHED * peak and (one.unit != "pass" or not one.by_data):
+        yield _finds(one, "fades_out", part=late / peak, **facts)  # more data make it fade earlier still
         return
     if one.by_data:
         return

@@ -10,6 +10,7 @@ from pytest_trainloop.checks.learning.schedule.calls import (
     calls_of,
     groups_of,
     line_of,
+    loop_around,
     numbers,
     steps_of,
 )
@@ -353,11 +354,14 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
     # line names the group by its index. Else some groups may keep their rate on purpose
     # (odd: cosine_by_hand_beside_a_constant_head).
     group, line = moving[0], writes.line(optimizer=optimizer.index, group=moving[0].group)
-    if "param_groups[" in code_of(line):
+    lines = writes.writes("lr", optimizer=optimizer.index, group=group.group)
+    zipped = any("zip(" in loop_around(access.place) for access in lines[:1])
+    if zipped or "param_groups[" in code_of(line):
         alike = all(_settings(optimizer, g.group) == _settings(optimizer, group.group) for g in still)
-        alike = alike and {g.known[0] for g in still} == {_given_rate(optimizer, group)} and len(moving) == 1
+        alike &= {g.known[0] for g in still} <= {_given_rate(optimizer, group), max(group.known)} and len(moving) == 1
         names = held_in(record, optimizer, *(g.group for g in still))
         facts = {"level": "fault" if alike else "advice", "change": line, "group": group.group, "of": group.of}
+        facts["zipped"] = zipped
         facts |= {"held": some(names), "rate": still[0].known[0], "other": still[0].group, "steps": len(group.known)}
         facts |= {"first": group.known[0], "last": group.known[-1]}
         yield found("one_group_scheduled", line, names[:8], **facts)

@@ -9,9 +9,9 @@ Why is this bad?
     error says so: the gains are pulled towards zero for the whole run.
 
 How it decides
-    To decay everything is right in many recipes, so it is advice that says what decays and by how much. With
-    ``steps=`` it is silent where the whole run shrinks these weights by less than a twentieth; without, where the
-    decay is the default of AdamW.
+    To decay everything is right in many recipes. It is advice that says what decays and by how much, where ``steps=``
+    tells that the whole run shrinks these weights by a twentieth or more, or where the optimizer has a group without
+    decay, be it an empty one.
     A filter is at fault where all gains (or tables) of a kind decay, the optimizer keeps others from it, and an
     experiment shows that the filter is for them: the loop is built again, for one step, and the filter gets the
     answer "yes" for just these weights. They then stand in a group without decay. Three answers are tried: to

@@ -66,9 +66,9 @@ def decayed(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
         return  # to decay tables beside the matrices is the usual division by dimension
     shrinks = shrinkage(evidence, groups)
     decaying = [g for g in groups.groups if g.decay > 0 and any(kind in g.members for kind in flat)]
-    by_default = all(g.default for g in decaying) and not groups.splits
-    if by_default if shrinks is None else shrinks < LEAST_SHRINKAGE:
-        return  # nobody asked for the default of AdamW, nor notices it in a short run
+    divided = groups.splits or bool(groups.empty)
+    if not divided if shrinks is None else shrinks < LEAST_SHRINKAGE:
+        return  # to decay everything is a recipe of its own (odd: everything_decays_as_for_resnets)
     shares = [
         f"{groups.count(kind, decayed=True)} of {groups.count(kind)} {PLURAL[kind][1]}"
         for kind in flat

@@ -366,6 +366,7 @@ class PassesInRun(LoaderPasses):
         super().__init__()
         self.slots: list[Finding] = []
         self.loop: TrainLoop | None = None
+        self._watch: Watch | None = None
 
     @classmethod
     def of(cls, _evidence: Evidence) -> PassesInRun:
@@ -376,9 +377,20 @@ class PassesInRun(LoaderPasses):
         """What the run is made in."""
         return (self._around(watch),)
 
+    def from_building(self) -> contextlib.AbstractContextManager[None]:
+        """What the run is made in that makes iterators before ``fit``: ``itertools.cycle(loader)``."""
+        return self.noting(
+            steps=lambda: 0 if self._watch is None else self._watch.record.steps,
+            ignored=lambda: self._watch is not None and self._watch.is_suspended,
+        )
+
+    def noting_loop(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._around(watch, contextlib.nullcontext()),)
+
     @contextlib.contextmanager
-    def _around(self, watch: Watch) -> Iterator[None]:
-        with self.noting(steps=lambda: watch.record.steps, ignored=lambda: watch.is_suspended):
+    def _around(self, watch: Watch, noting: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
+        self._watch = watch
+        with noting or self.from_building():
             try:
                 yield
             finally:
@@ -406,7 +418,8 @@ def _passes_in_fit(evidence: Evidence, *, over: int = 0, longest: int = 0) -> Pa
     most = 2 * max(over, longest) + 2
     if most > 2:
         plan = replace(plan, count=most, enough=lambda record: record.rounds >= most)
-    evidence.rerun(replace(plan, fit=fit, contexts=seen.contexts, may_raise=True))
+    plan = replace(plan, fit=fit, around=seen.from_building, contexts=seen.noting_loop, may_raise=True)
+    evidence.rerun(plan)
     return seen
 
 
@@ -453,7 +466,9 @@ def in_fit(evidence: Evidence, streams: Streams) -> tuple[list[Finding], bool]:
     given = {id(source.of) for source in streams.sources if source.trains}
     makes_loaders = any(name.endswith("DataLoader") for name in held.names)
     fills_records = held.names & SAMPLING and held.names & FILLING
-    if not (makes_loaders or fills_records or any(id(loader) not in given for _, loader in held.loaders)):
+    if not (
+        makes_loaders or fills_records or held.cycles or any(id(loader) not in given for _, loader in held.loaders)
+    ):
         return [], False
     seen = _passes_in_fit(evidence)
     repeated = _repeated(seen.passes)

@@ -87,6 +87,8 @@ class Held:
     records: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
     """Lists and deques of anything else."""
     generators: list[str] = field(default_factory=list)
+    cycles: int = 0
+    """Iterators of ``itertools.cycle``."""
     names: set[str] = field(default_factory=set)
     """The names that the code of functions reads: globals, attributes, methods."""
 
@@ -116,6 +118,8 @@ class Held:
         sort = sort_of(value)
         if isinstance(value, types.FunctionType):
             self.names |= _names(value.__code__) if sort != "ours" else set()
+        elif isinstance(value, itertools.cycle):
+            self.cycles += 1
         elif isinstance(value, DataLoader):
             self.loaders.append((path, value))
         elif sort in ("tensor", "array"):

@@ -12,8 +12,9 @@ Why is this bad?
 
 How it decides
     Copied into itself: all writes of a line take their values from the memory that they write to. Values that are put
-    back, which were taken before the weights changed last, are a fault at once. An update of a network is one if it
-    does so in two steps. A network that shares only some of its layers is none.
+    back, which were taken before the weights changed last, are a fault at once; so are those of a line that took others
+    in an earlier step, which were kept until now. An update of a network is one if it does so in two steps. A network
+    that shares only some of its layers is none.
     Average dropped: the average of each weight that trains and of one that never moves is computed in three steps or
     more, no call of torch reads it, and nothing keeps it.
     Anchor moves along: a penalty, or what is added to a gradient, holds the difference of a weight and of a tensor with
@@ -51,7 +52,7 @@ Fixed
 Known limits
     A target that is never brought up to date because a condition never holds looks like one whose turn has not come.
     An average that starts from zeros is not looked at: in a long training it forgets them. Best weights that are the
-    last ones of the run look right. Of recurrent layers that draw dropout before ``fit`` nothing is known.
+    only ones of the run look right. Of recurrent layers that draw dropout before ``fit`` nothing is known.
 
 References
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html (state_dict() returns references)

@@ -114,8 +114,11 @@ class WeightWrites(WatchingMode):
         self._zeros: dict[int, tuple[weakref.ref[torch.Tensor], Difference]] = {}
         self._scaled: dict[Memory, tuple[int, float]] = {}
         """Weights that were multiplied in place: the step, and the number."""
-        self._taken: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
-        """Views of weights, and how often these had changed when they were made."""
+        self._taken: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int], Place]] = {}
+        """Views of weights, how often these had changed when they were made, and the line that made them."""
+        self._last_view: dict[tuple[Memory, Place], weakref.ref[torch.Tensor]] = {}
+        self._outlived: set[tuple[Memory, Place]] = set()
+        """Weights of which a line made another view while the one that it made in an earlier step was still kept."""
         self._changes: Counter[int] = Counter()
         self._names: dict[Memory, str] = {}
         self._shapes: set[tuple[int, ...]] = set()
@@ -238,7 +241,7 @@ class WeightWrites(WatchingMode):
         average = _is_average(terms)
         if weight is None and not average:
             return
-        made, stamp = self._taken.get(id(given), (None, None))
+        made, stamp, line = self._taken.get(id(given), (None, None, None))
         known = made is not None and made() is given
         now = (self.watch.record.steps, self._changes[memory[0]])
         own = bool(terms) and all(m == memory for m, _ in terms) and (average or terms[0][1] == 1.0)
@@ -256,7 +259,7 @@ class WeightWrites(WatchingMode):
                 self.watch.backward_passes,
                 average,
                 own,
-                kept and (stamp != now if known else now[0] > 0),
+                kept and (stamp != now or (memory, line) in self._outlived if known else now[0] > 0),
                 itself or self._taken_now(given),
                 tuple(dict.fromkeys(self._names[source] for source in sources)),
             )
@@ -270,7 +273,7 @@ class WeightWrites(WatchingMode):
 
     def _taken_now(self, tensor: torch.Tensor) -> bool:
         """Whether it is a view of a weight that was made in this step."""
-        made, stamp = self._taken.get(id(tensor), (None, (-1, 0)))
+        made, stamp, _line = self._taken.get(id(tensor), (None, (-1, 0), None))
         return made is not None and made() is tensor and stamp[0] == self.watch.record.steps
 
     def _note_gradient(self, target: torch.Tensor, given: torch.Tensor) -> None:
@@ -286,8 +289,12 @@ class WeightWrites(WatchingMode):
         if name in _ALIASES and isinstance(args[0], torch.Tensor):
             memory = memory_of(out)
             if memory is not None and memory in self._names:
-                stamp = (self.watch.record.steps, self._changes[memory[0]])
-                self._taken[id(out)] = (weakref.ref(out), stamp)
+                stamp, line = (self.watch.record.steps, self._changes[memory[0]]), here()[0]
+                before = self._last_view.get((memory, line), lambda: None)()
+                if before is not None and self._taken[id(before)][1] != stamp:
+                    self._outlived.add((memory, line))  # the best weights so far, until better ones came
+                self._last_view[memory, line] = weakref.ref(out)
+                self._taken[id(out)] = (weakref.ref(out), stamp, line)
             return
         if name in MULTIPLICATIONS and self._zeros:
             known = next((k for t in tensors_in(args) if (k := self._zeros.get(id(t))) and k[0]() is t), None)

@@ -493,6 +493,20 @@ def write_all_groups(trainer):
         group["lr"] = 3e-3 * 0.99**trainer.steps
 
 
+def write_zipped(trainer):
+    for group, lr in zip(trainer.optimizer.param_groups, [3e-3 * 0.99**trainer.steps]):  # noqa: B905
+        group["lr"] = lr
+
+
+pair(
+    "zip_ends_with_the_shorter_list_of_rates",
+    "schedule",
+    "one_group_scheduled",
+    culprits=("0.bias",),
+    mentions=("ends with the shorter list",),
+    faulty=trained(two_groups(3e-3), write_zipped),
+    fixed=trained(two_groups(3e-3), write_all_groups),
+)
 pair(
     "second_group_keeps_its_placeholder",
     "schedule",

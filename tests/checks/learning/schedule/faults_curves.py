@@ -52,6 +52,11 @@ def weights_and_biases(model):
     return [{"params": biases}, {"params": [p for p in model.parameters() if p.dim() > 1]}]
 
 
+def slow_biases(model):
+    biases, weights = weights_and_biases(model)
+    return [{**biases, "lr": 0.005}, weights]
+
+
 # Factors that multiply the last rate, not the base rate.
 
 
@@ -117,6 +122,34 @@ pair(
     "rate_is_the_factor",
     faulty=trained(by([lambda step: 0.05 * 0.99**step, lambda step: 0.05 * 0.995**step]), groups=weights_and_biases),
     fixed=trained(by([lambda step: 0.99**step, lambda step: 0.995**step]), groups=weights_and_biases),
+)
+
+pair(
+    "lambda_of_one_rate_for_groups_with_their_own",
+    "schedule",
+    "rate_is_the_factor",
+    faulty=trained(by(lambda step: 0.05 * (1 + 1e-3 * step) ** -0.75), groups=slow_biases),
+    fixed=trained(by(lambda step: (1 + 1e-3 * step) ** -0.75), groups=slow_biases),
+)
+
+# A decay of each pass that is made at each step, and a factor that is the rate after it.
+
+pair(
+    "exponential_decay_called_at_each_step",
+    "schedule",
+    "fades_out",
+    mentions=("e-09 of its peak",),
+    faulty=trained(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9), steps=250),
+    fixed=trained(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9 ** (1 / 10)), steps=250),
+    quick=True,
+)
+pair(
+    "drop_to_a_rate_where_a_ratio_is_due",
+    "schedule",
+    "fades_out",
+    change="lr_scheduler.LambdaLR(",
+    faulty=trained(by(lambda step: (step + 1) / 4 if step < 3 else 5e-4 ** (step // 100)), steps=300),
+    fixed=trained(by(lambda step: (step + 1) / 4 if step < 3 else (5e-4 / 5e-2) ** (step // 100)), steps=300),
 )
 
 # A rate that never falls.

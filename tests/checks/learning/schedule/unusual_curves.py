@@ -114,3 +114,23 @@ def unfrozen_by_rates_long_after():
             group["lr"] = 0.05 if step >= begins else 0.0
 
     return trained(write=write, groups=weights_and_biases, steps=200)()
+
+
+@odd(notes="three decades by a staircase: the last quarter is at a thousandth of the peak")
+def staircase_of_three_decades():
+    return trained(lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [60, 120, 160]), steps=200)()
+
+
+@odd(notes="a range test over eight decades: the peak comes last")
+def range_test_over_eight_decades():
+    return trained(by(lambda step: 1e-8 * 10 ** (8 * step / 200)), steps=200)()
+
+
+@odd(notes="a quartic decay to 0, which is small for long and ends with the training")
+def quartic_decay_to_zero():
+    return trained(by(lambda step: (1 - min(step, 200) / 200) ** 4), steps=200)()
+
+
+@odd(notes="five decades by an exponential decay (annealed Langevin sampling, reproductions of PINNs)")
+def exponential_decay_over_five_decades():
+    return trained(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 10 ** (-5 / 200)), steps=200)()

@@ -215,12 +215,13 @@ def endless(loader):
         yield from loader
 
 
-def iterates_its_own(repeat):
+def iterates_its_own(repeat, before_fit=False):
     def fit_of(model, optimizer, step):
         loader = DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True)
+        early = iter(repeat(loader)) if before_fit else None
 
         def fit(batches):
-            own = iter(repeat(loader))
+            own = early or iter(repeat(loader))
             for _ in batches:
                 step(next(own))
 
@@ -234,9 +235,18 @@ pair(
     "data_order",
     "shuffled_alike",
     culprits=("cycle()",),
-    where="own = iter(repeat(loader))",
+    where="own = early or iter(repeat(loader))",
     faulty=iterates_its_own(itertools.cycle),
     fixed=iterates_its_own(endless),
+)
+pair(
+    "cycle_of_a_shuffled_loader_made_before_fit",
+    "data_order",
+    "shuffled_alike",
+    culprits=("cycle()",),
+    where="early = iter(repeat(loader))",
+    faulty=iterates_its_own(itertools.cycle, before_fit=True),
+    fixed=iterates_its_own(endless, before_fit=True),
 )
 
 

@@ -101,7 +101,7 @@ pair(
 )
 
 
-def best_kept(kept):
+def best_kept(kept, every=5):
     def make():
         model = relu_mlp(8, 16, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,7 +113,7 @@ def best_kept(kept):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
-                if number % 5 == 4:
+                if number % every == every - 1:
                     with torch.no_grad():
                         loss = F.cross_entropy(model(held_out[0]), held_out[1]).item()
                     if loss < best:
@@ -134,6 +134,15 @@ pair(
     where="model.load_state_dict(best_weights)",
     faulty=best_kept(lambda state: state),
     fixed=best_kept(copy.deepcopy),
+)
+pair(
+    "best_weights_kept_in_a_shallow_copy_until_the_last_step",
+    "target_networks",
+    "copied_into_itself",
+    culprits=("0.weight",),
+    change="model.load_state_dict(best_weights)",
+    faulty=best_kept(dict, every=4),
+    fixed=best_kept(copy.deepcopy, every=4),
 )
 
 
