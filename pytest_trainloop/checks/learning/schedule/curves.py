@@ -164,6 +164,7 @@ def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
         yield _finds(one, "never_falls", "rises", level=level, step=rates[1], **{**facts, "last": bases[group]})
     else:
         yield from _of_one_group(record, one, end, level)
+        end = min(end, (one.raises_at or end + 2) - 2)  # OneCycleLR rises once more behind its last call
         dips = [n for n in range(1, end) if 2 * rates[n] <= min(rates[n - 1], rates[n + 1]) > peak / 100]
         if len(dips) == 1 and rates[dips[0] + 1] <= 2 * rates[dips[0] - 1]:
             at = dips[0]
