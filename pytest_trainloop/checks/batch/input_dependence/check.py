@@ -26,6 +26,9 @@ How it decides
     A tensor that no model is called with is advice if no call of torch is given it and its name is that of a part of a
     loss: ``advantages``, and ``done`` where a next state is read.
 
+    A floating input of three or more dimensions that varies by less than a hundredth of its mean is advice where the
+    model's first outputs differ by less than a twentieth of their size between rows.
+
     If a loop makes its own data (an environment, a ``get_batch()`` inside ``fit``), the inputs of its models take the
     place of the batch.
 
@@ -90,6 +93,15 @@ CAUSES = {
         },
         source="https://github.com/facebookresearch/fairseq/issues/1339",
     ),
+    "inputs_hardly_vary": Cause(
+        proof="the input is a constant and a hundredth of it, and so are the outputs for different rows",
+        summary="{name} is {mean:.3g} with a standard deviation of {deviation:.2g}: the model sees a constant",
+        measured="the first outputs differ by {differ:.2g} of their size between rows",
+        shown_by="entries of the example batch, and the model's first outputs, before any step",
+        repair="scale it once: (x - x.mean()) / x.std() of the training data; a division by 255 may be made twice",
+        settle="normalise it in the data or in the model",
+        source="https://github.com/4uiiurz1/pytorch-nested-unet/issues/62",
+    ),
 }
 found = finding_maker(CAUSES)
 
@@ -107,6 +119,9 @@ def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterato
         listed = " and ".join(", ".join(names).rsplit(", ", 1))
         yield found("inputs_ignored", at, names, own_data=runs.own_data, listed=listed)
         return
+    for tensor, differ in runs.hardly_varying():
+        facts = {"mean": tensor.mean, "deviation": tensor.deviation, "differ": differ}
+        yield found("inputs_hardly_vary", at, (tensor.name,), level="advice", name=tensor.name, **facts)
     mask, hidden = runs.read_behind(unused, uses) or (None, None)
     for tensor in unused:
         name = tensor.name

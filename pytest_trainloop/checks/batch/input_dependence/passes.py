@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,13 @@ _OF_A_LOSS = re.compile("advantage", re.IGNORECASE)
 _PAST = re.compile(r"past|history|context|input|prev", re.IGNORECASE)
 _TARGET = re.compile(r"future|target|label|\by\b", re.IGNORECASE)
 
+FEW_VALUES = 16
+"""Distinct values of a mask, a flag or a step of time, at most."""
+
+LEAST_SPREAD, LEAST_DIFFERENCE = 0.01, 0.05
+"""Standard deviation of an input over its mean, and of outputs over their size. Kelvin (280 +- 10) and images (0.45 +-
+0.25) are above the first by a factor of 3 and more."""
+
 Tensors = Mapping[int, torch.Tensor]
 """Tensors of the batch by their numbers, or of what a model is called with."""
 
@@ -87,6 +95,9 @@ class Input:
     """Whether it has two values, one of them zero, and "mask" in its name or in that of the model's argument."""
     zeros: int
     """Entries that are 0, of a tensor of 0 and 1."""
+    mean: float
+    deviation: float
+    """Of an input that hardly varies, and has many values; NaN elsewhere."""
 
 
 class _Run(WatchingMode):
@@ -211,6 +222,17 @@ class InputRuns:
             given = "fit makes its own data, and rows do not differ in what its models are called with"
         raise CannotDecide(f"{given}: whether inputs are used cannot be seen")
 
+    def hardly_varying(self) -> Iterator[tuple[Input, float]]:
+        """Inputs that vary by less than a hundredth of their mean, where the first outputs for different rows differ as
+        little, over their size: a norm in the model makes up for it (odd: pressures_that_the_model_normalises)."""
+        first = next(iter(self.unchanged.outputs), None)
+        if first is None or not first.is_floating_point() or first.dim() < 2 or len(first) < 2:
+            return
+        differ = float(first.std(0).mean()) / max(float(first.abs().mean()), 1e-30)
+        for tensor in self.inputs:
+            if tensor.passed and not math.isnan(tensor.mean) and differ < LEAST_DIFFERENCE:
+                yield tensor, differ
+
     def read_behind(self, unused: Sequence[Input], uses: Sequence[str]) -> tuple[Input, Input] | None:
         """A mask among the unused inputs, and what it is to hide, if other values there change the loss.
 
@@ -261,6 +283,8 @@ class InputRuns:
             name, place = self._named[number], places[number]
             some = not t.is_complex() and t.dim() > 1 and bool(t.any())
             zeros = int((t == 0).sum()) if some and bool(((t == 0) | (t == t.max())).all()) else 0
+            flat = t.is_floating_point() and t.dim() > 2 and bool(t.std() < LEAST_SPREAD * t.mean().abs())
+            flat = flat and len(torch.unique(t)) > FEW_VALUES
             # the end of an episode matters where a next state is read, and not where actions are copied
             # (odd: cloned_actions)
             of_a_loss = bool(_OF_A_LOSS.search(name)) or (bootstraps and bool(_END.search(name)))
@@ -274,6 +298,8 @@ class InputRuns:
                 largest=float(t.max()) if t.numel() and not t.is_complex() else 0.0,
                 is_mask=zeros > 0 and "mask" in f"{name} {run.arguments.get(place, '')}".lower(),
                 zeros=zeros if binary(t) else 0,
+                mean=float(t.mean()) if flat else math.nan,
+                deviation=float(t.std()) if flat else math.nan,
             )
 
         self.inputs = [tensor_of(n, t) for n, t in kept.items() if run.addresses or self.own_data]

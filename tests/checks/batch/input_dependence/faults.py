@@ -198,3 +198,27 @@ pair(
     faulty=adversaries(sees=False),
     fixed=adversaries(sees=True),
 )
+
+
+# Images that are scaled twice.
+
+
+def scaled_images(divided, shift):
+    def make():
+        pixels = torch.randint(0, 256, (8, 1, 8, 8), generator=torch.Generator().manual_seed(3)).float()
+        net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3))
+        batch = ((pixels / 255 / divided - shift) / 0.25, torch.arange(8) % 3)
+        return loop(net, batch, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+    return make
+
+
+for name, shift in {"images_divided_by_255_twice": 0.45, "images_divided_twice_and_centred": 0.5}.items():
+    pair(
+        name,
+        "input_dependence",
+        "inputs_hardly_vary",
+        level="advice",
+        faulty=scaled_images(255, shift),
+        fixed=scaled_images(1, shift),
+    )

@@ -193,3 +193,33 @@ def segments_that_the_encoder_has_no_table_for() -> TrainLoop:
     ids, _ = data.tokens()
     segments = (torch.arange(12)[None] >= torch.tensor([3, 5, 8, 6])[:, None]).long()
     return loop(SegmentsNotUsed(), (ids, segments, ids[:, 0] % 3), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]))
+
+
+def weather(values, *first):
+    """Fields of 8 days, which a small net classifies."""
+    net = nn.Sequential(*first, nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3))
+    return loop(net, (values, torch.arange(8) % 3), lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+
+def field(mean, deviation):
+    return mean + deviation * torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+
+
+@odd(notes="pressures in pascal vary by half a percent, and a batch norm comes first")
+def pressures_that_the_model_normalises() -> TrainLoop:
+    return weather(field(101_325.0, 500.0), nn.BatchNorm2d(1))
+
+
+@odd(notes="reflectivities around zero, with a mean that is small by chance")
+def reflectivities_around_zero() -> TrainLoop:
+    return weather(field(1e-4, 1.0))
+
+
+@odd(notes="temperatures in kelvin, divided by their usual size")
+def temperatures_in_kelvin() -> TrainLoop:
+    return weather(field(280.0, 10.0) / 280.0)
+
+
+@odd(notes="a soft mask that is 1 nearly everywhere: few values")
+def soft_mask_of_few_values() -> TrainLoop:
+    return weather(1 - 0.02 * (field(0.0, 1.0) > 1).float())
