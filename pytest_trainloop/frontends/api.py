@@ -6,6 +6,7 @@ import contextlib
 import pkgutil
 import time
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop.core.errors import CannotDecide, CheckFailed, OwnMistake, UsageError
@@ -310,14 +311,22 @@ class Observation:
         plan = _plan("record.check()", of("loop"), list(names) or None, skip, xfail, options, strict)
         return self.judged(plan, raises=raises)
 
-    def judged(self, plan: Plan, *, raises: bool = True, name: str = "observed") -> Report:
-        """The report by this plan, on a loop of this name; raises as ``check`` does."""
+    def judged(
+        self,
+        plan: Plan,
+        *,
+        raises: bool = True,
+        name: str = "observed",
+        shared: Mapping[Callable[..., Any], Any] = MappingProxyType({}),
+    ) -> Report:
+        """The report by this plan, on a loop of this name; raises as ``check`` does. ``shared`` is what else the checks
+        find by ``evidence.shared``."""
         from pytest_trainloop.core.registry import of
         from pytest_trainloop.runs.single_run import SingleRun
 
         if self._open:
             raise UsageError("record.check() is called inside the block that it judges; call it after the block")
-        evidence = SingleRun(self._watch.record, self._instruments)
+        evidence = SingleRun(self._watch.record, {**self._instruments, **shared})
         checks = of("loop")
         results = _by_plan(plan, lambda name, options: _once(checks[name], evidence, options))
         if results:  # the observed run counts once, as the watched one does for the first check that needs it

@@ -92,6 +92,10 @@ class Page:
         """What is said of the files that the command wrote."""
         for line in lines:
             self._say(f"  {line.text}", line.style)
+        self.flush()
+
+    def flush(self) -> None:
+        """Let what was said be seen."""
         self._out.flush()
 
     def _rule(self, title: str) -> None:

@@ -7,6 +7,7 @@ import multiprocessing.process
 import os
 import socket
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -21,17 +22,18 @@ from pytest_trainloop.frontends.watching.files import WrittenFiles
 from pytest_trainloop.frontends.watching.handover import Handover
 from pytest_trainloop.frontends.watching.outcome import FAULT, NOTHING, Outcome, refuse
 from pytest_trainloop.frontends.watching.page import Page
+from pytest_trainloop.frontends.watching.ranks import OneOfRanks
 from pytest_trainloop.frontends.watching.stopping import Ending, Stopped, end, leave
 from pytest_trainloop.frontends.watching.words import in_words, needing_a_test
 from pytest_trainloop.frontends.watching.written import alias_of, test_file
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.guard import Exited
+from pytest_trainloop.runs.ranks.peers import Peers
 from pytest_trainloop.runs.user_traceback import raised
 
 if TYPE_CHECKING:
-    import types
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from pytest_trainloop.core.report import Report
     from pytest_trainloop.declare.selection import Plan
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 class Session:
     """Runs the script of the command line once, and says what its training came to."""
 
-    def __init__(self, options: Options, plan: Plan) -> None:
+    def __init__(self, options: Options, plan: Plan, ranks: OneOfRanks | None = None) -> None:
         self._options = options
         self._plan = plan
         self._folder = Path.cwd()
@@ -50,6 +52,9 @@ class Session:
         self._handover = Handover(alias_of(options.target)) if options.write_test else None
         self._watch = Watch(before_step=self._before_step, before_backward=self._ending.before_backward)
         self._page = Page(sys.stdout, self._name, verbose=options.verbose)
+        self._ranks = ranks
+        self._waited = False
+        self._shared: Mapping[Callable[..., Any], Any] = {}
         self._children = 0
         self._closing = contextlib.ExitStack()
         self._error: BaseException | None = None
@@ -65,21 +70,27 @@ class Session:
         except SyntaxError:
             traceback.print_exc(limit=0)
             return FAULT
-        self._files = WrittenFiles()
-        self._run(code)
+        if (peers := Peers.of_torchrun()) is not None:
+            self._ranks = OneOfRanks(peers)
+        self._run(lambda: target.run(code))
         if self._ending.elsewhere:
             return _as_alone(self._error)
         return leave(self._judge())
 
-    def _run(self, code: types.CodeType) -> None:
+    def _run(self, script: Callable[[], None]) -> None:
         """Run the script under watch; what it raised is kept."""
+        self._files = WrittenFiles()
         with self._ending.around(), self._closing:
             self._observation = self._closing.enter_context(api.observed(self._watch))
             self._closing.enter_context(self._counting_children())
+            if self._ranks is not None:
+                self._closing.enter_context(self._ranks.noted(self._watch, self._end_waiting))
             try:
-                target.run(code)
+                script()
             except BaseException as error:
                 self._error = error
+        if self._waited:
+            threading.Event().wait()  # another thread reports, and ends the process
 
     def _before_step(self, watch: Watch) -> None:
         if self._handover is not None:
@@ -92,28 +103,58 @@ class Session:
 
     def _give_up(self) -> None:
         """Judge and end where the script goes on in spite of being stopped."""
+        self._page.remarks.append("it swallowed the exception that ends it, and was ended where it was")
+        self._end_here()
+
+    def _end_waiting(self) -> None:
+        """The same where this rank waits for others for ever, or they have failed."""
+        self._waited = True
+        self._end_here()
+
+    def _end_here(self) -> None:
         try:
             self._closing.close()
         except Exception as error:  # of whatever the script has left half done
             self._watch.record.note_mistake(error)
         self._observation.close()
-        self._page.remarks.append("it swallowed the exception that ends it, and was ended where it was")
         end(self._judge())
 
     def _judge(self) -> int:
-        """Print everything; the exit status."""
+        """Print everything; the exit status. Of several ranks one prints."""
         own_failure = self._own_failure()
         record = self._watch.record
         if isinstance(self._error, Exception) and not record.note_mistake(self._error):
             record.raised = raised(self._error)
-        record.cut_short = self._ending.stopped
-        if api.nothing_trained(record):
+        record.cut_short = self._ending.stopped or self._waited
+        if self._ranks is None:
+            return self._say(own_failure)
+        self._ranks.tell_end(own_failure, stopped=record.cut_short)
+        if not self._ranks.reports:
+            self._ranks.leave(self._watch, None if api.nothing_trained(record) else self._report())
+            return 0
+        self._shared = self._ranks.gather(self._watch)
+        failure = self._ranks.failure()
+        if own_failure and not failure:  # it lost a rank that was stopped
+            record.raised, record.cut_short = None, True
+        status = FAULT
+        try:
+            status = self._say(failure)
+            self._page.flush()
+        finally:
+            self._ranks.report(status)
+        return status
+
+    def _say(self, own_failure: str) -> int:
+        record = self._watch.record
+        if api.nothing_trained(record) and not (self._ranks is not None and self._ranks.hangs):
             return self._nothing(own_failure)
         report = self._report()
-        if self._is_quiet() and report.ok:
+        if self._ranks is not None:
+            report = self._ranks.with_others(report)
+        elif self._is_quiet() and report.ok:
             return 0
         os.chdir(self._folder)
-        self._page.steps(self._watch, stopped=self._ending.stopped, failed=bool(own_failure))
+        self._page.steps(self._watch, stopped=self._ending.stopped, failed=bool(own_failure) or self._waited)
         if own_failure:
             self._page.failed(own_failure)
         self._page.report(report)
@@ -134,7 +175,8 @@ class Session:
         that broke."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BrokenCheck)
-            return in_words(self._observation.judged(self._plan, raises=False, name=self._name))
+            judged = self._observation.judged(self._plan, raises=False, name=self._name, shared=self._shared)
+            return in_words(judged)
 
     def _outcome(self) -> Outcome:
         script = Path(str(getattr(sys.modules["__main__"], "__file__", self._name)))
@@ -149,7 +191,7 @@ class Session:
 
     def _nothing(self, own_failure: str) -> int:
         self._files.listed()
-        if isinstance(self._error, Exception):
+        if own_failure and (isinstance(self._error, Exception) or self._waited):
             self._page.failed(own_failure)
             self._page.told(self._outcome().tell_nothing(own_failure, ""))
             return FAULT

@@ -54,10 +54,18 @@ CAUSES = {
         shown_by=_BY_RANK,
         repair="wrap the model in DistributedDataParallel and call the wrapper, or all-reduce every gradient before "
         "the step: dist.all_reduce(p.grad); p.grad /= dist.get_world_size()",
+        settle="weights may be averaged later: --steps=0 watches a script to its own end",
         variants={
             "one_rank": {
                 "summary": "all ranks train on the gradient of rank {kept} alone: the rows of the others do not count"
                 + _UNREAD
+            },
+            "script": {
+                "summary": "each of {ranks} ranks trains on the gradient of its own rows alone: nothing brings "
+                "gradients or weights together",
+                "measured": "",
+                "shown_by": "all ranks begin with the same weights, and read different gradients at every step; a "
+                "DistributedSampler shares rows out to them",
             },
             "nothing": {
                 "summary": "the steps of {ranks} ranks read no gradient, where that of one process reads some" + _UNREAD
@@ -73,12 +81,16 @@ CAUSES = {
         shown_by=_BY_RANK + "; 0 calls of the wrapper",
         repair="call the wrapper: loss = criterion(ddp_model(x), y); ddp_model.module is for saving and evaluation",
         variants={
+            "script": {
+                "measured": "",
+                "shown_by": "the weights of the ranks begin the same and part; 0 calls of the wrapper",
+            },
             "steps": {
                 "summary": "DistributedDataParallel wraps the model, and {bare} of {steps:step} do without it, "
                 "the first in step {step}: there each rank trains on its own rows alone",
                 "measured": _RAN,
                 "shown_by": "the ranks read different gradients at just these steps, and the same at those with a call",
-            }
+            },
         },
         source="https://github.com/moojink/openvla-oft/issues/160",
     ),
@@ -95,8 +107,15 @@ CAUSES = {
                 "DistributedDataParallel still waits for",
                 "measured": _RAN,
                 "shown_by": _RAISES,
-            }
+            },
+            "script": {
+                "measured": "",
+                "summary": "{names} {names:get} the gradient of each rank's own rows alone, and {others:other parameter} "
+                "that of all rows",
+                "shown_by": "{names} {names:begin} the same on all ranks and {names:end} different",
+            },
         },
+        settle="suppress it where each rank is to train its own (experts, tables that are shared out)",
         source=_DDP,
     ),
     "last_micro_batch_not_synchronised": _compared(
@@ -171,6 +190,11 @@ CAUSES = {
         repair="clip after the gradients are all-reduced, over all parameters; where each rank holds a part, add up "
         "the squared norms of all ranks first (clip_grad_norm_ of a DTensor does)",
         variants={
+            "script": {
+                "measured": "",
+                "summary": "each rank's gradient is clipped by its own norm, {norms}, before the gradients are reduced",
+                "shown_by": "the norms that clip_grad_norm_ gave differ, and then all ranks step by the same gradient",
+            },
             "norms": {
                 "summary": "the ranks clip by norms of {norms}, and one process by {norm:.4g}",
                 "shown_by": "the norms that clip_grad_norm_ gave{cuts:?|; on these rows the clip cuts nothing}",
@@ -201,6 +225,12 @@ CAUSES = {
         "or build the model under one seed on all ranks",
         settle="under one seed on all ranks they are the same: seed every rank alike before the model is built, or "
         "broadcast, where your launcher does not",
+        variants={
+            "script": {
+                "summary": "the ranks train different weights of {names}: they are not the same before the first step",
+                "shown_by": "in {steps:step} all ranks read the same gradients of them, so that they never come together",
+            }
+        },
         source=_NOTES,
     ),
     "same_rows_on_every_rank": Cause(
@@ -212,12 +242,16 @@ CAUSES = {
         settle="give each rank its own rows (DistributedSampler), or another seed to what draws them",
         change=("loader", "seen"),
         variants={
+            "script": {
+                "summary": "all {ranks} ranks train on the same rows: {ranks} times the work of one",
+                "shown_by": "in the first {same:step} all ranks are given the same batches, another one in each step",
+            },
             "seeded": {
                 "summary": "every rank goes over all rows, and ranks that are seeded alike get the same ones at each "
                 "step",
                 "shown_by": "the first {same} losses and their gradients are the same on all ranks, bit for bit, under "
                 "one seed on all ranks",
-            }
+            },
         },
         source="https://github.com/huggingface/datasets/issues/3423",
     ),
@@ -275,6 +309,18 @@ CAUSES = {
         shown_by="{call} of rank {rank} at {line}, step {step}; seen from the calls of each rank, not from a clock",
         repair="call every collective on every rank: rank 0 evaluates model.module, not the wrapper, or all ranks "
         "evaluate; a barrier belongs on all ranks",
+        variants={
+            "uneven": {
+                "repair": "give all ranks the same number of batches (DistributedSampler, drop_last=True), or train under "
+                "torch.distributed.algorithms.Join([model])"
+            },
+            "building": {
+                "summary": "rank {rank} builds DistributedDataParallel and waits for ever in its {names}: another rank "
+                "trains without building one",
+                "repair": "wrap the model in DistributedDataParallel on all ranks: it has the ranks compare their "
+                "parameters as it is built",
+            },
+        },
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/7773",
     ),
     "written_by_every_rank": _ran(

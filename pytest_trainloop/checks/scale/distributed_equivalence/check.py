@@ -100,15 +100,25 @@ CALLS = {
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def distributed_equivalence(evidence: Evidence) -> Iterator[Finding]:
+    for finding in _found(evidence):
+        names = finding.culprits or (CALLS.get(finding.cause, "loss.backward()"),)
+        yield replace(finding, culprits=names, where=finding.where or _line(evidence, finding.cause))
+
+
+def _found(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.scale.distributed_equivalence.script_ranks import of_script
+    from pytest_trainloop.checks.scale.distributed_equivalence.script_runs import watched_launch
+
+    if not evidence.repeatable and (launch := evidence.shared(watched_launch)) is not None:
+        yield from of_script(launch)
+        return
     _require_knob(evidence)
     seen = evidence.run()
     if seen.raised is not None:
         raise CannotDecide(f"fit raised {seen.raised.summary} in one process")
     if not seen.steps:
         raise CannotDecide("the loop makes no optimizer step in one process")
-    for finding in _findings(evidence):
-        names = finding.culprits or (CALLS.get(finding.cause, "loss.backward()"),)
-        yield replace(finding, culprits=names, where=finding.where or _line(evidence, finding.cause))
+    yield from _findings(evidence)
 
 
 def _findings(evidence: Evidence) -> Iterator[Finding]:

@@ -211,17 +211,8 @@ def of_ending(launched: Launch) -> Finding | None:
     made = [(rank, r) for rank, r in made if not (rank in launched.waiting and r.raised and LOST in _said(r.raised))]
     raised = [(rank, record.raised) for rank, record in made if record.raised]
     for rank, what in raised:
-        if UNREDUCED in _said(what):
-            if late := results[rank].late:
-                return found("parameters_not_in_wrapper", what.place, late, "late", kind=what.kind)
-            record = results[rank].require()
-            first = next(iter(record.backwards()), None)
-            without = (
-                plain(p.name)
-                for p in record.parameters
-                if p.declared and p.requires_grad and first is not None and not first.arrivals.get(p.index)
-            )
-            return found("unused_parameters", what.place, without, kind=what.kind)
+        if unreduced := of_unreduced(results[rank], what):
+            return unreduced
     for rank, what in raised:
         error = UserError(stage="fit", summary=what.summary, traceback=what.traceback)
         raise error_of_a_rank(launched, rank, error, _said(what))
@@ -231,18 +222,39 @@ def of_ending(launched: Launch) -> Finding | None:
                 "a rank made all the steps that it was to make, and another was in the middle of one: the ranks step "
                 "unequally often"
             )
-        facts = {
-            "rank": hang.rank,
-            "others": "; ".join(_other(other, hang) for other in hang.others),
-            "call": str(hang.collective),
-            "line": str(hang.line),
-            "step": hang.collective.steps,
-        }
-        return found("one_rank_waits", hang.line, (hang.collective.kind,), **facts)
+        return of_hang(hang)
     ended = next((rank for rank in launched if rank.ended), None)
     if ended is not None:
         raise CannotDecide(f"the process of rank {ended.number} of {len(launched)} ended early: {ended.ended}")
     return None
+
+
+def of_unreduced(result: RankResult, what: Raised) -> Finding | None:
+    """What torch raises for parameters without a gradient; None for anything else that a rank raised."""
+    if UNREDUCED not in _said(what):
+        return None
+    if late := result.late:
+        return found("parameters_not_in_wrapper", what.place, late, "late", kind=what.kind)
+    record = result.require()
+    first = next(iter(record.backwards()), None)
+    without = (
+        plain(p.name)
+        for p in record.parameters
+        if p.declared and p.requires_grad and first is not None and not first.arrivals.get(p.index)
+    )
+    return found("unused_parameters", what.place, without, kind=what.kind)
+
+
+def of_hang(hang: Hang, variant: str = "") -> Finding:
+    """A rank that waits for others which never come."""
+    facts = {
+        "rank": hang.rank,
+        "others": "; ".join(_other(other, hang) for other in hang.others),
+        "call": str(hang.collective),
+        "line": str(hang.line),
+        "step": hang.collective.steps,
+    }
+    return found("one_rank_waits", hang.line, (hang.collective.kind,), variant, **facts)
 
 
 def _said(what: Raised) -> str:
@@ -270,16 +282,16 @@ def _other(other: Other, hang: Hang) -> str:
 
 def starts_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
     """The weights and buffers that differ as ``fit`` begins, and still before the first step."""
-    entered = _apart(results, [result.entered for result in results])
-    return tuple(name for name in _apart(results, [result.states[0] for result in results]) if name in entered)
+    entered = differing(results, [result.entered for result in results])
+    return tuple(name for name in differing(results, [result.states[0] for result in results]) if name in entered)
 
 
 def ends_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
     """The weights and buffers that the ranks begin alike and that differ at the end, and did not come together again in
     between."""
-    last = _apart(results, [result.states[-1] for result in results])
+    last = differing(results, [result.states[-1] for result in results])
     if any(len(result.states) == 1 for result in results):  # some rank makes no step
-        entered = _apart(results, [result.entered for result in results])
+        entered = differing(results, [result.entered for result in results])
         return tuple(name for name in last if name not in entered)
     # a forward pass may change buffers before the first step
     first = [r.states[0] | {name: v for name, v in r.entered.items() if name in r.buffers} for r in results]
@@ -303,13 +315,13 @@ def bypassed_steps(results: Sequence[RankResult], names: Sequence[str]) -> list[
     """The steps, from 0, that are made without a call of DistributedDataParallel; none unless these are just the steps
     at which the ranks read different gradients of the parameters."""
     records = [result.require() for result in results]
-    at_once = list(zip(*map(_steps, records), strict=False))
+    at_once = list(zip(*map(steps_of, records), strict=False))
     calls = list(zip(*(itertools.pairwise([0, *result.called]) for result in results), strict=False))
     bare = [number for number, of_ranks in enumerate(calls) if all(before == after for before, after in of_ranks)]
     # several optimizers may step after one call (odd: embedding_stepped_every_other_time)
     if not 0 < len(bare) < len(calls) or len({step.optimizer for of_ranks in at_once for step in of_ranks}) > 1:
         return []
-    return bare if bare == [n for n, steps in enumerate(at_once) if _read_apart(records, steps, names)] else []
+    return bare if bare == [n for n, steps in enumerate(at_once) if read_apart(records, steps, names)] else []
 
 
 def _at_once(results: Sequence[RankResult]) -> list[tuple[State, ...]]:
@@ -317,7 +329,7 @@ def _at_once(results: Sequence[RankResult]) -> list[tuple[State, ...]]:
     return list(zip(*(result.states for result in results), strict=False))
 
 
-def _apart(results: Sequence[RankResult], sides: Sequence[State]) -> list[str]:
+def differing(results: Sequence[RankResult], sides: Sequence[State]) -> list[str]:
     """The names of which some entry differs by more than rounding."""
     dtypes = {plain(p.name): p.dtype for p in results[0].require().parameters}
     apart = []
@@ -340,21 +352,21 @@ def of_parting(results: Sequence[RankResult]) -> Iterator[Finding]:
     if weights and (bare := bypassed_steps(results, weights)):
         yield found("wrapper_bypassed", "", (), "steps", bare=len(bare), steps=len(results[0].called), step=bare[0] + 1)
     elif weights:
-        first, line = _parts_first(results, weights)
+        first, line = parts_first(results, weights)
         yield found("weights_drift", line, weights, first=first)
     elif others:
         yield found("weights_drift", "", others, "state", level="advice")
-    if by_rank := tuple(dict.fromkeys(norms[name] for name in apart if name in norms)):
-        yield found("batch_norm_per_rank", "", by_rank, level="advice")
+    if of_norms := tuple(dict.fromkeys(norms[name] for name in apart if name in norms)):
+        yield found("batch_norm_per_rank", "", of_norms, level="advice")
 
 
-def _parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[str, str]:
+def parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[str, str]:
     """What is another on some rank before the weights are, in words, and its line where that is known."""
     records = [result.require() for result in results]
-    steps = [_steps(record) for record in records]
+    steps = [steps_of(record) for record in records]
     counts = [len(of_rank) for of_rank in steps]
     if min(counts) != max(counts):
-        return f"the optimizer steps {_by_rank(counts, ' times')}", ""
+        return f"the optimizer steps {by_rank(counts, ' times')}", ""
     for who, result in enumerate(results):
         alone = [n for n in names if n in result.stepped and sum(n in other.stepped for other in results) == 1]
         if alone:
@@ -367,7 +379,7 @@ def _parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[s
         rates = [(s.lrs, *s.named_rates.values()) for s in at_once]
         if any(r != rates[0] for r in rates[1:]):
             groups = [of_group for of_group in zip(*(s.lrs for s in at_once), strict=False) if len(set(of_group)) > 1]
-            shown = f": {_by_rank(groups[0])}" if groups else ""
+            shown = f": {by_rank(groups[0])}" if groups else ""
             scheduled = [
                 call
                 for record, step in zip(records, at_once, strict=True)
@@ -376,17 +388,17 @@ def _parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[s
             ]
             line = str(scheduled[-1].place) if scheduled else ""
             return f"the learning rates part at step {number + 1}{shown}", line
-        if first := _read_apart(records, at_once, names):
+        if first := read_apart(records, at_once, names):
             what = f"at step {number + 1} the ranks read different gradients of {some(first, most=2)}"
             return what, str(at_once[0].place)
     return f"after step {until} they differ, though rates and gradients are the same on all ranks until then", ""
 
 
-def _steps(record: Record) -> list[Step]:
+def steps_of(record: Record) -> list[Step]:
     return [step for step in record.of(Step) if not step.nested]
 
 
-def _read_apart(records: Sequence[Record], steps: Sequence[Step], names: Sequence[str]) -> list[str]:
+def read_apart(records: Sequence[Record], steps: Sequence[Step], names: Sequence[str]) -> list[str]:
     """The parameters of which the ranks' steps read different gradients, by more than rounding."""
     read = [entries_of(r, s.reads[0].grads) if s.reads else {} for r, s in zip(records, steps, strict=True)]
     apart = []
@@ -399,7 +411,7 @@ def _read_apart(records: Sequence[Record], steps: Sequence[Step], names: Sequenc
     return apart
 
 
-def _by_rank(numbers: Sequence[float], unit: str = "") -> str:
+def by_rank(numbers: Sequence[float], unit: str = "") -> str:
     return ", ".join(f"{number:.6g}{unit} on rank {rank}" for rank, number in enumerate(numbers))
 
 

@@ -154,8 +154,8 @@ def over_own_batches(
             read_ahead=None,
             stream=None if stream is None else lambda loop: stream(rank, loop),
             enough=lambda _record: False,  # what ends one rank must end all: the batches
-            around=lambda: _wrappers_noted(result),
-            contexts=lambda watch: (_noted(watch, result),),
+            around=lambda: wrappers_noted(result),
+            contexts=lambda watch: (noted(watch, result, _Draws(watch, result)),),
             kept=None,
             further=True,
         )
@@ -195,7 +195,9 @@ def over_shares(
         def endless(chosen: Any) -> RunPlan:  # a rank that ended after a step of its own would leave the others waiting
             return replace(_with_ranks(evidence, evidence.plan(**chosen), ranks), enough=lambda _record: False)
 
-        varied = Variation(knobs=knobs, rows=rows(rank), contexts=(lambda watch: (_noted(watch, result),),))
+        varied = Variation(
+            knobs=knobs, rows=rows(rank), contexts=(lambda watch: (noted(watch, result, _Draws(watch, result)),),)
+        )
         return _filled(result, lambda: runs.elsewhere(endless, prepare).made("share", lambda: items(rank), varied))
 
     return work
@@ -259,7 +261,7 @@ def error_of_a_rank(launch: Launch, rank: int, error: UserError, text: str) -> E
 
 
 @contextlib.contextmanager
-def _wrappers_noted(result: RankResult) -> Iterator[None]:
+def wrappers_noted(result: RankResult) -> Iterator[None]:
     """Follow the DistributedDataParallel instances that are built and called, and who asks for its rank."""
     live: list[tuple[Any, list[torch.Tensor]]] = []
 
@@ -281,9 +283,9 @@ def _wrappers_noted(result: RankResult) -> Iterator[None]:
 
     with Patches() as patches:
         patches.put(DistributedDataParallel, "__init__", building)
-        patches.put(DistributedDataParallel, "forward", _first(calling))
+        patches.put(DistributedDataParallel, "forward", first(calling))
         for name in ("get_rank", "get_world_size"):
-            patches.put(torch.distributed, name, _first(asking))
+            patches.put(torch.distributed, name, first(asking))
         try:
             yield
         finally:
@@ -295,8 +297,11 @@ def _wrappers_noted(result: RankResult) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
-    """Fill the result while ``fit`` runs: weights at each step, shards, draws, files and samplers."""
+def noted(
+    watch: Watch, result: RankResult, draws: contextlib.AbstractContextManager[Any], most: int = sys.maxsize
+) -> Iterator[None]:
+    """Fill the result while ``fit`` runs: weights before each of the first ``most`` steps and at the end, shards, files
+    and samplers; ``draws`` notes the draws."""
     depth = 0
     table = watch.table
 
@@ -320,6 +325,8 @@ def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
         if watch.is_suspended:
             return
         depth += 1
+        if len(result.states) >= most:
+            return
         with watch.suspended(), torch.no_grad():
             if depth == 1:
                 result.states.append(state())
@@ -341,10 +348,10 @@ def _noted(watch: Watch, result: RankResult) -> Iterator[None]:
         if isinstance(given, (str, os.PathLike)):
             result.written.setdefault(os.path.realpath(given), here()[0])
 
-    with Patches() as patches, hooked(before_steps(before), after_steps(after)), _Draws(watch, result):
+    with Patches() as patches, hooked(before_steps(before), after_steps(after)), draws:
         for module, name in (("torch", "save"), ("safetensors.torch", "save_file")):
             if module in sys.modules:
-                patches.put(sys.modules[module], name, _first(saving))
+                patches.put(sys.modules[module], name, first(saving))
         patches.put(DistributedSampler, "__iter__", functools.partial(_sharing, result.samplers))
         with watch.suspended(), torch.no_grad():
             result.entered = state()
@@ -379,7 +386,7 @@ class _Draws(FunctionMode):
         return out
 
 
-def _first(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def first(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For ``Patches.put``: calls ``note`` with the arguments, then the original."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
