@@ -12,10 +12,11 @@ from pytest_trainloop.frontends.watching.outcome import refuse
 from pytest_trainloop.views.htmlreport import missing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pytest_trainloop.declare.selection import Plan
     from pytest_trainloop.frontends.watching.options import Options
+    from pytest_trainloop.runs.ranks.peers import Peers
 
 
 def command(args: Sequence[str]) -> int:
@@ -29,6 +30,14 @@ def command(args: Sequence[str]) -> int:
     from pytest_trainloop.frontends.watching.session import Session
 
     return Session(options, plan).run()
+
+
+def run_in_rank(options: Options, peers: Peers, script: Callable[[], None]) -> None:
+    """Run a script's function in a rank that it spawned, as ``command`` runs a script; raises what it raised."""
+    from pytest_trainloop.frontends.watching.ranks import OneOfRanks
+    from pytest_trainloop.frontends.watching.session import Session
+
+    Session(options, _plan(options), OneOfRanks(peers)).run_in_rank(script)
 
 
 def _plan(options: Options) -> Plan:

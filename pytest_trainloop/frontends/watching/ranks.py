@@ -6,6 +6,8 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from pytest_trainloop.checks.scale.distributed_equivalence.script_runs import ScriptRank, script_noted, watched_launch
 from pytest_trainloop.core.report import Report
 from pytest_trainloop.runs.ranks.collectives import Log
@@ -35,9 +37,15 @@ class OneOfRanks:
     @contextlib.contextmanager
     def noted(self, watch: Watch, give_up: Callable[[], None]) -> Iterator[None]:
         """Note what the script does here, and tell rank 0. ``give_up`` is called where it would never end."""
-        Log(self._peers.tell).begin()  # for the rest of the process
+        Log(self._tell).begin()  # for the rest of the process
         with self._peers.listening(give_up), script_noted(watch, self._result, self._peers.ranks):
             yield
+
+    def _tell(self, what: str, value: Any) -> None:
+        """Tell rank 0, but of collectives among other ranks than those that are watched (several machines)."""
+        known = (self._peers.number, self._peers.ranks)
+        if what != "collective" or (dist.get_rank(), dist.get_world_size()) == known:
+            self._peers.tell(what, value)
 
     def tell_end(self, failure: str, *, stopped: bool) -> None:
         """Tell rank 0 how the script ended here."""
@@ -62,10 +70,6 @@ class OneOfRanks:
         ranks = tuple(replace(rank, value=result) for rank, (result, _) in zip(launch, given, strict=True))
         self._launch = Launch(ranks, launch.hang, launch.waiting)
         return {watched_launch: self._launch}
-
-    @property
-    def hangs(self) -> bool:
-        return self._launch.hang is not None
 
     def failure(self) -> str:
         """How the script failed first on some rank; not what a rank says that lost another one, if that is why."""

@@ -23,6 +23,7 @@ from pytest_trainloop.frontends.watching.handover import Handover
 from pytest_trainloop.frontends.watching.outcome import FAULT, NOTHING, Outcome, refuse
 from pytest_trainloop.frontends.watching.page import Page
 from pytest_trainloop.frontends.watching.ranks import OneOfRanks
+from pytest_trainloop.frontends.watching.spawned import Spawning
 from pytest_trainloop.frontends.watching.stopping import Ending, Stopped, end, leave
 from pytest_trainloop.frontends.watching.words import in_words, needing_a_test
 from pytest_trainloop.frontends.watching.written import alias_of, test_file
@@ -53,6 +54,7 @@ class Session:
         self._watch = Watch(before_step=self._before_step, before_backward=self._ending.before_backward)
         self._page = Page(sys.stdout, self._name, verbose=options.verbose)
         self._ranks = ranks
+        self._spawning = Spawning(options)
         self._waited = False
         self._shared: Mapping[Callable[..., Any], Any] = {}
         self._children = 0
@@ -75,7 +77,16 @@ class Session:
         self._run(lambda: target.run(code))
         if self._ending.elsewhere:
             return _as_alone(self._error)
+        if (status := self._spawning.status) is not None:  # which a rank has reported that the script has spawned
+            return leave(status)
         return leave(self._judge())
+
+    def run_in_rank(self, script: Callable[[], None]) -> None:
+        """Run a function of the script's in a rank that it has spawned. Raises what it raised."""
+        self._run(script)
+        leave(self._judge())
+        if self._error is not None and not isinstance(self._error, Stopped):
+            raise self._error
 
     def _run(self, script: Callable[[], None]) -> None:
         """Run the script under watch; what it raised is kept."""
@@ -83,7 +94,9 @@ class Session:
         with self._ending.around(), self._closing:
             self._observation = self._closing.enter_context(api.observed(self._watch))
             self._closing.enter_context(self._counting_children())
-            if self._ranks is not None:
+            if self._ranks is None:
+                self._closing.enter_context(self._spawning.watching())
+            else:
                 self._closing.enter_context(self._ranks.noted(self._watch, self._end_waiting))
             try:
                 script()
@@ -117,7 +130,12 @@ class Session:
         except Exception as error:  # of whatever the script has left half done
             self._watch.record.note_mistake(error)
         self._observation.close()
-        end(self._judge())
+        try:
+            status = self._judge()
+        except BaseException:  # in a thread of ours nobody would hear of it
+            traceback.print_exc()
+            status = FAULT
+        end(status)
 
     def _judge(self) -> int:
         """Print everything; the exit status. Of several ranks one prints."""
@@ -128,7 +146,7 @@ class Session:
         record.cut_short = self._ending.stopped or self._waited
         if self._ranks is None:
             return self._say(own_failure)
-        self._ranks.tell_end(own_failure, stopped=record.cut_short)
+        self._ranks.tell_end(own_failure, stopped=self._ending.stopped)
         if not self._ranks.reports:
             self._ranks.leave(self._watch, None if api.nothing_trained(record) else self._report())
             return 0
@@ -145,10 +163,10 @@ class Session:
         return status
 
     def _say(self, own_failure: str) -> int:
-        record = self._watch.record
-        if api.nothing_trained(record) and not (self._ranks is not None and self._ranks.hangs):
+        try:
+            report = self._report()
+        except UsageError:  # nothing trained, and no rank waits for ever for another
             return self._nothing(own_failure)
-        report = self._report()
         if self._ranks is not None:
             report = self._ranks.with_others(report)
         elif self._is_quiet() and report.ok:

@@ -25,6 +25,9 @@ from pytest_trainloop.runs.ranks.waiting import Waiting
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+OURS, OVER = "trainloop", "over"
+"""The first part of our keys, and the key of the exit status that rank 0 reports."""
+
 OFTEN = 0.1
 """Seconds between two looks at what was said."""
 
@@ -52,9 +55,9 @@ class Peers:
     """The ranks of one launch, as one of them knows them: ``number`` of ``ranks``."""
 
     def __init__(self, host: str, port: int, number: int, ranks: int, prefix: str = "") -> None:
-        self.address, self.number, self.ranks = (host, port), number, ranks
+        self.number, self.ranks = number, ranks
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-        self._store = dist.PrefixStore(f"trainloop{prefix}", store)
+        self._store = dist.PrefixStore(OURS + prefix, store)
         self._process = os.getpid()
         self._said: deque[tuple[str, Any]] = deque()
         self._sent = 0
@@ -67,7 +70,8 @@ class Peers:
         """Those of the process that torchrun has started; None where another launcher did, or there is one rank."""
         known = os.environ
         ranks = known.get("WORLD_SIZE", "")
-        if known.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not ranks.isdecimal() or int(ranks) < 2:
+        asked = dist.is_available() and known.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not asked or not ranks.isdecimal() or int(ranks) < 2:
             return None
         try:
             port, number = int(known["MASTER_PORT"]), int(known["RANK"])
@@ -132,16 +136,14 @@ class Peers:
             self._store.set(f"{self.number}/{self._sent}", (b"." if last else b"+") + text[start : start + PIECE])
             self._sent += 1
 
-    def leave(self) -> int:
-        """Send all that was told, and wait for the report; the status that rank 0 gives the command."""
+    def leave(self) -> None:
+        """Send all that was told, and wait for the report."""
         with contextlib.suppress(RuntimeError):
             self._send()
             until = time.monotonic() + REPORTING
-            while time.monotonic() < until and not self._store.check(["over"]):
+            while time.monotonic() < until and not self._store.check([OVER]):
                 time.sleep(OFTEN)
             self._store.add("leaving", 1)
-            return int(self._store.get("over")) if self._store.check(["over"]) else 0
-        return 0  # torchrun has ended
 
     # rank 0
 
@@ -161,7 +163,7 @@ class Peers:
     def report(self, status: int) -> None:
         """Let the others go; after a fault when they have gone, since torchrun ends those that are left."""
         with contextlib.suppress(RuntimeError):
-            self._store.set("over", str(status))
+            self._store.set(OVER, str(status))
             until = time.monotonic() + (GOING if status else 0.0)
             while time.monotonic() < until and self._store.add("leaving", 0) < self.ranks - 1:
                 time.sleep(OFTEN)
@@ -179,6 +181,12 @@ class Peers:
         piece = self._store.get(key)
         self._store.delete_key(key)
         return bytes(piece)
+
+
+def reported(store: dist.Store) -> int | None:
+    """The exit status that rank 0 has reported through a store; None before it does."""
+    ours = dist.PrefixStore(OURS, store)
+    return int(ours.get(OVER)) if ours.check([OVER]) else None
 
 
 class Listener:

@@ -46,8 +46,19 @@ SAME = 3
 """Steps for which ranks must be given the same, and not the same at each of them, before their rows are called so."""
 
 BRINGS_TOGETHER = (
-    *("all_reduce", "allreduce", "all_gather", "allgather", "broadcast", "reduce", "averag", "sync", "horovod", "hvd"),
-    *("mpi", "deepspeed", "fsdp", "fully_shard", "DistributedDataParallel", "DDP", "send", "gather", "nccl", "merge"),
+    *("all_reduce", "allreduce", "all_gather", "reduce(", "broadcast", "averag", "synchron", "merge_", ".recv"),
+    *(
+        "dataparallel(",
+        "ddp(",
+        "fsdp",
+        "fully_shard",
+        "horovod",
+        "hvd.",
+        "mpi4py",
+        "deepspeed",
+        "accelerat",
+        "lightning",
+    ),
 )
 """Parts of the names by which a script could bring weights together after the steps that were watched."""
 
@@ -130,16 +141,17 @@ def _of_weights(results: Sequence[ScriptRank], *, to_the_end: bool) -> Iterator[
     later = tuple(name for name in part if name in names and name in stepped)
     together = tuple(name for name in later if name in wrapped)
     if together:
-        yield _parting(results, together, to_the_end=to_the_end)
+        loose = any(result.loose for result in results)  # weights may be averaged every N steps
+        if to_the_end or not loose:
+            yield _parting(results, together, level="advice" if loose else "fault")
     elif later and not wrapped and not steady:
         if all(differ.intersection(later) for differ in read) and _shares_out(results):
-            sure = to_the_end or not _could_average()
-            level = "fault" if sure else "advice"
+            level = "advice" if _could_average() else "fault"
             yield found("never_synchronised", "", (), "script", ranks=len(results), level=level)
     elif later:
         others = len(steady)
         yield found("parameters_not_in_wrapper", "", later, "script", others=others, level="advice")
-    yield from _of_state(results, [name for name in part if name not in stepped])
+    yield from _of_state(results)
 
 
 def _copies(results: Sequence[ScriptRank]) -> list[str]:
@@ -164,16 +176,15 @@ def _reduced(results: Sequence[ScriptRank], names: Sequence[str]) -> set[str]:
     return found_in & set(names)
 
 
-def _parting(results: Sequence[ScriptRank], names: tuple[str, ...], *, to_the_end: bool) -> Finding:
+def _parting(results: Sequence[ScriptRank], names: tuple[str, ...], *, level: str) -> Finding:
     """Weights of a wrapper that part."""
     if not any(result.wrapper_calls for result in results):
         return found("wrapper_bypassed", "", (), "script", ranks=len(results))
     if bare := bypassed_steps(results, names):
         steps = len(results[0].called)
         return found("wrapper_bypassed", "", (), "steps", bare=len(bare), steps=steps, step=bare[0] + 1)
-    later = any(result.loose for result in results) and not to_the_end  # weights may be averaged every N steps
     first, line = parts_first(results, names)
-    return found("weights_drift", line, names, first=first, level="advice" if later else "fault")
+    return found("weights_drift", line, names, first=first, level=level)
 
 
 def _shares_out(results: Sequence[ScriptRank]) -> bool:
@@ -191,20 +202,20 @@ def _could_average() -> bool:
                     text = opened.read().lower()
             except OSError:
                 return True
-            if any(part.lower() in text for part in BRINGS_TOGETHER):
+            if any(part in text for part in BRINGS_TOGETHER):
                 return True
     return False
 
 
-def _of_state(results: Sequence[ScriptRank], names: Sequence[str]) -> Iterator[Finding]:
+def _of_state(results: Sequence[ScriptRank]) -> Iterator[Finding]:
     """Buffers that part in a wrapper that does not send them."""
-    own = set().union(*(result.own_buffers for result in results))
+    own = set.intersection(*(result.own_buffers for result in results))
+    names = [n for n in differing(results, [result.states[-1] for result in results]) if n in own]
     norms = {plain(s.name): plain(s.owner) for s in results[0].require().statistics}
-    if of_norms := tuple(dict.fromkeys(norms[name] for name in names if name in norms and name in own)):
+    if of_norms := tuple(dict.fromkeys(norms[name] for name in names if name in norms)):
         yield found("batch_norm_per_rank", "", of_norms, level="advice")
-    counters = tuple(name for name in names if name in own and name not in norms)
-    if counters:
-        yield found("weights_drift", "", counters, "state", level="advice")
+    if others := tuple(name for name in names if name not in norms):
+        yield found("weights_drift", "", others, "state", level="advice")
 
 
 # clips and rows
