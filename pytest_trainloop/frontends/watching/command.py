@@ -28,8 +28,9 @@ def command(args: Sequence[str]) -> int:
     except UsageError as error:
         return refuse(str(error))
     from pytest_trainloop.frontends.watching.session import Session
+    from pytest_trainloop.frontends.watching.spawned import Spawning
 
-    return Session(options, plan).run()
+    return Session(options, plan, spawning=Spawning(options, run_in_rank)).run()
 
 
 def run_in_rank(options: Options, peers: Peers, script: Callable[[], None]) -> None:
@@ -37,7 +38,7 @@ def run_in_rank(options: Options, peers: Peers, script: Callable[[], None]) -> N
     from pytest_trainloop.frontends.watching.ranks import OneOfRanks
     from pytest_trainloop.frontends.watching.session import Session
 
-    Session(options, _plan(options), OneOfRanks(peers)).run_in_rank(script)
+    Session(options, _plan(options), ranks=OneOfRanks(peers)).run_in_rank(script)
 
 
 def _plan(options: Options) -> Plan:

@@ -65,7 +65,7 @@ class OneOfRanks:
         self._result.record = watch.record
         self._peers.tell("result", (self._result, []))
         launch = self._peers.gathered()
-        given = [rank.value or (None, []) for rank in launch]
+        given: list[Any] = [rank.value or (None, []) for rank in launch]
         self._faults = [(number, fault) for number, (_, faults) in enumerate(given) for fault in faults]
         ranks = tuple(replace(rank, value=result) for rank, (result, _) in zip(launch, given, strict=True))
         self._launch = Launch(ranks, launch.hang, launch.waiting)

@@ -23,7 +23,6 @@ from pytest_trainloop.frontends.watching.handover import Handover
 from pytest_trainloop.frontends.watching.outcome import FAULT, NOTHING, Outcome, refuse
 from pytest_trainloop.frontends.watching.page import Page
 from pytest_trainloop.frontends.watching.ranks import OneOfRanks
-from pytest_trainloop.frontends.watching.spawned import Spawning
 from pytest_trainloop.frontends.watching.stopping import Ending, Stopped, end, leave
 from pytest_trainloop.frontends.watching.words import in_words, needing_a_test
 from pytest_trainloop.frontends.watching.written import alias_of, test_file
@@ -39,12 +38,15 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.report import Report
     from pytest_trainloop.declare.selection import Plan
     from pytest_trainloop.frontends.watching.options import Options
+    from pytest_trainloop.frontends.watching.spawned import Spawning
 
 
 class Session:
     """Runs the script of the command line once, and says what its training came to."""
 
-    def __init__(self, options: Options, plan: Plan, ranks: OneOfRanks | None = None) -> None:
+    def __init__(
+        self, options: Options, plan: Plan, *, ranks: OneOfRanks | None = None, spawning: Spawning | None = None
+    ) -> None:
         self._options = options
         self._plan = plan
         self._folder = Path.cwd()
@@ -54,7 +56,7 @@ class Session:
         self._watch = Watch(before_step=self._before_step, before_backward=self._ending.before_backward)
         self._page = Page(sys.stdout, self._name, verbose=options.verbose)
         self._ranks = ranks
-        self._spawning = Spawning(options)
+        self._spawning = spawning
         self._waited = False
         self._shared: Mapping[Callable[..., Any], Any] = {}
         self._children = 0
@@ -77,7 +79,7 @@ class Session:
         self._run(lambda: target.run(code))
         if self._ending.elsewhere:
             return _as_alone(self._error)
-        if (status := self._spawning.status) is not None:  # which a rank has reported that the script has spawned
+        if self._spawning is not None and (status := self._spawning.status) is not None:  # a spawned rank has reported
             return leave(status)
         return leave(self._judge())
 
@@ -94,9 +96,9 @@ class Session:
         with self._ending.around(), self._closing:
             self._observation = self._closing.enter_context(api.observed(self._watch))
             self._closing.enter_context(self._counting_children())
-            if self._ranks is None:
+            if self._spawning is not None and self._ranks is None:
                 self._closing.enter_context(self._spawning.watching())
-            else:
+            if self._ranks is not None:
                 self._closing.enter_context(self._ranks.noted(self._watch, self._end_waiting))
             try:
                 script()

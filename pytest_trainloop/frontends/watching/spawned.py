@@ -13,19 +13,24 @@ import torch.multiprocessing
 
 from pytest_trainloop.frontends.watching.stopping import Stopped
 from pytest_trainloop.recording.patches import Patches
-from pytest_trainloop.runs.ranks.peers import Peers, reported
+from pytest_trainloop.runs.ranks.peers import Peers, reported, store_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.frontends.watching.options import Options
 
+    Run = Callable[[Options, Peers, Callable[[], None]], None]
+
+
+HOST = "127.0.0.1"
+
 
 class Spawning:
     """What the process does that starts the ranks: it holds the store through which they speak."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, run: Run) -> None:
+        self._options, self._run = options, run
         self._store: Any = None
 
     @contextlib.contextmanager
@@ -46,8 +51,8 @@ class Spawning:
             given = bound.arguments
             if self._store is not None or given["start_method"] != "spawn" or not dist.is_available():
                 return original(*args, **kwargs)
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            given["fn"] = Rank(given["fn"], self._options, self._store.port, given["nprocs"])
+            self._store = store_at(HOST, 0, new=True)
+            given["fn"] = Rank(self._run, given["fn"], self._options, self._store.port, given["nprocs"])
             context = original(**given)
             if given["join"] and self.status is not None:
                 raise Stopped  # what follows would miss what the ranks were to do
@@ -64,11 +69,9 @@ class Spawning:
 class Rank:
     """What each rank runs in place of the script's function."""
 
-    def __init__(self, function: Callable[..., Any], options: Options, port: int, ranks: int) -> None:
-        self._function, self._options, self._port, self._ranks = function, options, port, ranks
+    def __init__(self, run: Run, function: Callable[..., Any], options: Options, port: int, ranks: int) -> None:
+        self._run, self._function, self._options, self._port, self._ranks = run, function, options, port, ranks
 
     def __call__(self, number: int, *args: Any) -> None:
-        from pytest_trainloop.frontends.watching.command import run_in_rank
-
-        peers = Peers("127.0.0.1", self._port, number, self._ranks)
-        run_in_rank(self._options, peers, lambda: self._function(number, *args))
+        peers = Peers(HOST, self._port, number, self._ranks)
+        self._run(self._options, peers, lambda: self._function(number, *args))

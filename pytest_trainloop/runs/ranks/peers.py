@@ -56,8 +56,7 @@ class Peers:
 
     def __init__(self, host: str, port: int, number: int, ranks: int, prefix: str = "") -> None:
         self.number, self.ranks = number, ranks
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-        self._store = dist.PrefixStore(OURS + prefix, store)
+        self._store = _ours(store_at(host, port), prefix)
         self._process = os.getpid()
         self._said: deque[tuple[str, Any]] = deque()
         self._sent = 0
@@ -95,7 +94,7 @@ class Peers:
         try:
             yield
         finally:
-            if threading.current_thread() is not thread:
+            if threading.current_thread() is not thread and os.getpid() == self._process:
                 with self._sending:  # where the other thread gives up, this one has no more to say
                     self._ended.set()
                 thread.join()
@@ -149,12 +148,10 @@ class Peers:
 
     def gathered(self) -> Launch:
         """What all ranks did, once they have come to their end. ``Rank.value`` is what each told as its "result"."""
-        listener = self._listener
-        assert listener is not None
-        while not listener.complete:
-            listener.look()
+        while self._listener is not None and not self._listener.complete:
+            self._listener.look()
             time.sleep(OFTEN / 2)
-        return listener.launch()
+        return Launch(()) if self._listener is None else self._listener.launch()
 
     def failures(self) -> dict[int, str]:
         """How the script failed, by rank, in the order in which it was heard."""
@@ -183,9 +180,19 @@ class Peers:
         return bytes(piece)
 
 
-def reported(store: dist.Store) -> int | None:
+def store_at(host: str, port: int, *, new: bool = False) -> Any:
+    """The store that listens there; ``new``: one of this process."""
+    limit = timedelta(seconds=30)
+    return dist.TCPStore(host, port, is_master=new, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
+
+
+def _ours(store: Any, prefix: str = "") -> Any:
+    return dist.PrefixStore(OURS + prefix, store)  # type: ignore[attr-defined]
+
+
+def reported(store: Any) -> int | None:
     """The exit status that rank 0 has reported through a store; None before it does."""
-    ours = dist.PrefixStore(OURS, store)
+    ours = _ours(store)
     return int(ours.get(OVER)) if ours.check([OVER]) else None
 
 

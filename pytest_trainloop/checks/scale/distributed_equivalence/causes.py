@@ -110,8 +110,8 @@ CAUSES = {
             },
             "script": {
                 "measured": "",
-                "summary": "{names} {names:get} the gradient of each rank's own rows alone, and {others:other parameter} "
-                "that of all rows",
+                "summary": "{names} {names:get} the gradient of each rank's own rows alone, and "
+                "{others:other parameter} that of all rows",
                 "shown_by": "{names} {names:begin} the same on all ranks and {names:end} different",
             },
         },
@@ -228,7 +228,7 @@ CAUSES = {
         variants={
             "script": {
                 "summary": "the ranks train different weights of {names}: they are not the same before the first step",
-                "shown_by": "in {steps:step} all ranks read the same gradients of them, so that they never come together",
+                "shown_by": "in {steps:step} all ranks read the same gradients, which never bring them together",
             }
         },
         source=_NOTES,
@@ -311,8 +311,8 @@ CAUSES = {
         "evaluate; a barrier belongs on all ranks",
         variants={
             "uneven": {
-                "repair": "give all ranks the same number of batches (DistributedSampler, drop_last=True), or train under "
-                "torch.distributed.algorithms.Join([model])"
+                "repair": "give all ranks the same number of batches (DistributedSampler, drop_last=True), or train "
+                "under torch.distributed.algorithms.Join([model])"
             },
             "building": {
                 "summary": "rank {rank} builds DistributedDataParallel and waits for ever in its {names}: another rank "

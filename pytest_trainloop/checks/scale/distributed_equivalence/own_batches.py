@@ -270,7 +270,7 @@ def _other(other: Other, hang: Hang) -> str:
         if last.place != hang.line:
             own = "a " if kind == hang.collective.kind else ""
             return f"rank {number} is at another line, and waits in {own}{kind} there:{at.removeprefix(' at')}"
-        return f"rank {number} waits in {kind} of other shapes{at}"
+        return f"rank {number} waits in {kind}{' of other shapes' if kind == hang.collective.kind else ''}{at}"
     if how == "waited":
         return f"rank {number} waits in {kind}{at}"
     known = f" (last in {kind}{at})" if at else ""

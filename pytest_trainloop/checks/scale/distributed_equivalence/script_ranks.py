@@ -7,6 +7,7 @@ averaged now and then comes together.
 
 from __future__ import annotations
 
+import linecache
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -74,10 +75,10 @@ def of_script(launch: Launch) -> Iterator[Finding]:
 
 def _findings(launch: Launch, ranks: Sequence[ScriptRank | None], results: list[ScriptRank]) -> Iterator[Finding]:
     for result in results:
-        if result.record is not None and (what := result.record.raised) is not None:
-            if unreduced := of_unreduced(result, what):
-                yield unreduced
-                return
+        what = result.record.raised if result.record is not None else None
+        if what is not None and (unreduced := of_unreduced(result, what)):
+            yield unreduced
+            return
     if (hang := launch.hang) is not None and _is_of_the_script(hang, ranks):
         waits = ranks[hang.rank]
         lasts = [other.last for other in hang.others]
@@ -127,8 +128,7 @@ def _of_weights(results: Sequence[ScriptRank], *, to_the_end: bool) -> Iterator[
         if all(step.reads and entries_of(r, step.reads[0].grads) for r, step in zip(records, steps, strict=True))
     ]
     reduced = _reduced(results, names)
-    steady = reduced - set().union(*read)
-    """Weights of which all ranks read the same gradient in every step, and not by having the same rows alone."""
+    steady = reduced - set().union(*read)  # all ranks read the same gradient of them in every step
     wrapped = set.intersection(*(result.wrapped for result in results))
     if not read or min(len(result.states) for result in results) < 3:
         return  # of one step nothing follows
@@ -155,8 +155,9 @@ def _of_weights(results: Sequence[ScriptRank], *, to_the_end: bool) -> Iterator[
 
 
 def _copies(results: Sequence[ScriptRank]) -> list[str]:
-    """The weights that all ranks hold under one name, in one shape."""
-    shapes = [{plain(p.name): p.shape for p in result.require().parameters} for result in results]
+    """The weights that all ranks hold under one name, in one shape; a rank may have several models with one name."""
+    known = [[(plain(p.name), p.shape) for p in result.require().parameters] for result in results]
+    shapes = [{name: shape for name, shape in of_rank if [n for n, _ in of_rank].count(name) == 1} for of_rank in known]
     parts = set().union(*(result.ends.keys() | result.shards.keys() for result in results))
     return [
         name
@@ -166,14 +167,10 @@ def _copies(results: Sequence[ScriptRank]) -> list[str]:
 
 
 def _reduced(results: Sequence[ScriptRank], names: Sequence[str]) -> set[str]:
-    """The weights whose gradient is not zero in some step that is known on all ranks."""
-    found_in: set[str] = set()
-    for result in results[:1]:
-        record = result.require()
-        for step in steps_of(record):
-            grads = entries_of(record, step.reads[0].grads) if step.reads else {}
-            found_in |= {name for name, entries in grads.items() if bool(entries.any())}
-    return found_in & set(names)
+    """The weights whose gradient is not zero in some step."""
+    record = results[0].require()
+    read = [entries_of(record, step.reads[0].grads) for step in steps_of(record) if step.reads]
+    return {name for grads in read for name, entries in grads.items() if bool(entries.any())} & set(names)
 
 
 def _parting(results: Sequence[ScriptRank], names: tuple[str, ...], *, level: str) -> Finding:
@@ -196,12 +193,8 @@ def _could_average() -> bool:
     """Whether some file of the script's own names what could bring weights together."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and layer(file) == 2:
-            try:
-                with open(file, encoding="utf-8", errors="replace") as opened:
-                    text = opened.read().lower()
-            except OSError:
-                return True
+        if isinstance(file, str) and layer(file) == 2:
+            text = "".join(linecache.getlines(file)).lower()
             if any(part in text for part in BRINGS_TOGETHER):
                 return True
     return False
@@ -238,8 +231,8 @@ def _of_clips(results: Sequence[ScriptRank]) -> Iterator[Finding]:
         return
     for at_once in zip(*norms, strict=True):
         if max(at_once) - min(at_once) > ROUNDING["float32"] * max(at_once):
-            limits = [call.limit for record in records for call in record.of(ClipCall)]
-            cuts = any(norm > limit for of_rank in norms for norm in of_rank for limit in limits[:1])
+            limit = min(call.limit for record in records for call in record.of(ClipCall))
+            cuts = any(norm > limit for of_rank in norms for norm in of_rank)
             level = "fault" if cuts else "advice"
             yield found("norm_of_one_shard", clips[0][1], (), "script", norms=by_rank(at_once), level=level)
             return

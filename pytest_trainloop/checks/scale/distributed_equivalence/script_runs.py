@@ -1,4 +1,4 @@
-"""What one rank of a watched script does: what is noted of a rank of a test, and what its wrappers hold and are given."""
+"""What one rank of a watched script does: as of a rank of a test, and what its wrappers hold and are given."""
 
 from __future__ import annotations
 
