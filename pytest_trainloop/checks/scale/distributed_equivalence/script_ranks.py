@@ -139,9 +139,9 @@ def _of_weights(results: Sequence[ScriptRank], *, to_the_end: bool) -> Iterator[
     part = [name for name in ends_apart(results) if name not in apart]
     stepped = set().union(*(result.stepped for result in results))
     later = tuple(name for name in part if name in names and name in stepped)
-    together = tuple(name for name in later if name in wrapped)
+    together = tuple(name for name in later if name in wrapped or name in steady)
     if together:
-        loose = any(result.loose for result in results)  # weights may be averaged every N steps
+        loose = any(result.loose for result in results)  # they may be averaged every N steps
         if to_the_end or not loose:
             yield _parting(results, together, level="advice" if loose else "fault")
     elif later and not wrapped and not steady:
@@ -174,8 +174,8 @@ def _reduced(results: Sequence[ScriptRank], names: Sequence[str]) -> set[str]:
 
 
 def _parting(results: Sequence[ScriptRank], names: tuple[str, ...], *, level: str) -> Finding:
-    """Weights of a wrapper that part."""
-    if not any(result.wrapper_calls for result in results):
+    """Weights that part, of a wrapper, or though all ranks step by the same gradients."""
+    if set(names) <= results[0].wrapped and not any(result.wrapper_calls for result in results):
         return found("wrapper_bypassed", "", (), "script", ranks=len(results))
     if bare := bypassed_steps(results, names):
         steps = len(results[0].called)
