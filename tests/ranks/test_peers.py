@@ -26,7 +26,7 @@ def calls(rank, kind="all_reduce", number=0, *, waits=True, entries=3):
 
 
 def ends(rank, how="left", failure=""):
-    rank.tell("end", (how, failure))
+    rank.tell("end", (how, failure, ""))
     rank.tell("result", rank.number)
     rank.flush()
 

@@ -47,10 +47,10 @@ class OneOfRanks:
         if what != "collective" or (dist.get_rank(), dist.get_world_size()) == known:
             self._peers.tell(what, value)
 
-    def tell_end(self, failure: str, *, stopped: bool) -> None:
-        """Tell rank 0 how the script ended here."""
+    def tell_end(self, failure: str, ended_at: str, *, stopped: bool) -> None:
+        """Tell rank 0 how the script ended here; ``ended_at``: the line at which it was ended."""
         self._result.stopped = stopped
-        self._peers.tell("end", ("raised" if failure else "stopped" if stopped else "left", failure))
+        self._peers.tell("end", ("raised" if failure else "stopped" if stopped else "left", failure, ended_at))
         self._peers.flush()
 
     def leave(self, watch: Watch, report: Report | None) -> None:
@@ -81,6 +81,10 @@ class OneOfRanks:
             return ""
         rank, text = first
         return f"on rank {rank} {text}" if rank else text
+
+    def ended(self) -> list[str]:
+        """Where the ranks were that had to be ended, since another failed."""
+        return [f"rank {rank} was ended at {line}" for rank, line in self._peers.ended().items()]
 
     def with_others(self, report: Report) -> Report:
         """The report of rank 0 with the faults that other ranks alone have."""

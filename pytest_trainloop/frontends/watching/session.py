@@ -23,6 +23,7 @@ from pytest_trainloop.frontends.watching.handover import Handover
 from pytest_trainloop.frontends.watching.outcome import FAULT, NOTHING, Outcome, refuse
 from pytest_trainloop.frontends.watching.page import Page
 from pytest_trainloop.frontends.watching.ranks import OneOfRanks
+from pytest_trainloop.frontends.watching.stack import line_of_main_thread
 from pytest_trainloop.frontends.watching.stopping import Ending, Stopped, end, leave
 from pytest_trainloop.frontends.watching.words import in_words, needing_a_test
 from pytest_trainloop.frontends.watching.written import alias_of, test_file
@@ -57,7 +58,7 @@ class Session:
         self._page = Page(sys.stdout, self._name, verbose=options.verbose)
         self._ranks = ranks
         self._spawning = spawning
-        self._waited = False
+        self._waited = ""
         self._shared: Mapping[Callable[..., Any], Any] = {}
         self._children = 0
         self._closing = contextlib.ExitStack()
@@ -123,7 +124,7 @@ class Session:
 
     def _end_waiting(self) -> None:
         """The same where this rank waits for others for ever, or they have failed."""
-        self._waited = True
+        self._waited = line_of_main_thread() or "no line of yours"
         self._end_here()
 
     def _end_here(self) -> None:
@@ -145,15 +146,17 @@ class Session:
         record = self._watch.record
         if isinstance(self._error, Exception) and not record.note_mistake(self._error):
             record.raised = raised(self._error)
-        record.cut_short = self._ending.stopped or self._waited
+        record.cut_short = self._ending.stopped or bool(self._waited)
         if self._ranks is None:
             return self._say(own_failure)
-        self._ranks.tell_end(own_failure, stopped=self._ending.stopped)
+        self._ranks.tell_end(own_failure, self._waited, stopped=self._ending.stopped)
         if not self._ranks.reports:
             self._ranks.leave(self._watch, None if api.nothing_trained(record) else self._report())
             return 0
         self._shared = self._ranks.gather(self._watch)
         failure = self._ranks.failure()
+        if failure:
+            self._page.remarks += self._ranks.ended()
         if own_failure and not failure:  # it lost a rank that was stopped
             record.raised, record.cut_short = None, True
         status = FAULT
@@ -174,7 +177,7 @@ class Session:
         elif self._is_quiet() and report.ok:
             return 0
         os.chdir(self._folder)
-        self._page.steps(self._watch, stopped=self._ending.stopped, failed=bool(own_failure) or self._waited)
+        self._page.steps(self._watch, stopped=self._ending.stopped, failed=bool(own_failure or self._waited))
         if own_failure:
             self._page.failed(own_failure)
         self._page.report(report)

@@ -6,6 +6,7 @@ import ast
 import linecache
 import operator
 import sys
+import threading
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,14 @@ def user_stack() -> list[Frame]:
             library = True
         frame = frame.f_back
     return found[::-1]
+
+
+def line_of_main_thread() -> str:
+    """The user's innermost line of the main thread, from another thread; empty where there is none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and layer(frame.f_code.co_filename) != 2:
+        frame = frame.f_back
+    return "" if frame is None else shown(frame.f_code.co_filename, frame.f_lineno)
 
 
 def call_at(caller: Frame, called: Frame) -> ast.Call | None:

@@ -157,6 +157,10 @@ class Peers:
         """How the script failed, by rank, in the order in which it was heard."""
         return {} if self._listener is None else self._listener.failures
 
+    def ended(self) -> dict[int, str]:
+        """The line at which a rank was that had to be ended."""
+        return {} if self._listener is None else self._listener.ended
+
     def report(self, status: int) -> None:
         """Let the others go; after a fault when they have gone, since torchrun ends those that are left."""
         with contextlib.suppress(RuntimeError):
@@ -213,6 +217,7 @@ class Listener:
         self._told: dict[int, float] = {}
         """Which ranks are to come to their end, and since when."""
         self.failures: dict[int, str] = {}
+        self.ended: dict[int, str] = {}
         self._hang: Hang | None = None
 
     def look(self) -> None:
@@ -252,8 +257,10 @@ class Listener:
             self._steps[rank] = value
         elif what == "result":
             self._results[rank] = value
-        elif what == "end" and rank not in self._told:
-            how, failure = value
+        elif what == "end" and rank in self._told:
+            self.ended[rank] = value[2]
+        elif what == "end":
+            how, failure, _ = value
             self._gone[rank] = how, now
             self._waiting.gone(rank, "left" if how == "stopped" else how)
             if failure:
