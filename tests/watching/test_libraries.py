@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from pytest_trainloop import check_loop
@@ -109,29 +105,6 @@ if __name__ == "__main__":
 """
 )
 
-DISTRIBUTED = (
-    DATA
-    + """
-import os
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-def main():
-    dist.init_process_group("gloo")
-    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
-    model = DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(1000):
-        for x, y in data():
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-
-if __name__ == "__main__":
-    main()
-"""
-)
-
 ARGUMENTS = "--output_dir out --report_to none --use_cpu True --disable_tqdm True --num_train_epochs 20".split()
 
 
@@ -167,20 +140,3 @@ def test_accelerate_is_watched(watch, folder):
     assert "accelerator = fresh_accelerator(cpu=True, gradient_accumulation_steps=2)" in text
     assert "from pytest_trainloop.adapters import fresh_accelerator" in text
     assert "import accelerate" not in text
-
-
-def test_a_script_under_torchrun_is_watched(tmp_path):
-    (tmp_path / "train.py").write_text(DISTRIBUTED, encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV_"))}
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "pytest_trainloop", "train.py"],
-        cwd=tmp_path,
-        env=plain,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done
-    assert "train.py: 30 optimizer steps watched, then it was stopped" in done.stdout

@@ -177,6 +177,8 @@ class Session:
         elif self._is_quiet() and report.ok:
             return 0
         os.chdir(self._folder)
+        if self._waited and not own_failure:
+            self._page.remarks.append(f"it waited for another rank at {self._waited}, and was ended there")
         self._page.steps(self._watch, stopped=self._ending.stopped, failed=bool(own_failure or self._waited))
         if own_failure:
             self._page.failed(own_failure)

@@ -42,7 +42,7 @@ FAILED = 2.0
 """Seconds that the others have to end by themselves once one rank has failed."""
 
 SILENT = 60.0
-"""The same where others are through, and a rank says nothing any more."""
+"""The same where others were stopped, and a rank says nothing any more."""
 
 GOING = 10.0
 """Seconds that the others have to go."""
@@ -279,7 +279,8 @@ class Listener:
             self._hang = hang
             return True
         left = [rank for rank in range(len(self._read)) if rank not in self._gone]
-        return bool(self._gone) and all(now - self._last[rank] > SILENT for rank in left)
+        stopped = any(how == "stopped" for how, _ in self._gone.values())  # else a rank may evaluate alone at the end
+        return stopped and all(now - self._last[rank] > SILENT for rank in left)
 
     @property
     def ending(self) -> bool:

@@ -100,7 +100,8 @@ def _findings(launch: Launch, ranks: Sequence[ScriptRank | None], results: list[
     yield from _of_clips(results)
     yield from _of_rows(results)
     yield from of_samplers(results)
-    yield from of_files(results)
+    if len({result.machine for result in results}) == 1:
+        yield from of_files(results)
 
 
 def _is_of_the_script(hang: Hang, ranks: Sequence[ScriptRank | None]) -> bool:

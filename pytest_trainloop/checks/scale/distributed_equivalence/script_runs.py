@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import platform
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ STEPS = 40
 class ScriptRank(RankResult):
     """What one rank of a script did."""
 
+    machine: str = field(default_factory=platform.node)
     stopped: bool = False
     """Whether the command stopped the script."""
     wrapped: set[str] = field(default_factory=set)
