@@ -20,9 +20,13 @@ def pair(monkeypatch):
     return *(Peers("127.0.0.1", store.port, number, 2) for number in (0, 1)), store
 
 
-def calls(rank, kind="all_reduce", number=0, *, waits=True, entries=3):
+def call_of(kind="all_reduce", number=0, *, waits=True, entries=3):
     call = Collective(kind, "0", number, shapes=((entries,),), dtypes=("float32",), even=True, waits=waits)
-    rank.tell("collective", ("0", (0, 1), call))
+    return "0", (0, 1), call
+
+
+def calls(rank, kind="all_reduce", **more):
+    rank.tell("collective", call_of(kind, **more))
 
 
 def ends(rank, how="left", failure=""):
@@ -71,6 +75,17 @@ def test_ranks_that_make_different_calls_are_ended(pair):
     ends(zero)
     ends(one)
     assert zero.gathered().hang.different
+
+
+def test_a_call_that_differs_from_that_of_another_rank_is_not_made(pair):
+    zero, one, _ = pair
+    for number in (0, 1):
+        zero.wait_if_different(*call_of(number=number))
+    one.wait_if_different(*call_of())
+    waiting = threading.Thread(target=one.wait_if_different, args=call_of(number=1, entries=4), daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
 
 
 def test_where_one_rank_fails_the_others_are_ended(pair):

@@ -44,8 +44,12 @@ class OneOfRanks:
     def _tell(self, what: str, value: Any) -> None:
         """Tell rank 0, but of collectives among other ranks than those that are watched (several machines)."""
         known = (self._peers.number, self._peers.ranks)
-        if what != "collective" or (dist.get_rank(), dist.get_world_size()) == known:
+        if what != "collective":
             self._peers.tell(what, value)
+        elif (dist.get_rank(), dist.get_world_size()) == known:
+            self._peers.tell(what, value)
+            if dist.get_backend() == "gloo":
+                self._peers.wait_if_different(*value)
 
     def tell_end(self, failure: str, ended_at: str, *, stopped: bool) -> None:
         """Tell rank 0 how the script ended here; ``ended_at``: the line at which it was ended."""

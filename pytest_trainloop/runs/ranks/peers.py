@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from pytest_trainloop.runs.ranks.facts import Collective, Hang, Launch, Rank
-from pytest_trainloop.runs.ranks.waiting import Waiting
+from pytest_trainloop.runs.ranks.waiting import Waiting, same_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +37,9 @@ PIECE = 4_000_000
 WAITS = 5.0
 """Seconds of silence after which a rank waits for a collective that it has begun, and that another never enters: the
 call itself may have come back, and whoever asks for its result waits."""
+
+FEW, KEPT = 8, 100
+"""Ranks that compare each call before they make it, and calls that are kept for those who come later."""
 
 FAILED = 2.0
 """Seconds that the others have to end by themselves once one rank has failed."""
@@ -84,6 +87,22 @@ class Peers:
         """Say that something has happened; it is sent soon."""
         if os.getpid() == self._process:
             self._said.append((what, value))
+
+    def wait_if_different(self, channel: str, members: tuple[int, ...], call: Collective) -> None:
+        """Wait to be ended where another rank makes a different call as the n-th of a group: gloo ends the process at
+        once when tensors of another size arrive. Of two ranks one sees what the other was first to say."""
+        if ">" in channel or len(members) > FEW or os.getpid() != self._process:
+            return
+        with contextlib.suppress(RuntimeError):
+            key = f"{channel} {call.number}"
+            self._store.set(f"{key} {self.number}", pickle.dumps(call))
+            for other in members:
+                if other == self.number or not self._store.check([f"{key} {other}"]):
+                    continue
+                if not same_call(call, pickle.loads(self._store.get(f"{key} {other}"))):
+                    threading.Event().wait()
+            if call.number >= KEPT:
+                self._store.delete_key(f"{channel} {call.number - KEPT} {self.number}")
 
     @contextlib.contextmanager
     def listening(self, give_up: Callable[[], None]) -> Iterator[None]:

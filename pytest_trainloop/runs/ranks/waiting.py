@@ -55,7 +55,7 @@ class Waiting:
             if other == rank or ">" in channel or len(calls) <= call.number:
                 continue
             theirs = calls[call.number]
-            if not (_same(call, theirs) and self._fit(channel, {rank: call, other: theirs})):
+            if not (same_call(call, theirs) and self._fit(channel, {rank: call, other: theirs})):
                 (first, own), (second, its) = sorted([(rank, call), (other, theirs)], key=lambda pair: pair[0])
                 return Hang(first, own, (Other(second, "waited", its),), different=True)
         return None
@@ -122,7 +122,8 @@ class Waiting:
         return Hang(rank, call, tuple(others))
 
 
-def _same(mine: Collective, theirs: Collective) -> bool:
+def same_call(mine: Collective, theirs: Collective) -> bool:
+    """Whether two ranks may make these calls as the n-th of one group."""
     if mine.kind != theirs.kind or mine.root != theirs.root:
         return False
     if not (mine.even and theirs.even):

@@ -268,7 +268,7 @@ def _other(other: Other, hang: Hang) -> str:
     kind = last.kind if last is not None else "another"
     if how == "waited" and hang.different and last is not None and at:
         if last.place != hang.line:
-            own = "a " if kind == hang.collective.kind else ""
+            own = "another " if kind == hang.collective.kind else ""
             return f"rank {number} is at another line, and waits in {own}{kind} there:{at.removeprefix(' at')}"
         return f"rank {number} waits in {kind}{' of other shapes' if kind == hang.collective.kind else ''}{at}"
     if how == "waited":
