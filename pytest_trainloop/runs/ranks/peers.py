@@ -94,15 +94,14 @@ class Peers:
         if ">" in channel or len(members) > FEW or os.getpid() != self._process:
             return
         with contextlib.suppress(RuntimeError):
-            key = f"{channel} {call.number}"
+            key = f"{channel} {call.number % KEPT}"
             self._store.set(f"{key} {self.number}", pickle.dumps(call))
             for other in members:
                 if other == self.number or not self._store.check([f"{key} {other}"]):
                     continue
-                if not same_call(call, pickle.loads(self._store.get(f"{key} {other}"))):
+                theirs = pickle.loads(self._store.get(f"{key} {other}"))
+                if theirs.number == call.number and not same_call(call, theirs):
                     threading.Event().wait()
-            if call.number >= KEPT:
-                self._store.delete_key(f"{channel} {call.number - KEPT} {self.number}")
 
     @contextlib.contextmanager
     def listening(self, give_up: Callable[[], None]) -> Iterator[None]:

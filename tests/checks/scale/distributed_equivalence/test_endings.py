@@ -41,7 +41,7 @@ def test_another_call_at_another_line_is_told_by_its_line():
     call = Collective("broadcast", "0", 4, place=Place("train.py", 40))
     other = Collective("broadcast", "0", 4, place=Place("train.py", 50))
     found = of_ending(launched(None, None, hang=Hang(0, call, (Other(1, "waited", other),), different=True)))
-    assert "rank 1 is at another line, and waits in a broadcast there: train.py:50" in found.summary
+    assert "rank 1 is at another line, and waits in another broadcast there: train.py:50" in found.summary
     same_line = Hang(0, call, (Other(1, "waited", call),), different=True)
     assert "broadcast of other shapes" in of_ending(launched(None, None, hang=same_line)).summary
 
