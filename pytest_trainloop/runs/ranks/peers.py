@@ -105,7 +105,7 @@ class Peers:
 
     @contextlib.contextmanager
     def listening(self, give_up: Callable[[], None]) -> Iterator[None]:
-        """Send what is told in the block. ``give_up`` is called, in another thread, where this rank would not come to
+        """Send what is said in the block. ``give_up`` is called, in another thread, where this rank would not come to
         its end; it does not return."""
         thread = threading.Thread(target=self._listen, args=(give_up,), daemon=True)
         thread.start()
@@ -136,11 +136,11 @@ class Peers:
         return bool(self._store.check([f"end{self.number}"]))
 
     def spoken(self) -> list[tuple[str, Any]]:
-        """What was told since the last call."""
+        """What was said since the last call."""
         return [self._said.popleft() for _ in range(len(self._said))]
 
     def flush(self) -> None:
-        """Send what was told, at once."""
+        """Send what was said, at once."""
         with contextlib.suppress(RuntimeError):
             self._exchange()
 
@@ -154,7 +154,7 @@ class Peers:
             self._sent += 1
 
     def leave(self) -> None:
-        """Send all that was told, and wait for the report."""
+        """Send all that was said, and wait for the report."""
         with contextlib.suppress(RuntimeError):
             self._send()
             until = time.monotonic() + REPORTING
@@ -165,7 +165,7 @@ class Peers:
     # rank 0
 
     def gathered(self) -> Launch:
-        """What all ranks did, once they have come to their end. ``Rank.value`` is what each told as its "result"."""
+        """What all ranks did, once they have come to their end. ``Rank.value`` is what each said as its "result"."""
         while self._listener is not None and not self._listener.complete:
             self._listener.look()
             time.sleep(OFTEN / 2)
@@ -232,7 +232,7 @@ class Listener:
         self._steps = [0] * ranks
         self._results: dict[int, Any] = {}
         self._gone: dict[int, tuple[str, float]] = {}
-        self._told: dict[int, float] = {}
+        self._to_end: dict[int, float] = {}
         """Which ranks are to come to their end, and since when."""
         self.failures: dict[int, str] = {}
         self.ended: dict[int, str] = {}
@@ -247,8 +247,8 @@ class Listener:
                 self._take(rank, what, value, now)
         if self._is_hopeless(now):
             for rank in range(len(self._read)):
-                if rank not in self._gone and rank not in self._told:
-                    self._told[rank] = now
+                if rank not in self._gone and rank not in self._to_end:
+                    self._to_end[rank] = now
                     if rank:
                         self._peers.end(rank)
 
@@ -275,7 +275,7 @@ class Listener:
             self._steps[rank] = value
         elif what == "result":
             self._results[rank] = value
-        elif what == "end" and rank in self._told:
+        elif what == "end" and rank in self._to_end:
             self.ended[rank] = value[2]
         elif what == "end":
             how, failure, _ = value
@@ -303,14 +303,14 @@ class Listener:
     @property
     def ending(self) -> bool:
         """Whether rank 0 itself is to come to its end."""
-        return 0 in self._told
+        return 0 in self._to_end
 
     @property
     def complete(self) -> bool:
         """Whether every rank has given its result, or does not answer."""
         now = time.monotonic()
         return all(
-            rank in self._results or (rank in self._told and now - self._told[rank] > SILENT)
+            rank in self._results or (rank in self._to_end and now - self._to_end[rank] > SILENT)
             for rank in range(len(self._read))
         )
 

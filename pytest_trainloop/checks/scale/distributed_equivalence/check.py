@@ -42,9 +42,10 @@ How it decides
     Of a script under torchrun every rank is watched, and nothing is run again. Weights are copies of each other where
     a DistributedDataParallel holds them, or all ranks read the same gradients of them in every step: these are at fault
     where they differ. Ranks that share out rows and read gradients of their own rows in every step are at fault if no
-    file of the script names what could average weights later, else advised. So are weights beside others of which the
-    ranks exchange gradients. The same rows are a fault where each wrapper is called with the same batches, another one
-    in each step. Norms of clips that differ where all ranks then read the same gradient come before the reduction.
+    file of the script names what could average weights later, else advised. So are weights whose gradients the ranks
+    do not exchange, where they exchange others. The same rows are a fault where each wrapper is called with the same
+    batches, another one in each step. Norms of clips that differ where all ranks then read the same gradient come
+    before the reduction.
 
 Faulty
     >>> if ranks > 1:
@@ -68,7 +69,9 @@ Known limits
     not seen (``SyncBatchNorm`` raises on a CPU: the check is skipped). Batch norms use their running statistics in the
     comparison. Shares have equal numbers of rows. The own batches are run for 8 steps: weights that are averaged less
     often than that are taken for weights that part. Whether rows are shared out is seen of a DataLoader, given as
-    ``batches=``, and of data that ``fit`` makes; of a list or a function each rank gets every Nth batch.
+    ``batches=``, and of data that ``fit`` makes; of a list or a function each rank gets every Nth batch. Of a
+    script the weights are compared before the first 40 steps, the gradients in the first 12. Where rank 0 makes no
+    optimizer step, or a rank is killed, nothing is reported of the ranks.
 
 References
     https://docs.pytorch.org/docs/stable/notes/ddp.html

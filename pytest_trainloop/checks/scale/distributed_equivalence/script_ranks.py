@@ -133,11 +133,11 @@ def _of_weights(results: Sequence[ScriptRank], *, to_the_end: bool) -> Iterator[
     wrapped = set.intersection(*(result.wrapped for result in results))
     if not read or min(len(result.states) for result in results) < 3:
         return  # of one step nothing follows
-    apart = set(differing(results, [result.states[0] for result in results]))
-    if start := tuple(name for name in names if name in apart and name in steady):
+    other = set(differing(results, [result.states[0] for result in results]))
+    if start := tuple(name for name in names if name in other and name in steady):
         yield found("start_differs", "", start, "script", steps=len(read))
         return
-    part = [name for name in ends_apart(results) if name not in apart]
+    part = [name for name in ends_apart(results) if name not in other]
     stepped = set().union(*(result.stepped for result in results))
     later = tuple(name for name in part if name in names and name in stepped)
     together = tuple(name for name in later if name in wrapped or name in steady)

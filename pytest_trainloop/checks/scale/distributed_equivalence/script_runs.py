@@ -129,8 +129,8 @@ def _note_wrapper(watch: Watch, wrapper: Any, result: ScriptRank) -> None:
 
 def _digest(nest: Any) -> bytes:
     """Of the tensors in a nest, by sampled entries."""
-    told = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for path, tensor in paths(nest):
         if readable(local(tensor)) and tensor.numel():
-            told.update(repr((path, tuple(tensor.shape), spaced(local(tensor.detach())).tolist())).encode())
-    return told.digest()
+            digest.update(repr((path, tuple(tensor.shape), spaced(local(tensor.detach())).tolist())).encode())
+    return digest.digest()
