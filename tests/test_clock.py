@@ -30,7 +30,7 @@ READERS = {
     "runs.ranks.launch": "the time that all ranks may take, and the check is skipped",
     "runs.ranks.children": "so do the waits for processes, and signals end them",
     "runs.ranks.collectives": "what torch is told not to wait for: the parent ends the wait",
-    "runs.ranks.peers": "rank 0 of a script ends the ranks that wait for ever, and no verdict follows from how long it took",
+    "runs.ranks.peers": "rank 0 ends the ranks that wait for ever; no verdict follows from how long it took",
     "runs.ranks.child": "at a signal it writes down where its threads are",
     "runs.timing.step_times": "the times of steps are what a benchmark is of; no check asks for them",
     "frontends.watching.stopping": "how long the threads of a stopped script may take to leave",
