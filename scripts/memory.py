@@ -93,11 +93,11 @@ def forked(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             found = function()
         finally:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            with open(writing, "w", encoding="utf-8") as pipe:
+            with os.fdopen(writing, "w", encoding="utf-8") as pipe:
                 json.dump({**found, "peak": peak, "seconds": time.monotonic() - began}, pipe)
             os._exit(0)
     os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
+    with os.fdopen(reading, encoding="utf-8") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
     return json.loads(text) if text else {"outcome": "killed", "peak": float("nan"), "seconds": float("nan")}

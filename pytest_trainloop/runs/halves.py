@@ -22,6 +22,7 @@ from pytest_trainloop.runs.guard import StopFit, let_go
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.reach.leaves import same_value
+from pytest_trainloop.runs.reach.stored import StoredTensors, stored
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
 
@@ -70,7 +71,7 @@ def no_halves(evidence: Evidence) -> Halves:
 
 @dataclass(slots=True)
 class Halves:
-    """A run in halves. Tensors are copies, on their device and in their dtype."""
+    """A run in halves. Tensors are copies, on their device and in their dtype, each read when it is asked for."""
 
     record: Record
     double: bool
@@ -289,7 +290,7 @@ class _Run:
         last = next((e for e in reversed(self._watched().record.events) if isinstance(e, (Backward, Step))), None)
         return isinstance(last, Backward)
 
-    def _tensors(self, loop: TrainLoop) -> dict[str, torch.Tensor]:
+    def _tensors(self, loop: TrainLoop) -> StoredTensors:
         """Copies of weights and buffers by name: the declared ones, and what any optimizer holds."""
         watch = self._watched()
         found: dict[str, torch.Tensor] = {}
@@ -308,11 +309,8 @@ class _Run:
                 weights.add(entry.name)
         self.made.weights = frozenset(weights)
         with watch.suspended(), torch.no_grad():
-            return {
-                name: tensor.detach().clone()
-                for name, tensor in found.items()
-                if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta
-            }
+            there = {n: t for n, t in found.items() if not torch.nn.parameter.is_lazy(t) and not t.is_meta}
+            return StoredTensors({name: stored(tensor) for name, tensor in there.items()})
 
     def _steps(self) -> int:
         return self._watched().record.steps

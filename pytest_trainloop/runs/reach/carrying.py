@@ -45,6 +45,7 @@ class Carrying:
         self.copies, self.into = copies, into
         self.made: dict[int, Any] = {}
         self.storages: dict[int, object] = {}
+        self.refilled: dict[tuple[int, torch.Size], torch.Tensor] = {}
         self.by_object: dict[int, list[str]] = {}
         for path, copy in copies.items():
             if not is_plain(copy.place.value):
@@ -133,7 +134,7 @@ class Carrying:
             return target is not None and (slot.get() is target.value or slot.put(target.value))
         held = slot.get()
         if copy.sort == "tensor":
-            alike = isinstance(held, torch.Tensor) and held.shape == copy.value.shape and held.dtype == copy.value.dtype
+            alike = isinstance(held, torch.Tensor) and held.shape == copy.raw.shape and held.dtype == copy.raw.dtype
             if alike and _memory(held, self.memory_there) <= _memory(copy.place.value, self.memory_here):
                 return restore_tensor(held, copy.value, None)
             return self._replace(place, self._tensor(copy))
@@ -208,12 +209,18 @@ class Carrying:
 
     def _value(self, place: Place) -> Any:
         copy = self.copies[place.path]
-        if place.kind == "gradient" and copy.value is None:
+        if place.kind == "gradient" and copy.raw is None:
             return None
         return self._rebuilt(place.value)
 
     def _tensor(self, copy: Copy) -> Any:
-        value = memory_layout.copied(copy.place.value, copy.value, self.storages)
+        if copy.emptied:  # it had its memory to itself, or shared all of it
+            key = _address(copy.place.value), copy.raw.shape
+            if key not in self.refilled:
+                self.refilled[key] = copy.value
+            value = self.refilled[key].detach()
+        else:
+            value = memory_layout.copied(copy.place.value, copy.value, self.storages)
         if isinstance(copy.place.value, torch.nn.Parameter):
             return torch.nn.Parameter(value, requires_grad=copy.place.value.requires_grad)
         return value.requires_grad_(copy.place.value.requires_grad and copy.place.value.is_leaf)
@@ -248,7 +255,7 @@ class Carrying:
         copies = [self.copies[path] for path in paths]
         sort = sort_of(value)
         if sort == "tensor":
-            copy = next((copy for copy in copies if copy.value is not None and copy.sort == "tensor"), None)
+            copy = next((copy for copy in copies if copy.raw is not None and copy.sort == "tensor"), None)
             return value.detach().clone() if copy is None else self._tensor(copy)
         if sort == "array":
             return next((copy.value for copy in copies if copy.sort == "array"), value).copy()

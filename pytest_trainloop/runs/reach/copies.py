@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from pytest_trainloop.recording.shards import is_distributed, local
 from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.runs.reach.slots import Entries, Hooks, Place, shown_value
 from pytest_trainloop.runs.reach.sorts import position, set_back, sort_of
+from pytest_trainloop.runs.reach.stored import Stored, stored, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,22 +24,31 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """What a place held: ``value`` as it is compared and shown, ``kept`` what is needed to write it back, ``storage``
-    the memory that a tensor used."""
+    """What a place held: ``raw`` is the value as it is compared and shown, or where that is stored, ``kept`` what is
+    needed to write it back, ``storage`` the memory that a tensor used."""
 
     place: Place
     sort: str
-    value: Any
+    raw: Any
     kept: Any = None
     storage: torch.Tensor | None = None
+    emptied: bool = False
+    """Whether the tensor has given its memory back since (``Snapshot.empty_loop``)."""
+
+    @property
+    def value(self) -> Any:
+        """The value as it is compared and shown; a large tensor is read when it is asked for."""
+        return value_of(self.raw)
 
     def is_same(self, other: Copy, equal: Callable[[Any, Any], bool]) -> bool:
         if "ours" in (self.sort, other.sort):  # what we gave the project is not judged, nor what it took the place of
             return True
         if self.place.kind == "reference" and other.place.kind == "reference":
-            return self.place.value is other.place.value or self.value == other.value
+            return self.place.value is other.place.value or self.raw == other.raw
         if self.place.kind is None or other.place.kind is None:  # an object took the place of a value
             return self.place.value is other.place.value or self.sort == other.sort
+        if isinstance(self.raw, Stored) and isinstance(other.raw, Stored) and self.raw.is_same(other.raw):
+            return True
         return equal(self.value, other.value)
 
     def into_slot(self) -> bool:
@@ -56,7 +65,7 @@ class Copy:
             return slot.put(self.kept)
         done = self.into_slot()
         if self.sort == "tensor":
-            return restore_tensor(self.place.value, self.kept, self.storage) and done
+            return restore_tensor(self.place.value, self.value, self.storage) and done
         if self.sort == "array":
             if self.place.value.tobytes() != self.kept.tobytes() or self.place.value.dtype.kind == "O":
                 if not self.place.value.flags.writeable:
@@ -83,8 +92,7 @@ def copied(place: Place, names: Mapping[int, str]) -> Copy:
         return Copy(place, "reference", shown_value(place, names))
     sort = sort_of(place.value)
     if sort == "tensor":
-        value = tensor_copy(place.value)
-        return Copy(place, sort, value, value, storage_of(place.value))
+        return Copy(place, sort, tensor_copy(place.value), storage=storage_of(place.value))
     if sort == "array":
         value = place.value.copy()
         return Copy(place, sort, value, value)
@@ -94,34 +102,15 @@ def copied(place: Place, names: Mapping[int, str]) -> Copy:
     return Copy(place, sort, place.value, place.value)
 
 
-LARGE = 2**18
-"""Tensors of so many entries are copied once for all snapshots in which they are the same: whole data sets."""
-
-_LARGE: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
-
-
-def tensor_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+def tensor_copy(tensor: torch.Tensor) -> torch.Tensor | Stored | None:
     """The values of a tensor; None where they cannot be read."""
     if not has_values(tensor) or torch.nn.parameter.is_lazy(tensor):
         return None
     try:
-        return tensor.detach().clone() if tensor.numel() < LARGE else _shared_copy(tensor)
+        return stored(tensor)
     except Exception as error:  # a tensor of a class of the project's, or without values
         reraise_ours(error)
         return None
-
-
-def _shared_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The copy in an earlier snapshot that still holds, else a new one."""
-    of, known = _LARGE.get(id(tensor), (None, None))
-    earlier = known() if known is not None and of is not None and of() is tensor else None
-    if earlier is not None and same_bits(earlier, tensor):
-        return earlier
-    made = tensor.detach().clone()
-    for number in [number for number, (other, _) in _LARGE.items() if other() is None]:
-        del _LARGE[number]
-    _LARGE[id(tensor)] = weakref.ref(tensor), weakref.ref(made)
-    return made
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -47,6 +47,10 @@ ROUNDING_UNITS_OF_HALVES = 8.0
 three times, each by half a unit of what may be twice as large."""
 
 
+PIECE = 2**20
+"""Entries that are compared at once: in float64, with half a dozen results in between."""
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """How far apart floating values of this dtype or a finer one may be and still be the same, relative to the largest
     entry. Not at all in 8 bits, which values are only converted to."""
@@ -113,15 +117,16 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
-    finite = torch.isfinite(a) & torch.isfinite(b)
-    if not bool(torch.eq(a, b).logical_or(torch.isnan(a) & torch.isnan(b)).logical_or(finite).all()):
-        return False
-    difference = (a - b).abs()[finite]
-    if difference.numel() == 0:
-        return True
-    scale = max(float(a.abs()[finite].max()), float(b.abs()[finite].max()))
-    return float(difference.max()) <= tolerance(coarser) * scale
+    apart = scale = 0.0
+    for x, y in zip(*(torch.split(t.reshape(-1), PIECE) for t in (a, b)), strict=True):
+        x, y = x.to(wide), y.to(wide)
+        finite = torch.isfinite(x) & torch.isfinite(y)
+        if not bool(torch.eq(x, y).logical_or(torch.isnan(x) & torch.isnan(y)).logical_or(finite).all()):
+            return False
+        if bool(finite.any()):
+            apart = max(apart, float((x - y).abs()[finite].max()))
+            scale = max(scale, float(x.abs()[finite].max()), float(y.abs()[finite].max()))
+    return apart <= tolerance(coarser) * scale
 
 
 def _same_arrays(a: Any, b: Any) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pytest_trainloop.core import members
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.runs.reach.carrying import Carrying
 from pytest_trainloop.runs.reach.copies import Copy, copied, same_bits
 from pytest_trainloop.runs.reach.leaves import Leaf, same_value
 from pytest_trainloop.runs.reach.slots import OfList, shown_value
+from pytest_trainloop.runs.reach.stored import Stored, value_of
 from pytest_trainloop.runs.reach.walker import MOST, Walked, quiet, walk
 
 if TYPE_CHECKING:
@@ -156,6 +158,32 @@ class Snapshot:
         last_first = sorted(new.values(), key=_index, reverse=True)
         return [place.path for place in last_first if place.slot is None or not place.slot.take_out()]
 
+    def empty_loop(self, emptied: dict[int, torch.Tensor]) -> None:
+        """Give back the memory of a loop that trains no more: that of its declared weights, their gradients and the
+        states of its optimizers, whose values are stored here.
+
+        No other loop has these objects (``require_fresh``). They keep shapes, dtypes and which of them share memory:
+        ``emptied`` has what is left by the address of what there was, for all snapshots of the loop.
+        """
+        own = {id(p) for module in self.walked.loop.modules.values() for p in members.parameters(module)}
+        with quiet():
+            for path, copy in self.copies.items():
+                place, copy.storage = copy.place, None
+                kind = self.leaves[path].kind if path in self.leaves else ""
+                owner = place.within.value if kind == "gradient" and place.within is not None else place.value
+                of_optimizer = kind == "optimizer_state" and path.startswith("optimizer")
+                if (
+                    isinstance(copy.raw, Stored)
+                    and (of_optimizer or id(owner) in own)
+                    and _fills_its_memory(place.value)
+                ):
+                    there = place.value.untyped_storage().data_ptr()
+                    left = emptied.setdefault(there, place.value.new_zeros(()))
+                    place.value.data = left.expand(place.value.shape)
+            left_over = {left.data_ptr() for left in emptied.values()}
+            for copy in self.copies.values():
+                copy.emptied = copy.sort == "tensor" and address(copy.place.value) in left_over
+
     def carry_over(self, into: Reach, paths: Collection[str] | None = None) -> list[str]:
         """Write copies of the values into the leaves of another loop, by path.
 
@@ -167,18 +195,32 @@ class Snapshot:
             return Carrying(self.copies, into.walked).carry(chosen)
 
 
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def _index(place: Place) -> int:
     return place.slot.key if isinstance(place.slot, OfList) else 0
 
 
-@dataclass(slots=True)
 class Difference:
-    """A leaf that differs between two snapshots; ``before`` or ``after`` is None where it was not there."""
+    """A leaf that differs between two snapshots; ``before`` or ``after`` is None where it was not there. They are read
+    when they are asked for."""
 
-    leaf: Leaf
-    before: Any
-    after: Any
-    how: Literal["changed", "appeared", "vanished"]
+    def __init__(self, leaf: Leaf, before: Copy | None, after: Copy | None) -> None:
+        self.leaf = leaf
+        self.how: Literal["changed", "appeared", "vanished"] = (
+            "appeared" if before is None else "vanished" if after is None else "changed"
+        )
+        self._before, self._after = (None if copy is None else copy.raw for copy in (before, after))
+
+    @property
+    def before(self) -> Any:
+        return value_of(self._before)
+
+    @property
+    def after(self) -> Any:
+        return value_of(self._after)
 
 
 def differences(
@@ -194,13 +236,13 @@ def differences(
         for path, leaf in before.leaves.items():
             now = before.path_in(after, path)
             if not now:
-                found.append(Difference(leaf, before.value(path), None, "vanished"))
+                found.append(Difference(leaf, before.copies[path], None))
             elif not before.copies[path].is_same(after.copies[now], equal):
-                found.append(Difference(leaf, before.value(path), after.value(now), "changed"))
+                found.append(Difference(leaf, before.copies[path], after.copies[now]))
         for path, leaf in after.leaves.items():
             then = after.path_in(before, path)
             if not then:
-                found.append(Difference(leaf, None, after.value(path), "appeared"))
+                found.append(Difference(leaf, None, after.copies[path]))
             elif then not in before.leaves and not before.copies[then].is_same(after.copies[path], equal):
-                found.append(Difference(leaf, before.value(then), after.value(path), "changed"))
+                found.append(Difference(leaf, before.copies[then], after.copies[path]))
     return found

@@ -107,7 +107,7 @@ class Run:
     cut_short: str = ""
     """What the reach left out."""
     values: dict[str, Any] = field(default_factory=dict)
-    """The values before it of the leaves that were asked for."""
+    """Copies of the leaves that were asked for, as they were before it (``value_of``)."""
     where: str = ""
     """The line that changed the first of them."""
     broken: Exception | None = None
@@ -168,7 +168,7 @@ class Cut:
             with _ours(watch, seen):
                 before = Reach.of(loop).snapshot()
                 known = _inference_tensors(before)
-                seen.values = {path: before.value(path) for path in watched if path in before.leaves}
+                seen.values = {path: before.copies[path].raw for path in watched if path in before.leaves}
             seen.began, seen.entering = watch.tick(), global_states()
             line = ChangedAt(_Probe(watched, before, watch).changed)
             with _noted(seen), line.watching() if watched else contextlib.nullcontext():
@@ -305,7 +305,7 @@ class _Probe:
         self._loop, self._watch, self._walks = before.walked.loop, watch, MOST_WALKS
         known = [before.copies[path] for path in chosen if path in before.copies]
         self._switches = [copy for copy in known if copy.place.kind == "switch"]
-        self._known = [copy for copy in known if copy.place.kind != "switch"]
+        self._known = [(copy, copy.value) for copy in known if copy.place.kind != "switch"]
         self._appearing = {path for path in chosen if path not in before.copies}
         weights = [path.removesuffix(".grad") for path in self._appearing if path.endswith(".grad")]
         self._parameters = [before.object(path) for path in weights if path in before.places]
@@ -316,7 +316,7 @@ class _Probe:
         if any(c.place.slot is not None and c.place.slot.get() != c.value for c in self._switches):  # quiet() sets one
             return True
         with self._watch.suspended(), quiet():
-            if any(map(_is_other, self._known)) or any(p.grad is not None for p in self._parameters):
+            if any(_is_other(*known) for known in self._known) or any(p.grad is not None for p in self._parameters):
                 return True
             if not self._appearing or self._walks <= 0:
                 return False
@@ -324,7 +324,7 @@ class _Probe:
             return not self._appearing.isdisjoint(walk(self._loop).leaves)
 
 
-def _is_other(known: Copy) -> bool:
+def _is_other(known: Copy, value: Any) -> bool:
     slot, was = known.place.slot, known.place.value
     above = known.place.within
     while above is not None:
@@ -334,10 +334,10 @@ def _is_other(known: Copy) -> bool:
     now = was if slot is None else slot.get()
     if isinstance(slot, (Entries, Hooks)):
         return len(now) != len(known.kept)
-    if isinstance(now, torch.Tensor) and isinstance(known.value, torch.Tensor):
-        return not same_bits(now, known.value)
+    if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+        return not same_bits(now, value)
     if now is MISSING or type(now) is not type(was):
         return True
-    if hasattr(now, "tobytes") and hasattr(known.value, "tobytes"):
-        return bool(now.tobytes() != known.value.tobytes())
+    if hasattr(now, "tobytes") and hasattr(value, "tobytes"):
+        return bool(now.tobytes() != value.tobytes())
     return now is not was and bool(now != was)

@@ -23,6 +23,7 @@ from pytest_trainloop.recording.train_mode import acts_by_mode
 from pytest_trainloop.runs.halves import halves, no_halves
 from pytest_trainloop.runs.reach.graph import module_path
 from pytest_trainloop.runs.reach.leaves import same_value
+from pytest_trainloop.runs.reach.stored import value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -336,15 +337,14 @@ class Judgement:
             return False
         try:
             first = Cut(self._evidence, "first", between.without).run(watched=group.paths, to_cut=True)
-            if any(not same_value(first.values.get(d.leaf.path), d.before) for d in group.differences):
+            if any(not same_value(value_of(first.values.get(d.leaf.path)), d.before) for d in group.differences):
                 return False
             others = (between.run(to_cut=True, times=2), between.run(to_cut=True, displaced=True))
         except EvaluateRaised:
             return False
-        after = [{d.leaf.path: d.after for d in seen.differences} for seen in others]
-        return any(
-            not same_value(known.get(d.leaf.path, d.before), d.after) for known in after for d in group.differences
-        )
+        known = [{d.leaf.path: d for d in seen.differences} for seen in others]
+        pairs = ((by_path.get(d.leaf.path), d) for by_path in known for d in group.differences)
+        return any(not same_value(d.before if other is None else other.after, d.after) for other, d in pairs)
 
     @staticmethod
     def _line(cut: Cut, paths: Sequence[str]) -> str:

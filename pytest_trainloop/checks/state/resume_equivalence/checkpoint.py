@@ -22,11 +22,13 @@ from pytest_trainloop.core import members
 from pytest_trainloop.core.whose import present, reraise_ours
 from pytest_trainloop.declare.fields import is_folder, listed, named_modules, path_parameter
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.reach.snapshot import Reach
 from pytest_trainloop.runs.reach.sorts import sort_of
+from pytest_trainloop.runs.reach.stored import Stored, stored, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -49,8 +51,8 @@ class Checkpoint:
     """
 
     def __init__(self, *, bare: bool = False) -> None:
-        self.entries: dict[str, torch.Tensor] = {}
-        """Its tensors by path, as they were saved."""
+        self.entries: dict[str, torch.Tensor | Stored] = {}
+        """Copies of its tensors by path, as they were saved."""
         self.live: dict[str, torch.Tensor] = {}
         """The tensors themselves, until the run is over."""
         self.random_states: dict[str, str] = {}
@@ -63,6 +65,8 @@ class Checkpoint:
         self._text = False  # whether the path is handed over as a string, since the project takes no other
         self._folder: Path | None = None
         self._state: Any = None
+        self._replaced: list[tuple[Stored, int]] = []
+        """What is in the kept state in place of large tensors, with the addresses of their memory."""
 
     def take(self, loop: TrainLoop) -> None:
         """Call ``save``. Raises what that raises."""
@@ -82,7 +86,7 @@ class Checkpoint:
         roots = [("state", state), *((f"state{f' ({n})' if n else ''}", made) for n, made in enumerate(written))]
         self._look_at([(path, root) for path, root in roots if isinstance(root, (Mapping, list, tuple))])
         if self.given is None:
-            self._state = copied(state)
+            self._state = copied(state, self._large())
         else:
             self._moved("given", "kept")
 
@@ -90,7 +94,7 @@ class Checkpoint:
         """Call ``load`` with a copy of its own. Raises what that raises."""
         load = present(loop.load, "TrainLoop.load")
         if self.given is None:
-            load(copied(self._state))
+            load(copied(self._state, self._read()))
             return
         self._moved("kept", "given")
         try:
@@ -119,7 +123,7 @@ class Checkpoint:
 
     def changed(self) -> list[str]:
         """Entries whose tensor is no longer what it was when it was saved; the tensors are let go of."""
-        found = [path for path, live in self.live.items() if not _same_bits(live, self.entries[path])]
+        found = [path for path, live in self.live.items() if not _same_bits(live, value_of(self.entries[path]))]
         self.live = {}
         return found
 
@@ -127,12 +131,13 @@ class Checkpoint:
         """The path of the entry with just these values; empty where there is none."""
         if not isinstance(value, torch.Tensor):
             return ""
-        return next((p for p, e in self.entries.items() if e.dtype == value.dtype and _same_bits(e, value)), "")
+        wanted = stored(value)
+        return next((path for path, entry in self.entries.items() if _is_copy(entry, wanted)), "")
 
     def remove(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._state, self.entries, self.live = None, {}, {}
+        self._state, self.entries, self.live, self._replaced = None, {}, {}, []
 
     def _written(self, save: Callable[..., Any], parameter: str) -> Any:
         """Call ``save`` with a path; with one of the other kind, folder or file, or with a string, where that is what
@@ -164,6 +169,25 @@ class Checkpoint:
         shutil.rmtree(folder / target, ignore_errors=True)
         shutil.copytree(folder / source, folder / target, symlinks=True)
 
+    def _large(self) -> dict[int, Any]:
+        """What a copy of the state holds in place of its large tensors, by their ids: those that have their memory to
+        themselves, or share all of it with others of these."""
+        entries = [(live, self.entries[path]) for path, live in self.live.items()]
+        odd = {_memory(t) for t, entry in entries if not isinstance(entry, Stored) or not _is_bare(t)}
+        found = [(t, entry) for t, entry in entries if isinstance(entry, Stored) and _memory(t) not in odd]
+        self._replaced = [(entry, _memory(t)) for t, entry in found]
+        return {id(t): entry for t, entry in found}
+
+    def _read(self) -> dict[int, Any]:
+        """The tensors that come back in their places."""
+        memories: dict[Any, torch.Tensor] = {}
+        found: dict[int, Any] = {}
+        for entry, there in self._replaced:
+            key = there, entry.shape, entry.dtype
+            memories[key] = memories[key] if key in memories else entry.read()
+            found[id(entry)] = memories[key].detach()
+        return found
+
     def _look_at(self, roots: list[tuple[str, Any]]) -> None:
         """Note the tensors in nested containers, and the tensors, tuples and dicts that are random states."""
         self.seen = bool(roots)
@@ -175,7 +199,7 @@ class Checkpoint:
                 if _is_state(value, state):
                     self.random_states.setdefault(name, path)
             if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
-                self.entries.setdefault(path, value.detach().clone())
+                self.entries.setdefault(path, stored(value))
                 self.live.setdefault(path, value)
             if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
                 seen.add(id(value))
@@ -184,10 +208,11 @@ class Checkpoint:
                     todo.extend(reversed([(f"{path}[{key!r}]", item) for key, item in items]))
 
 
-def copied(state: Any) -> Any:
-    """A state of its own: torch's optimizers keep references to what they load, and would train it on."""
+def copied(state: Any, replaced: dict[int, Any]) -> Any:
+    """A state of its own: torch's optimizers keep references to what they load, and would train it on. ``replaced`` are
+    what it holds in place of objects, by their ids."""
     try:
-        return copy.deepcopy(state)
+        return copy.deepcopy(state, replaced)
     except Exception as error:  # tensors with a history
         reraise_ours(error)
         buffer = io.BytesIO()
@@ -236,6 +261,22 @@ def _is_state(value: Any, state: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if address(tensor) else 0
+
+
+def _is_bare(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a tensor is its values and nothing else."""
+    bare = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
+    return bare and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _is_copy(entry: torch.Tensor | Stored, wanted: torch.Tensor | Stored) -> bool:
+    if isinstance(entry, Stored) or isinstance(wanted, Stored):
+        return isinstance(entry, Stored) and isinstance(wanted, Stored) and entry.is_same(wanted)
+    return entry.dtype == wanted.dtype and _same_bits(entry, wanted)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

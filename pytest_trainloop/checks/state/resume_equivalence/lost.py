@@ -279,9 +279,9 @@ def _held_as(a: Uninterrupted, differences: Sequence[Difference]) -> str:
 
 def _as_weights(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
     """Whether most of these tensors have the shapes of declared weights."""
-    shapes = {value.shape for value in a.values().values() if value is not None}
-    tensors = [d.before for d in differences if isinstance(d.before, torch.Tensor) and d.before.numel() > 1]
-    return bool(tensors) and 2 * sum(t.shape in shapes for t in tensors) > len(tensors)
+    shapes = {copy.shape for copy in a.values().copies.values()}
+    lost = [t.shape for d in differences if isinstance(t := d.before, torch.Tensor) and t.numel() > 1]
+    return bool(lost) and 2 * sum(shape in shapes for shape in lost) > len(lost)
 
 
 def _in_a_module(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
@@ -297,10 +297,10 @@ def _in_a_module(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
 
 def _swapped(a: Uninterrupted, differences: Sequence[Difference]) -> tuple[str, str] | None:
     """A weight that has the moments of another one after ``load``, and that one."""
-    moments = {p: a.saved.value(p) for p, leaf in a.saved.leaves.items() if leaf.kind == "optimizer_state"}
+    moments = [path for path, leaf in a.saved.leaves.items() if leaf.kind == "optimizer_state"]
     for path, after in ((d.leaf.path, d.after) for d in differences if _is_moment(d.after)):
-        for other, value in moments.items():
-            if other != path and _is_moment(value) and same_value(value, after):
+        for other in moments:
+            if other != path and _is_moment(value := a.saved.value(other)) and same_value(value, after):
                 return path, other
     return None
 
@@ -370,7 +370,7 @@ def _moves(a: Uninterrupted, b: Resumed, differences: Sequence[Difference]) -> b
     end, other = a.at_end, b.at_end
     if end is None or other is None:
         return False
-    weights = [value for value in a.values().values() if value is not None]
+    weights = a.values()
     for d in differences:
         path = d.leaf.path
         if d.leaf.kind not in _STATES or not isinstance(d.before, torch.Tensor) or d.before.numel() <= 1:
@@ -378,7 +378,7 @@ def _moves(a: Uninterrupted, b: Resumed, differences: Sequence[Difference]) -> b
         made = path not in b.built.leaves or not same_value(b.built.value(path), d.before)
         goes_on = path in end.leaves and not same_value(end.value(path), d.before)
         apart = path in other.leaves and goes_on and not same_value(other.value(path), end.value(path))
-        if made and apart and not any(same_value(weight, d.before) for weight in weights):
+        if made and apart and not any(same_value(weight, d.before) for weight in weights.values()):
             return True
     return False
 
@@ -420,7 +420,7 @@ def _averages_apart(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:
     mine, other = a.at_end, b.at_end
     if mine is None or other is None:
         return set()
-    shapes = {v.shape for v in a.values().values() if v.numel() > 1}
+    shapes = {copy.shape for copy in a.values().copies.values() if math.prod(copy.shape) > 1}
     declared = set(a.paths.values())
     return {
         path

@@ -36,6 +36,7 @@ from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.reach.leaves import same_value
 from pytest_trainloop.runs.reach.snapshot import Reach, differences
+from pytest_trainloop.runs.reach.stored import StoredTensors
 from pytest_trainloop.runs.user_traceback import raised as as_text
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ class Run:
         yield self._looked_at_the_end(watch)
         yield hooked(before_steps(step))
         yield before_calls(watch, call)
+
+    def _over(self, *snapshots: Snapshot | None) -> None:
+        """The run is over: the loop gives back its memory, and is known by its snapshots."""
+        emptied: dict[int, torch.Tensor] = {}
+        for snapshot in snapshots:
+            if snapshot is not None:
+                snapshot.empty_loop(emptied)
 
     def _begin(self, loop: TrainLoop) -> None:
         """The half after the cut begins."""
@@ -182,6 +190,7 @@ class Uninterrupted(Run):
         changed = self.checkpoint.changed()
         self.drifting = {entry: kept[entry] for entry in changed if entry in kept}
         """Entries of the checkpoint that went on changing, with the path that the loop keeps them under."""
+        self._over(self._saved, self.at_end)
 
     def _save(self, loop: TrainLoop) -> None:
         seed_all(self.seed)
@@ -207,9 +216,10 @@ class Uninterrupted(Run):
         steps = self.made.steps
         return bool(self.unreadable or self.save_error or self.raised or not (self.made.end and steps[-1]))
 
-    def values(self) -> dict[str, torch.Tensor]:
+    def values(self) -> StoredTensors:
         """Declared weights and buffers by name, as they were saved."""
-        return {name: self.saved.value(path) for name, path in self.paths.items() if path in self.saved.leaves}
+        copies = {name: self.saved.copies[path].raw for name, path in self.paths.items() if path in self.saved.leaves}
+        return StoredTensors({name: copy for name, copy in copies.items() if copy is not None})
 
     def name_of(self, path: str) -> str:
         """A path; a declared weight or buffer by its plain name."""
@@ -291,8 +301,8 @@ class Resumed(Run):
                 self._look_at_cut(loop, reach)
                 if a.checkpoint.random_states:
                     kinds = ((path, leaf.kind) for path, leaf in self.loaded.leaves.items())
-                    held = (self.loaded.value(path) for path, kind in kinds if kind in ("tensor", "array"))
-                    self.kept_for_later = states_among(held, a.states)
+                    held = (self.loaded.copies[path].raw for path, kind in kinds if kind in ("tensor", "array"))
+                    self.kept_for_later = states_among(held, a.states)  # what is stored is larger than these
                 self.lost = differences(a.saved, self.loaded)
                 self.set_alike = frozenset(d.leaf.path for d in self.lost if self._is_for_resuming_alone(d))
                 chosen = {*carry, *self.set_alike, *(d.leaf.path for d in self.lost if renewed.covers(d.leaf))}
@@ -308,6 +318,7 @@ class Resumed(Run):
 
         given: dict[str, Any] = {"before": (), "after": (1,), "other_seed": other_seed, "contexts": self._contexts}
         self.made = halves(a.evidence, between, double=a.double, **given)
+        self._over(self._built, self.loaded, self.at_end)
 
     def _load(self, loop: TrainLoop) -> None:
         seed_all(self.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))
