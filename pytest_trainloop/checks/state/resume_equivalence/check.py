@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence
 
-COPIES = 42
+COPIES = 6
 """Times the weights in float64 that are held at the peak, with an optimizer that keeps two moments."""
 
 _SETTERS = {"torch": "torch.set_rng_state()", "numpy": "np.random.set_state()", "python": "random.setstate()"}
