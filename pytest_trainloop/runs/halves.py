@@ -22,7 +22,7 @@ from pytest_trainloop.runs.guard import StopFit, let_go
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.reach.leaves import same_value
-from pytest_trainloop.runs.reach.stored import StoredTensors, stored
+from pytest_trainloop.runs.reach.stored import StoredTensors
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
 
@@ -310,7 +310,7 @@ class _Run:
         self.made.weights = frozenset(weights)
         with watch.suspended(), torch.no_grad():
             there = {n: t for n, t in found.items() if not torch.nn.parameter.is_lazy(t) and not t.is_meta}
-            return StoredTensors({name: stored(tensor) for name, tensor in there.items()})
+            return StoredTensors.of(there)
 
     def _steps(self) -> int:
         return self._watched().record.steps

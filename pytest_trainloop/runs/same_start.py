@@ -18,6 +18,7 @@ from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.reach.stored import StoredTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ class SameStart:
     """
 
     def __init__(self, rename: Callable[[str], str] = str) -> None:
-        self._first: dict[str, torch.Tensor] | None = None
+        self._first: StoredTensors | None = None
         self._rename = rename
 
     @property
@@ -46,7 +47,7 @@ class SameStart:
         """Raises ``CannotDecide`` where the two have other tensors, or tensors of other shapes."""
         state = {self._rename(name): tensor for name, tensor in state_of(watch)}
         if self._first is None:
-            self._first = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self._first = StoredTensors.of(state)
             return
         if state.keys() != self._first.keys():
             other = sorted(state.keys() ^ self._first.keys())[0]
@@ -67,13 +68,13 @@ class SameValues:
     """
 
     def __init__(self) -> None:
-        self._first: dict[str, torch.Tensor] = {}
+        self._first = StoredTensors({})
 
     def __call__(self, watch: Watch) -> None:
         """Raises ``CannotDecide`` where a later run has tensors of other shapes."""
         state = dict(_weights(watch))
         if not self._first:
-            self._first = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self._first = StoredTensors.of(state)
             return
         for name, first in self._first.items():
             tensor = state.get(name)

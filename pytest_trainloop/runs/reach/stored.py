@@ -111,6 +111,10 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     def __init__(self, copies: Mapping[str, torch.Tensor | Stored]) -> None:
         self.copies = copies
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> StoredTensors:
+        return cls({name: stored(tensor) for name, tensor in tensors.items()})
+
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = value_of(self.copies[name])
         return tensor
