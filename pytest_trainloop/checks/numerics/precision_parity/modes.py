@@ -108,7 +108,7 @@ def _redraw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Drawn |
     plain = filled.device.type == "cpu" and filled.is_contiguous() and filled.numel() >= LARGE
     if not plain or kwargs.get("generator") is not None:
         return None
-    state, options = torch.default_generator.get_state(), dict(kwargs)
+    state, rest, options = torch.default_generator.get_state(), args[1:], dict(kwargs)  # not what is filled
     shape, dtype, device = filled.shape, filled.dtype, filled.device
 
     def again() -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ def _redraw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Drawn |
             try:
                 torch.default_generator.set_state(state)
                 out = torch.empty(shape, dtype=dtype, device=device)
-                func(out, *args[1:], **options)
+                func(out, *rest, **options)
                 return [out]
             finally:
                 torch.default_generator.set_state(now)
