@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import os
 import tempfile
 import weakref
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ class _File:
     def __init__(self) -> None:
         self.stream: Any = tempfile.TemporaryFile(prefix="trainloop-", buffering=0)  # noqa: SIM115
         self.size = 0
+        self.process = os.getpid()  # one that was forked writes to a file of its own
 
     def __del__(self) -> None:
         if hasattr(self, "stream"):
@@ -48,6 +50,20 @@ class _Values:
 
     def __init__(self, file: _File, start: int) -> None:
         self.file, self.start = file, start
+
+    def read_into(self, memory: memoryview) -> None:
+        done, stream = 0, self.file.stream
+        while done < len(memory):
+            most, at = min(PIECE, len(memory) - done), self.start + done
+            if hasattr(os, "pread"):  # past the position that forked processes share
+                piece = os.pread(stream.fileno(), most, at)
+            else:
+                stream.seek(at)
+                piece = stream.read(most)
+            if not piece:
+                raise OSError("a temporary file of pytest-trainloop was cut off")
+            memory[done : done + len(piece)] = piece
+            done += len(piece)
 
 
 _known: weakref.WeakValueDictionary[bytes, _Values] = weakref.WeakValueDictionary()
@@ -65,13 +81,7 @@ class Stored:
         """A tensor of its own with these values."""
         with torch.inference_mode(mode=False), torch.no_grad(), no_torch_function(), no_dispatch_modes():
             flat = torch.empty(math.prod(self.shape) * self.dtype.itemsize, dtype=torch.uint8)
-            file, memory = self._values.file, _memory(flat)
-            file.stream.seek(self._values.start)
-            for piece in _pieces(memory):
-                while len(piece):
-                    if not (count := file.stream.readinto(piece)):
-                        raise OSError("a temporary file of pytest-trainloop was cut off")
-                    piece = piece[count:]
+            self._values.read_into(_memory(flat))
             return flat.view(self.dtype).as_strided(self.shape, self._stride).to(self.device)
 
     def is_same(self, other: Stored) -> bool:
@@ -146,7 +156,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _written(memory: memoryview) -> _Values:
-    file = next((file for file in _files if file.size < MOST_OF_A_FILE), None) or _File()
+    file = next((f for f in _files if f.size < MOST_OF_A_FILE and f.process == os.getpid()), None) or _File()
     start = file.size
     file.stream.seek(start)
     for piece in _pieces(memory):

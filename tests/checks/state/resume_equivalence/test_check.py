@@ -12,6 +12,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.frontends.api import check_loop
+from pytest_trainloop.runs.reach import stored
 from tests.loops import data
 
 GREEN = 9
@@ -144,6 +145,14 @@ class Normalized(Regression):
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+@pytest.fixture(params=["in memory", "in a file"])
+def copies(request, monkeypatch):
+    """Copies of the state lie there, as those of large tensors do."""
+    if request.param == "in a file":
+        monkeypatch.setattr(stored, "LARGE", 1)
+
+
+@pytest.mark.usefixtures("copies")
 def test_keys_under_a_prefix_are_one_finding_whose_repair_names_the_entry():
     (finding,) = judged(made(lambda: Normalized(lambda key: f"module.{key}"))).findings
     assert (finding.cause, finding.level) == ("weights_not_loaded", "fault")
@@ -186,6 +195,7 @@ def test_a_loop_that_raises_in_float64_is_judged_in_its_own_precision():
     assert [f.cause for f in judged(forgetful).faults] == ["optimizer_state_lost"]
 
 
+@pytest.mark.usefixtures("copies")
 def test_several_losses_are_named_side_by_side():
     class Both(Regression):
         def __init__(self):

@@ -63,20 +63,6 @@ def test_what_a_string_does_not_explain_is_raised_as_it_was(checkpoint):
         checkpoint.give(loop(print, load))
 
 
-class Decorated:
-    @torch.no_grad()
-    def save(self):
-        return {}
-
-    @torch.no_grad()
-    def save_to(self, file):
-        pass
-
-    @torch.no_grad()
-    def load(self, state):
-        pass
-
-
 @pytest.mark.parametrize(
     ("save", "load", "name"),
     [
@@ -87,9 +73,6 @@ class Decorated:
         (lambda strict=True: {}, lambda state: None, ""),
         (lambda save_dir="out": None, lambda ckpt_dir="out": None, "save_dir"),
         (torch.no_grad()(lambda folder: None), torch.no_grad()(lambda folder: None), "folder"),
-        (torch.no_grad()(lambda: {}), torch.no_grad()(lambda state: None), ""),
-        (Decorated().save, Decorated().load, ""),
-        (Decorated().save_to, Decorated().load, "file"),
     ],
 )
 def test_the_signature_says_whether_a_path_is_given(save, load, name):
