@@ -1,13 +1,8 @@
-"""Peak memory of an observed run, and of the whole battery, against the bare run. Linux only.
+"""Peak memory of an observed run against the bare run. Linux only. ``scripts/memory.py`` measures each check.
 
 The observed run and the bare one have a process each. Their peak is the process's high-water mark (``VmHWM``), reset
 once torch is imported and the model is built. ``growth`` is what lies above the resident memory at that moment;
 ``whole`` is the ratio of the high-water marks themselves.
-
-The battery of one size and two bare steps before it share a process, so that the ratio in a row is taken side by side:
-
-    python benchmarks/bench_memory.py battery            # a table of all sizes
-    python benchmarks/bench_memory.py battery 44M        # one size, with a line for each check
 """
 
 from __future__ import annotations
@@ -30,19 +25,6 @@ SIZES = {
     "gpt_of_11m": {"layers": 6, "width": 384, "context": 64, "rows": 4},
     "many_small_tensors": {"layers": 48, "width": 64, "context": 32, "rows": 4},
 }
-BATTERIES = {
-    "0.03M": {"layers": 1, "width": 32, "context": 16, "rows": 4},
-    "0.9M": {"layers": 4, "width": 128, "context": 32, "rows": 4},
-    "11.5M": {"layers": 6, "width": 384, "context": 64, "rows": 4},
-    "44M": {"layers": 6, "width": 768, "context": 8, "rows": 4},
-    "100M": {"layers": 8, "width": 1024, "context": 8, "rows": 4},
-}
-"""Sizes of the battery's table by their number of parameters; from 44 million on short rows: weights count, not
-activations."""
-
-MOST_OF_A_BATTERY = 3.0
-"""Times the bare peak, at 100 million parameters."""
-
 STEPS = {"bare": 12, "full": 12, "light": 36, "bare_long": 36}
 
 
@@ -100,85 +82,9 @@ def test_peak_memory(benchmark: Any, figures: Callable[..., None], size: str) ->
         )
 
 
-def battery(size: str) -> dict[str, Any]:
-    """Two bare steps in this process, then each check of the battery: peaks in MiB, and seconds."""
-    import time
-
-    import torch
-    from loops import gpt
-
-    from pytest_trainloop import TrainLoop
-    from pytest_trainloop.core.registry import of
-    from pytest_trainloop.judging.battery import Settings, Subject
-
-    torch.set_num_threads(1)
-
-    def make() -> TrainLoop:
-        loop = gpt(**BATTERIES[size])
-        return TrainLoop(model=loop.model, optimizer=loop.optimizer, batch=loop.batch, fit=loop.fit)
-
-    loop = make()
-    count = sum(p.numel() for p in loop.model.parameters())
-    _begin_anew()
-    loop.fit([loop.batch] * 2)
-    bare = resident("VmHWM")
-    began = time.process_time()
-    loop.fit([loop.batch] * 2)
-    step = (time.process_time() - began) / 2
-    del loop
-    subject = Subject(size, make, settings=Settings(timeout=3600, budget=36_000))
-    checks: dict[str, dict[str, Any]] = {}
-    for name in of("loop"):
-        _begin_anew()
-        began = time.process_time()
-        result = subject.run_check(name)
-        seconds = time.process_time() - began
-        checks[name] = {
-            "outcome": result.outcome,
-            "peak": resident("VmHWM"),
-            "left": resident("VmRSS"),
-            "seconds": seconds,
-            "steps": result.steps,
-        }
-    return {"parameters": count, "bare": bare, "step": step, "checks": checks}
-
-
 def _begin_anew() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def table(sizes: list[str]) -> None:
-    """Print a row for each size, and for one alone the checks."""
-    print("| parameters | bare peak | battery peak | ratio | check at the peak | seconds | own steps |")
-    print("|---|---|---|---|---|---|---|")
-    for size in sizes:
-        found = in_a_process("battery-of", size)
-        checks = found["checks"]
-        most = max(checks, key=lambda name: checks[name]["peak"])
-        peak, bare = checks[most]["peak"], found["bare"]
-        seconds, steps = (sum(c[key] for c in checks.values()) for key in ("seconds", "steps"))
-        cells = (
-            f"{found['parameters'] / 1e6:.2f} M",
-            f"{bare:,.0f} MiB",
-            f"{peak:,.0f} MiB",
-            f"{peak / bare:.2f}",
-            f"`{most}`",
-            f"{seconds:.0f}",
-            f"{steps} of {1e3 * found['step']:.0f} ms",
-        )
-        print("| " + " | ".join(cells) + " |", flush=True)
-        for name, check in checks.items() if len(sizes) == 1 else ():
-            print(f"{name:34} {check['outcome']:8} {check['peak']:8,.0f} MiB, {check['left']:6,.0f} left", flush=True)
-
-
-def main(side: str = "", *rest: str) -> None:
-    if side == "battery":
-        table(list(rest) or list(BATTERIES))
-    elif side == "battery-of":
-        sys.stdout.write(json.dumps(battery(*rest)))
-    else:
-        sys.stdout.write(json.dumps(measure(side, *rest)))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.stdout.write(json.dumps(measure(*sys.argv[1:])))

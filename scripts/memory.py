@@ -1,37 +1,34 @@
 """Measure the peak memory of each check against that of the bare run, on a loop of N parameters.
 
-python scripts/memory.py                               # all checks at 100 million parameters, both declarations: hours
+python scripts/memory.py                               # at 100 million parameters: an hour
 python scripts/memory.py 20e6 --only resume_equivalence evaluation_is_pure
-python scripts/memory.py 20e6 --declares little        # a loop without evaluate, save and load
+python scripts/memory.py 20e6 --declares faulty        # evaluate scales the weights, load forgets the optimizer
 
 The figures are those of one loop: ten linear layers under Adam in float32, batches of eight rows. The watched run is
-made once; each check then runs in a forked process of its own, so that what one check keeps does not count for another.
-A figure is the high-water mark of the resident memory less what the imports take. Linux only.
+made once; each check then runs in a forked process of its own. The last row is that of all of them in one process. A
+figure is the high-water mark of the resident memory less what the imports take. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 LAYERS, ROWS, STEPS = 10, 8, 12
-ASIDE = ("compile_parity", "distributed_equivalence")
-"""Checks whose memory is that of a compiler and of other processes."""
+ASIDE = ("compile_parity", "distributed_equivalence")  # the memory of a compiler and of other processes
 
 
-def project(parameters: float, declares: str) -> Callable[..., Any]:
+def project(parameters: float, declares: str) -> Any:
     """The function that a test would be, with evaluation, saving and knobs or without."""
     import torch
     from torch import nn
@@ -45,18 +42,15 @@ def project(parameters: float, declares: str) -> Callable[..., Any]:
 
     def make(accumulate: int = 1, precision: str = "fp32", checkpoint: bool = False) -> TrainLoop:
         layers = [nn.Sequential(nn.Linear(width, width), nn.LeakyReLU()) for _ in range(LAYERS)]
-        model, head = nn.Sequential(*layers), nn.Linear(width, 10)
-        both = nn.ModuleList([model, head])
-        optimizer = torch.optim.Adam(both.parameters(), lr=1e-4)
+        model = nn.Sequential(*layers, nn.Linear(width, 10))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
         def loss_of(batch: Any) -> Any:
-            inputs, labels = batch
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                features = checkpointed(model, inputs, use_reentrant=False) if checkpoint else model(inputs)
-                return functional.cross_entropy(head(features).float(), labels)
+                out = checkpointed(model, batch[0], use_reentrant=False) if checkpoint else model(batch[0])
+                return functional.cross_entropy(out.float(), batch[1])
 
         def fit(batches: Any) -> None:
-            both.train()
             for number, batch in enumerate(batches, start=1):
                 (loss_of(batch) / accumulate).backward()
                 if number % accumulate == 0:
@@ -65,45 +59,46 @@ def project(parameters: float, declares: str) -> Callable[..., Any]:
 
         @torch.no_grad()
         def evaluate() -> float:
-            both.eval()
-            loss = float(loss_of((x, y)))
-            both.train()
-            return loss
+            for parameter in model.parameters() if declares == "faulty" else ():
+                parameter.mul_(0.9)
+            return float(loss_of((x, y)))
 
         def save() -> dict[str, Any]:
-            return {"model": both.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
 
         def load(state: dict[str, Any]) -> None:
-            both.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"] if declares != "faulty" else optimizer.state_dict())
             torch.set_rng_state(state["rng"])
 
-        more = {"evaluate": evaluate, "save": save, "load": load} if declares == "all" else {}
-        return TrainLoop(model=both, optimizer=optimizer, batch=(x, y), fit=fit, **more)
+        more = {"evaluate": evaluate, "save": save, "load": load} if declares != "little" else {}
+        return TrainLoop(model=model, optimizer=optimizer, batch=(x, y), fit=fit, **more)
 
     return make
 
 
-def forked(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a function returns in a process of its own, with the peak there and the seconds that it took."""
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forked(function: Any) -> dict[str, Any]:
+    """What a function returns in a process of its own, as ``outcome``, with the peak there and the seconds it took."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
-        began, found = time.monotonic(), {}
+        found: dict[str, Any] = {"outcome": "raised", "seconds": -time.monotonic()}
         try:
-            found = function()
+            found["outcome"] = function()
         finally:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            with os.fdopen(writing, "w", encoding="utf-8") as pipe:
-                json.dump({**found, "peak": peak, "seconds": time.monotonic() - began}, pipe)
+            found["seconds"] += time.monotonic()
+            found["peak"] = peak()
+            os.write(writing, json.dumps(found).encode())
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as pipe:
-        text = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"outcome": "killed", "peak": float("nan"), "seconds": float("nan")}
+    return json.loads(os.read(reading, 2**16) or '{"outcome": "killed", "peak": 0, "seconds": 0}')
 
 
-def measure(parameters: float, declares: str, only: list[str]) -> dict[str, Any]:
+def measure(parameters: float, declares: str, only: list[str]) -> str:
     """Print a row for the bare run, one for the watched run, and one for each check."""
     import torch
 
@@ -112,43 +107,43 @@ def measure(parameters: float, declares: str, only: list[str]) -> dict[str, Any]
 
     torch.set_num_threads(1)
     make = project(parameters, declares)
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    base = peak()
 
-    def bare() -> dict[str, Any]:
+    def bare() -> str:
         loop = make()
         loop.fit([loop.batch] * STEPS)
-        return {"count": sum(p.numel() for p in loop.model.parameters())}
-
-    subject = Subject("loop", make, settings=Settings(timeout=36_000, budget=360_000))
-    if declares == "all":
-        subject._knobs = {knob: knob for knob in ("accumulate", "precision", "checkpoint")}
-    of_bare = forked(bare)
-    count, least = of_bare["count"], of_bare["peak"] - base
+        return str(sum(p.numel() for p in loop.model.parameters()))
 
     def row(name: str, found: dict[str, Any]) -> None:
         above = found["peak"] - base
-        cells = (f"{above / count:.1f}", f"{above / least:.2f}", f"{found['seconds']:.0f}", found.get("outcome", ""))
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        figures = f"{above / count:.1f} | {above / (of_bare['peak'] - base):.2f} | {found['seconds']:.0f}"
+        print(f"| {name} | {figures} | {found['outcome']} |", flush=True)
 
+    knobs = {knob: knob for knob in ("accumulate", "precision", "checkpoint") if declares != "little"}
+    subject = Subject("loop", make, settings=Settings(timeout=36_000, budget=360_000), knobs=knobs)
+    of_bare = forked(bare)
+    count = int(of_bare["outcome"])
     print(f"\n{count:,} parameters, {declares} declared; imports take {base / 2**20:.0f} MiB\n")
     print("| check | bytes per parameter | times the bare run | seconds | outcome |\n|---|---|---|---|---|")
-    row("the bare run", of_bare)
-    row("the watched run", forked(lambda: {"outcome": str(subject.evidence.run().steps) + " steps"}))
+    row("the bare run", {**of_bare, "outcome": ""})
+    row("the watched run", forked(lambda: f"{subject.evidence.run().steps} steps"))
     subject.evidence.run()
     subject.evidence.release()
-    for name in only or [name for name in of("loop") if name not in ASIDE]:
-        row(f"`{name}`", forked(lambda name=name: {"outcome": subject.run_check(name).outcome}))  # type: ignore[misc]
-    return {}
+    chosen = only or [name for name in of("loop") if name not in ASIDE]
+    for names in (*((name,) for name in chosen), chosen):
+        of_these = forked(lambda names=names: " ".join({subject.run_check(n).outcome: 0 for n in names}))  # type: ignore[misc]
+        row(f"`{names[0]}`" if len(names) == 1 else "all in one process", of_these)
+    return ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parameters", nargs="?", type=float, default=100e6)
-    parser.add_argument("--declares", choices=("all", "little"), nargs="*", default=["little", "all"])
+    parser.add_argument("--declares", choices=("all", "little", "faulty"), nargs="*", default=["all", "little"])
     parser.add_argument("--only", nargs="*", default=[], metavar="CHECK")
     given = parser.parse_args()
     for declares in given.declares:  # each from a process without torch on
-        forked(lambda declares=declares: measure(given.parameters, declares, given.only))  # type: ignore[misc]
+        forked(functools.partial(measure, given.parameters, declares, given.only))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +23,18 @@ LEAST = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def require_room(evidence: Evidence, sets: float, what: str) -> None:
+def require_room(evidence: Evidence, sets: float, what: str, *, stored: float = 0.0) -> None:
     """Raise ``CannotDecide`` where ``sets`` times the weights of the loop in float64 are more than is free.
 
-    ``what`` says what they are, as in "it compares copies of the whole training state".
+    ``stored`` more go to the folder for temporary files, and take memory where that has no room for them. ``what`` says
+    what they are, as in "it compares copies of the whole training state".
     """
     record = evidence.run()
     entries = sum(math.prod(p.shape) for p in record.parameters)
-    need = int(sets * max(8 * entries, weight_bytes(record)))
+    one = max(8 * entries, weight_bytes(record))
+    need = int(sets * one)
+    if need >= LEAST and _free_on_disk() < stored * one:
+        need += int(stored * one)
     free = free_bytes(record)
     if need < LEAST or free is None or need <= free:
         return
@@ -36,6 +42,13 @@ def require_room(evidence: Evidence, sets: float, what: str) -> None:
         f"{what}: about {_gigabytes(need)} of memory for {entries / 1e6:.3g} million parameters, and "
         f"{_gigabytes(free)} are free; mark a loop with a smaller configuration for it (docs/big-models.md)"
     )
+
+
+def _free_on_disk() -> int:
+    try:
+        return shutil.disk_usage(tempfile.gettempdir()).free
+    except OSError:  # no folder for temporary files
+        return 0
 
 
 def free_bytes(record: Record) -> int | None:

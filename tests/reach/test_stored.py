@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_trainloop.runs.reach import stored as module
 from pytest_trainloop.runs.reach.copies import same_bits
-from pytest_trainloop.runs.reach.snapshot import Reach
+from pytest_trainloop.runs.reach.snapshot import Reach, empty_loop
 from pytest_trainloop.runs.reach.stored import Stored, StoredTensors, stored, value_of
 from tests.reach.reached import loop_with, snapshot_of
 from tests.test_memory_layout import LAID_OUT
@@ -65,11 +65,14 @@ def test_an_emptied_loop_is_carried_over_as_it_was():
     model[1].weight.data = model[0].weight.data
     loop, fresh = loop_with(model), loop_with(other)
     loop.fit([loop.batch])
+    before = snapshot_of(loop)
+    loop.fit([loop.batch])
     taken = snapshot_of(loop)
     assert isinstance(taken.copies["model.0.weight"].raw, Stored)
     weight, moment = model[0].weight.detach().clone(), loop.optimizer.state[model[0].weight]["exp_avg"].clone()
-    taken.empty_loop({})
+    empty_loop([before, taken])
     assert not model[0].weight.any()
+    assert not loop.optimizer.state[model[0].weight]["exp_avg"].any()
     assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
     taken.carry_over(Reach.of(fresh))
     assert torch.equal(other[0].weight, weight)

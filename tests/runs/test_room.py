@@ -1,5 +1,8 @@
 """A check that needs more memory than is free says so, and takes none of it."""
 
+import contextlib
+import tempfile
+
 import pytest
 import torch
 from torch import nn
@@ -26,7 +29,10 @@ def evidence():
 def test_a_check_goes_on_where_there_is_room(evidence, monkeypatch, free):
     monkeypatch.setattr(room, "LEAST", 0)
     monkeypatch.setattr(room, "free_bytes", lambda record: free)
-    room.require_room(evidence, 10, "it keeps copies")
+    room.require_room(evidence, 10, "it keeps copies", stored=5)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with contextlib.nullcontext() if free is None else pytest.raises(CannotDecide, match="about 0"):
+        room.require_room(evidence, 10, "it keeps copies", stored=5)
 
 
 def test_the_reason_says_what_is_needed_and_what_is_free(evidence, monkeypatch):
@@ -71,4 +77,4 @@ def test_the_checks_of_the_training_state_ask_first(monkeypatch):
     for check in ("evaluation_is_pure", "resume_equivalence"):
         result = subject.run_check(check)
         assert result.outcome == "skipped"
-        assert result.reason.startswith("it keeps copies of the whole training state at several moments: about 0.0 GB")
+        assert result.reason.startswith("it keeps copies of the whole training state: about 0.0 GB")

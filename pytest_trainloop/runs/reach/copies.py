@@ -33,7 +33,7 @@ class Copy:
     kept: Any = None
     storage: torch.Tensor | None = None
     emptied: bool = False
-    """Whether the tensor has given its memory back since (``Snapshot.empty_loop``)."""
+    """Whether the tensor has given its memory back since (``empty_loop`` of snapshots)."""
 
     @property
     def value(self) -> Any:

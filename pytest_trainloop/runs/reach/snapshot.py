@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from pytest_trainloop.runs.reach.stored import Stored, value_of
 from pytest_trainloop.runs.reach.walker import MOST, Walked, quiet, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.reach.slots import Place
@@ -158,32 +159,6 @@ class Snapshot:
         last_first = sorted(new.values(), key=_index, reverse=True)
         return [place.path for place in last_first if place.slot is None or not place.slot.take_out()]
 
-    def empty_loop(self, emptied: dict[int, torch.Tensor]) -> None:
-        """Give back the memory of a loop that trains no more: that of its declared weights, their gradients and the
-        states of its optimizers, whose values are stored here.
-
-        No other loop has these objects (``require_fresh``). They keep shapes, dtypes and which of them share memory:
-        ``emptied`` has what is left by the address of what there was, for all snapshots of the loop.
-        """
-        own = {id(p) for module in self.walked.loop.modules.values() for p in members.parameters(module)}
-        with quiet():
-            for path, copy in self.copies.items():
-                place, copy.storage = copy.place, None
-                kind = self.leaves[path].kind if path in self.leaves else ""
-                owner = place.within.value if kind == "gradient" and place.within is not None else place.value
-                of_optimizer = kind == "optimizer_state" and path.startswith("optimizer")
-                if (
-                    isinstance(copy.raw, Stored)
-                    and (of_optimizer or id(owner) in own)
-                    and _fills_its_memory(place.value)
-                ):
-                    there = place.value.untyped_storage().data_ptr()
-                    left = emptied.setdefault(there, place.value.new_zeros(()))
-                    place.value.data = left.expand(place.value.shape)
-            left_over = {left.data_ptr() for left in emptied.values()}
-            for copy in self.copies.values():
-                copy.emptied = copy.sort == "tensor" and address(copy.place.value) in left_over
-
     def carry_over(self, into: Reach, paths: Collection[str] | None = None) -> list[str]:
         """Write copies of the values into the leaves of another loop, by path.
 
@@ -193,6 +168,38 @@ class Snapshot:
         chosen = [p for p, leaf in self.leaves.items() if leaf.kind != "switch"] if paths is None else list(paths)
         with quiet():
             return Carrying(self.copies, into.walked).carry(chosen)
+
+
+def empty_loop(snapshots: Sequence[Snapshot]) -> None:
+    """Give back the memory of a loop that trains no more, by all its snapshots in their order: that of its declared
+    weights and their gradients, which no other loop has (``require_fresh``), and of what has moved in the states of its
+    optimizers. The values are stored in the snapshots.
+
+    The tensors keep shapes, dtypes and which of them share memory.
+    """
+    own = {id(p) for s in snapshots for module in s.walked.loop.modules.values() for p in members.parameters(module)}
+    moved = {path for before, after in itertools.pairwise(snapshots) for path in _moved(before, after)}
+    emptied: dict[int, torch.Tensor] = {}
+    with quiet():
+        for snapshot in snapshots:
+            for path, copy in snapshot.copies.items():
+                place, copy.storage = copy.place, None
+                kind = snapshot.leaves[path].kind if path in snapshot.leaves else ""
+                owner = place.within.value if kind == "gradient" and place.within is not None else place.value
+                is_own = id(owner) in own or (kind == "optimizer_state" and path in moved)
+                if is_own and isinstance(copy.raw, Stored) and _fills_its_memory(place.value):
+                    there = place.value.untyped_storage().data_ptr()
+                    place.value.data = emptied.setdefault(there, place.value.new_zeros(())).expand(place.value.shape)
+        left = {tensor.data_ptr() for tensor in emptied.values()}
+        for copy in (copy for snapshot in snapshots for copy in snapshot.copies.values()):
+            copy.emptied = copy.sort == "tensor" and address(copy.place.value) in left
+
+
+def _moved(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    for path, copy in before.copies.items():
+        now = after.copies[path].raw if path in after.copies else None
+        if isinstance(copy.raw, Stored) and isinstance(now, Stored) and not copy.raw.is_same(now):
+            yield path
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

@@ -80,7 +80,7 @@ class Stored:
     def read(self) -> torch.Tensor:
         """A tensor of its own with these values."""
         with torch.inference_mode(mode=False), torch.no_grad(), no_torch_function(), no_dispatch_modes():
-            flat = torch.empty(math.prod(self.shape) * self.dtype.itemsize, dtype=torch.uint8)
+            flat = torch.empty(math.prod(self.shape) * self.dtype.itemsize, dtype=torch.uint8, device="cpu")
             self._values.read_into(_memory(flat))
             return flat.view(self.dtype).as_strided(self.shape, self._stride).to(self.device)
 

@@ -75,8 +75,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-COPIES = 12
-"""Times the weights in float64 that are held at the peak, with an optimizer that keeps two moments."""
+COPIES, STORED = 6, 16
+"""Times the weights in float64 that are held at the peak, and that lie in temporary files, with an optimizer that keeps
+two moments."""
 
 INSTRUMENT = "pytest_trainloop.checks.state.evaluation_is_pure.seeds:SeedsInFit"
 
@@ -96,7 +97,7 @@ def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
             f"{given}: an evaluation inside fit cannot be taken out, so only dropout and reseeding are looked at there",
             needs="evaluate=",
         )
-    require_room(evidence, COPIES, "it keeps copies of the whole training state at several moments")
+    require_room(evidence, COPIES, "it keeps copies of the whole training state", stored=STORED)
     judged = evidence.shared(Judgement.of)
     if all(finding.cause != "reseeds" for finding in judged.findings):
         yield from seeded_inside(evidence)

@@ -74,8 +74,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.runs.evidence import Evidence
 
-COPIES = 6
-"""Times the weights in float64 that are held at the peak, with an optimizer that keeps two moments."""
+COPIES, STORED = 6, 16
+"""Times the weights in float64 that are held at the peak, and that lie in temporary files, with an optimizer that keeps
+two moments."""
 
 _SETTERS = {"torch": "torch.set_rng_state()", "numpy": "np.random.set_state()", "python": "random.setstate()"}
 _GETTERS = {"torch": "torch.get_rng_state()", "numpy": "np.random.get_state()", "python": "random.getstate()"}
@@ -90,7 +91,7 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.two_courses import two_courses
     from pytest_trainloop.runs.room import require_room
 
-    require_room(evidence, COPIES, "it keeps copies of the whole training state at several moments")
+    require_room(evidence, COPIES, "it keeps copies of the whole training state", stored=STORED)
     a, b = both(evidence)
     try:
         if a.unreadable:

@@ -35,7 +35,7 @@ from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.reach.leaves import same_value
-from pytest_trainloop.runs.reach.snapshot import Reach, differences
+from pytest_trainloop.runs.reach.snapshot import Reach, differences, empty_loop
 from pytest_trainloop.runs.reach.stored import StoredTensors
 from pytest_trainloop.runs.user_traceback import raised as as_text
 
@@ -106,13 +106,6 @@ class Run:
         yield self._looked_at_the_end(watch)
         yield hooked(before_steps(step))
         yield before_calls(watch, call)
-
-    def _over(self, *snapshots: Snapshot | None) -> None:
-        """The run is over: the loop gives back its memory, and is known by its snapshots."""
-        emptied: dict[int, torch.Tensor] = {}
-        for snapshot in snapshots:
-            if snapshot is not None:
-                snapshot.empty_loop(emptied)
 
     def _begin(self, loop: TrainLoop) -> None:
         """The half after the cut begins."""
@@ -190,7 +183,7 @@ class Uninterrupted(Run):
         changed = self.checkpoint.changed()
         self.drifting = {entry: kept[entry] for entry in changed if entry in kept}
         """Entries of the checkpoint that went on changing, with the path that the loop keeps them under."""
-        self._over(self._saved, self.at_end)
+        empty_loop([s for s in (self._saved, self.at_end) if s is not None])
 
     def _save(self, loop: TrainLoop) -> None:
         seed_all(self.seed)
@@ -318,7 +311,7 @@ class Resumed(Run):
 
         given: dict[str, Any] = {"before": (), "after": (1,), "other_seed": other_seed, "contexts": self._contexts}
         self.made = halves(a.evidence, between, double=a.double, **given)
-        self._over(self._built, self.loaded, self.at_end)
+        empty_loop([s for s in (self._built, self.loaded, self.at_end) if s is not None])
 
     def _load(self, loop: TrainLoop) -> None:
         seed_all(self.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))
