@@ -170,15 +170,15 @@ class Snapshot:
             return Carrying(self.copies, into.walked).carry(chosen)
 
 
-def empty_loop(snapshots: Sequence[Snapshot]) -> None:
+def empty_loop(snapshots: Sequence[Snapshot], earlier: Sequence[Snapshot] = ()) -> None:
     """Give back the memory of a loop that trains no more, by all its snapshots in their order: that of its declared
-    weights and their gradients, which no other loop has (``require_fresh``), and of what has moved in the states of its
-    optimizers. The values are stored in the snapshots.
+    weights and their gradients, which no other loop has (``require_fresh``), and of what moves in the states of its
+    optimizers. The values are stored in the snapshots. ``earlier`` ones, of another loop, show what moves as well.
 
     The tensors keep shapes, dtypes and which of them share memory.
     """
     own = {id(p) for s in snapshots for module in s.walked.loop.modules.values() for p in members.parameters(module)}
-    moved = {path for before, after in itertools.pairwise(snapshots) for path in _moved(before, after)}
+    moved = {path for before, after in itertools.pairwise((*earlier, *snapshots)) for path in _moved(before, after)}
     emptied: dict[int, torch.Tensor] = {}
     with quiet():
         for snapshot in snapshots:

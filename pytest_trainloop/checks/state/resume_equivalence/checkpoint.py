@@ -237,8 +237,7 @@ def random_states() -> dict[str, Any]:
 
 def states_among(values: Iterable[Any], states: Mapping[str, Any]) -> frozenset[str]:
     """Whose random state is one of these values."""
-    given = list(values)
-    return frozenset(name for name, state in states.items() if any(_is_state(value, state) for value in given))
+    return frozenset(name for value in values for name, state in states.items() if _is_state(value, state))
 
 
 def standing_at(states: Mapping[str, Any]) -> frozenset[str]:

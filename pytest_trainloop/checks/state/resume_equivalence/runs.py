@@ -183,7 +183,8 @@ class Uninterrupted(Run):
         changed = self.checkpoint.changed()
         self.drifting = {entry: kept[entry] for entry in changed if entry in kept}
         """Entries of the checkpoint that went on changing, with the path that the loop keeps them under."""
-        empty_loop([s for s in (self._saved, self.at_end) if s is not None])
+        self.snapshots = [s for s in (self._saved, self.at_end) if s is not None]
+        empty_loop(self.snapshots)
 
     def _save(self, loop: TrainLoop) -> None:
         seed_all(self.seed)
@@ -294,8 +295,8 @@ class Resumed(Run):
                 self._look_at_cut(loop, reach)
                 if a.checkpoint.random_states:
                     kinds = ((path, leaf.kind) for path, leaf in self.loaded.leaves.items())
-                    held = (self.loaded.copies[path].raw for path, kind in kinds if kind in ("tensor", "array"))
-                    self.kept_for_later = states_among(held, a.states)  # what is stored is larger than these
+                    held = (self.loaded.value(path) for path, kind in kinds if kind in ("tensor", "array"))
+                    self.kept_for_later = states_among(held, a.states)
                 self.lost = differences(a.saved, self.loaded)
                 self.set_alike = frozenset(d.leaf.path for d in self.lost if self._is_for_resuming_alone(d))
                 chosen = {*carry, *self.set_alike, *(d.leaf.path for d in self.lost if renewed.covers(d.leaf))}
@@ -311,7 +312,7 @@ class Resumed(Run):
 
         given: dict[str, Any] = {"before": (), "after": (1,), "other_seed": other_seed, "contexts": self._contexts}
         self.made = halves(a.evidence, between, double=a.double, **given)
-        empty_loop([s for s in (self._built, self.loaded, self.at_end) if s is not None])
+        empty_loop([s for s in (self._built, self.loaded, self.at_end) if s is not None], a.snapshots)
 
     def _load(self, loop: TrainLoop) -> None:
         seed_all(self.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))
