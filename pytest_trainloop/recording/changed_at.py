@@ -11,7 +11,7 @@ from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
+    from types import CodeType, FrameType
 
 MOST_LINES = 20_000
 """Lines after which it is given up: an evaluation over a whole data set."""
@@ -26,19 +26,30 @@ class ChangedAt:
         self._last: dict[FrameType, int] = {}
         self._before: tuple[FrameType, int] | None = None
         self.where = ""
+        self.code: CodeType | None = None
+        """The function of that line."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Lines of functions that are called in the block. A debugger, or a measurement of coverage, misses them."""
-        before = sys.gettrace()
-        sys.settrace(self._on_call)
+        self.begin()
         try:
             yield
         finally:
-            sys.settrace(before)
-            self._ask()
-            self._last.clear()
-            self._before = None
+            self.end()
+
+    def begin(self, frame: FrameType | None = None) -> None:
+        """Watch from now on, in a frame that is under way as well, up to ``end()``."""
+        self._tracer = sys.gettrace()
+        sys.settrace(self._on_call)
+        if frame is not None:
+            frame.f_trace = self._on_line
+
+    def end(self) -> None:
+        sys.settrace(self._tracer)
+        self._ask()
+        self._last.clear()
+        self._before = None
 
     @unnoticed
     def _on_call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
@@ -67,4 +78,4 @@ class ChangedAt:
         """Whether the line before this event changed it; what no line came before is changed by no line."""
         if not self.where and self._changed() and self._before is not None:
             frame, line = self._before
-            self.where = str(place_of(frame.f_code.co_filename, line))
+            self.where, self.code = str(place_of(frame.f_code.co_filename, line)), frame.f_code

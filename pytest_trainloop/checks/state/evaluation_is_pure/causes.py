@@ -6,11 +6,11 @@ from functools import partial
 
 from pytest_trainloop.core.registry import Cause, finding_maker
 
-CHANGED = "{first} was {was} before evaluate() and is {now} after it"
+CHANGED = "{first} was {was} before {evaluation} and is {now} after it"
 RAISES = "fit then raises {raised}"
 ENDS = (
     "after {rounds:further optimizer step} {weight} differs by {apart:share} of its largest entry from the run without "
-    "evaluate()"
+    "{evaluation}"
 )
 """What ``measured`` says: of what evaluation left, and of what training made of it."""
 
@@ -20,8 +20,8 @@ _seen = partial(Cause, change=("seen",))
 _left = partial(
     _seen,
     measured="{measured}",
-    shown_by="with evaluate() {when} training {raised:?raises, and without it it does not|ends elsewhere than without "
-    "it}; with {component} put back after evaluate() it ends where it does without it",
+    shown_by="with {evaluation} {when} training {raised:?raises, and without it it does not|ends elsewhere than "
+    "without it}; with {component} put back after {evaluation} it ends where it does without it",
 )
 _harmful = partial(_left, explains=("overfit_one_batch", "determinism"))
 
@@ -35,7 +35,7 @@ CAUSES = {
     ),
     "weights_left": _harmful(
         proof="evaluate() writes weights, and with them put back after it training is as without it",
-        summary="evaluate() leaves other values in {what}{holder:?, those of {holder}|}, and training goes on with "
+        summary="{evaluation} leaves other values in {what}{holder:?, those of {holder}|}, and training goes on with "
         "them",
         repair="put the training weights back in a finally:, from copies: kept = copy.deepcopy(model.state_dict()) "
         "before other weights are loaded, model.load_state_dict(kept) at the end",
@@ -57,9 +57,17 @@ CAUSES = {
         },
         source="https://github.com/harvardnlp/annotated-transformer/issues/14",
     ),
+    "window_cleared": _harmful(
+        proof="an evaluation inside fit clears gradients that wait for their step; with them put back training differs",
+        summary="{evaluation} clears gradients in the middle of an accumulation window: the next optimizer step misses "
+        "{backwards:backward pass}",
+        repair="leave zero_grad() out of the evaluation: under no_grad() it writes no .grad, and the training loop "
+        "clears the gradients after its step",
+        source="https://github.com/Lightning-AI/pytorch-lightning/issues/18713",
+    ),
     "buffers_moved_by_evaluation": _harmful(
         proof="with the buffer put back after evaluate() training is as without it",
-        summary="evaluate() changes {what}, which training computes with",
+        summary="{evaluation} changes {what}, which training computes with",
         repair="if self.training: around the line that updates it; or evaluate copy.deepcopy(model)",
         source="https://github.com/strands-labs/robots/pull/2426",
     ),
@@ -77,7 +85,7 @@ CAUSES = {
     ),
     "state_left": _harmful(
         proof="with this put back after evaluate() training is as without it",
-        summary="evaluate() changes {what}, and training goes on with that",
+        summary="{evaluation} changes {what}, and training goes on with that",
         repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
         source="https://github.com/NVIDIA/Megatron-LM/pull/411",
     ),

@@ -84,17 +84,21 @@ INSTRUMENT = "pytest_trainloop.checks.state.evaluation_is_pure.seeds:SeedsInFit"
 
 @check(needs={"run"}, causes=CAUSES, rank=20, instrument=INSTRUMENT, names="attribute")
 def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.state.evaluation_is_pure.inside_fit import InsideFit
     from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
     from pytest_trainloop.checks.state.evaluation_is_pure.seeds import seeded_inside
     from pytest_trainloop.runs.room import require_room
 
     if "evaluate" not in evidence.offers:
-        yield from (inside := seeded_inside(evidence))
-        if inside:
+        yield from (seeded := seeded_inside(evidence))
+        yield from (inside := evidence.shared(InsideFit.of)).findings
+        if seeded or inside.judged:
             return
-        given = "TrainLoop.evaluate is not given" if evidence.repeatable else "watching once does not offer evaluate"
+        if evidence.repeatable:
+            raise CannotDecide("TrainLoop.evaluate is not given, and fit calls no evaluation", needs="evaluate=")
         raise CannotDecide(
-            f"{given}: an evaluation inside fit cannot be taken out, so only dropout and reseeding are looked at there",
+            "watching once does not offer evaluate: an evaluation inside fit cannot be taken out there, so only "
+            "dropout and reseeding are looked at",
             needs="evaluate=",
         )
     require_room(evidence, COPIES, "it keeps copies of the whole training state", stored=STORED)
@@ -102,5 +106,7 @@ def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
     if all(finding.cause != "reseeds" for finding in judged.findings):
         yield from seeded_inside(evidence)
     yield from judged.findings
+    if all(finding.level != "fault" for finding in judged.findings):
+        yield from evidence.shared(InsideFit.of).findings
     if judged.unresolved:
         raise CannotDecide(judged.unresolved)

@@ -170,7 +170,7 @@ class Cut:
                 known = _inference_tensors(before)
                 seen.values = {path: before.copies[path].raw for path in watched if path in before.leaves}
             seen.began, seen.entering = watch.tick(), global_states()
-            line = ChangedAt(_Probe(watched, before, watch).changed)
+            line = ChangedAt(Probe(watched, before, watch).changed)
             with _noted(seen), line.watching() if watched else contextlib.nullcontext():
                 try:
                     for _ in range(times):
@@ -297,7 +297,7 @@ def noted_calls(functions: Iterable[str], note: Callable[[Call], None]) -> Itera
         yield
 
 
-class _Probe:
+class Probe:
     """Whether one of some leaves is no longer as it was in a snapshot of the same loop."""
 
     def __init__(self, paths: Collection[str], before: Snapshot, watch: Watch) -> None:

@@ -26,7 +26,7 @@ from pytest_trainloop.runs.reach.leaves import same_value
 from pytest_trainloop.runs.reach.stored import value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -271,7 +271,7 @@ class Judgement:
 
     def _other_looks(self, cut: Cut, run: Run) -> None:
         """What evaluation changes although training is as it was."""
-        modules = dict(_modules_by_path(self._evidence.fresh_loop()))
+        modules = dict(modules_by_path(self._evidence.fresh_loop()))
         moved, statistics = [], ("running_mean", "running_var", "num_batches_tracked")
         for d in run.differences:
             owner, _, name = d.leaf.path.rpartition(".")
@@ -313,12 +313,13 @@ class Judgement:
             self._named |= set(names)
             several = group.component == group.together != group.kind
             facts = {
+                "evaluation": "evaluate()",
                 "level": "advice" if cause in ("feedback", "matters_inside_fit") else "fault",
                 "what": some(names),
                 "now": now,
                 "mode": group.kind == "mode",
                 "steps": len(run.stepped),
-                "holder": _holder(run.holders) if cause == "weights_left" else "",
+                "holder": holder_of(run.holders) if cause == "weights_left" else "",
                 "measured": self._measured(cut, run, names[0], was, now),
                 "when": WHEN[cut.moment],
                 "raised": run.halves.record.raised is not None,
@@ -356,22 +357,32 @@ class Judgement:
         largest entry."""
         raised = run.halves.record.raised
         facts: dict[str, Any] = {"first": first, "was": was, "now": now, "rounds": sum(run.halves.steps[-1:])}
+        facts["evaluation"] = "evaluate()"
         texts = [causes.CHANGED] if was and now else []
         if raised is not None:
             texts.append(causes.RAISES)
             facts["raised"] = raised.summary.partition(". ")[0]
         else:
-            apart: dict[str, float] = {}
-            for name in sorted(cut.trained):
-                mine, other = run.halves.end.get(name), cut.end.get(name)
-                if mine is not None and other is not None and mine.shape == other.shape and not cut.same(mine, other):
-                    change = float((mine.double() - other.double()).abs().max())
-                    apart[name] = change / (float(other.abs().max()) or 1.0)
-            if apart:
-                weight = max(apart, key=lambda name: apart[name])
-                facts |= {"weight": weight, "apart": apart[weight]}
+            if largest := largest_change(run.halves.end, cut.end, cut.trained, cut.same):
+                facts |= largest
                 texts.append(causes.ENDS)
         return "; ".join(filled(text, facts) for text in texts)
+
+
+def largest_change(
+    end: Mapping[str, torch.Tensor],
+    other: Mapping[str, torch.Tensor],
+    trained: Iterable[str],
+    same: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> dict[str, Any]:
+    """The weight that differs by most, and by which share of its largest entry; empty where none does."""
+    apart: dict[str, float] = {}
+    for name in sorted(trained):
+        mine, theirs = end.get(name), other.get(name)
+        if mine is not None and theirs is not None and mine.shape == theirs.shape and not same(mine, theirs):
+            apart[name] = float((mine.double() - theirs.double()).abs().max()) / (float(theirs.abs().max()) or 1.0)
+    weight = max(apart, key=lambda name: apart[name], default="")
+    return {"weight": weight, "apart": apart[weight]} if weight else {}
 
 
 def _raised(cause: str, error: EvaluateRaised) -> Finding:
@@ -438,7 +449,7 @@ def _names(group: Group, loop: TrainLoop) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path[4:].removesuffix(")") if path.startswith("len(") else path for path in group.paths))
 
 
-def _modules_by_path(loop: TrainLoop) -> Iterator[tuple[str, nn.Module]]:
+def modules_by_path(loop: TrainLoop) -> Iterator[tuple[str, nn.Module]]:
     """Every declared module by the path that the reach gives it."""
     for prefix, root in loop.modules.items():
         path = module_path(loop.model, prefix)
@@ -448,7 +459,7 @@ def _modules_by_path(loop: TrainLoop) -> Iterator[tuple[str, nn.Module]]:
 
 def _acting(loop: TrainLoop) -> set[str]:
     """The paths of the modules that act by their mode."""
-    return {path for path, module in _modules_by_path(loop) if acts_by_mode(module)}
+    return {path for path, module in modules_by_path(loop) if acts_by_mode(module)}
 
 
 def _in_words(value: Any, kind: str) -> str:
@@ -464,7 +475,7 @@ def _in_words(value: Any, kind: str) -> str:
     return repr(value) if isinstance(value, (bool, int, str, torch.dtype, type(None))) else ""
 
 
-def _holder(held: Mapping[str, Sequence[str]]) -> str:
+def holder_of(held: Mapping[str, Sequence[str]]) -> str:
     """What holds the values that weights have, with what it shares with their paths left off: ``average.module`` where
     ``average.module.0.weight`` has the bits of ``model.0.weight``."""
     for path, holders in held.items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.checks.state.evaluation_is_pure.calls_in_fit import CallsInFit
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
 from pytest_trainloop.checks.state.evaluation_is_pure.interposed import SEEDS, Run, global_states, noted_calls
 from pytest_trainloop.recording.events import Step
@@ -24,10 +25,11 @@ from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from torch import nn
 
+    from pytest_trainloop.checks.state.evaluation_is_pure.calls_in_fit import Key
     from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Call, Cut
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
@@ -94,19 +96,19 @@ class SeedsInFit:
 
     def __init__(self) -> None:
         self.intervals: list[Interval] = []
+        self.evaluations: Collection[Key] = ()
+        """The functions of the project's that evaluate."""
         self._depth = 0
 
     @classmethod
     def of(cls, evidence: Evidence) -> SeedsInFit:
         """The watched run made again, with short epochs where it evaluates once; of a run that cannot be repeated,
         what its instrument saw."""
-        record = evidence.run()
-        count = EPOCH * max(1, round(record.items / max(record.rounds, 1)))
-        seen = cls()
-        if len(evaluated_after(record)) > 1:
-            evidence.rerun(contexts=seen.contexts)
-        else:
-            evidence.rerun(count=count, enough=lambda r: r.rounds >= EPOCH * EPOCHS, contexts=seen.contexts)
+        seen, calls = cls(), CallsInFit()
+        record = evidence.rerun(
+            **changes_of_plan(evidence), contexts=lambda watch: (*seen.contexts(watch), *calls.contexts(watch))
+        )
+        seen.evaluations = calls.evaluations(record)
         return seen
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -164,6 +166,15 @@ def seeded_inside(evidence: Evidence) -> list[Finding]:
         call = seed.name if seed else "fit"
         return [found("reseeds", seed.where if seed else "", (call,), variant, constant=True, **facts)]
     return []
+
+
+def changes_of_plan(evidence: Evidence) -> dict[str, Any]:
+    """Short epochs for a run that evaluates once."""
+    record = evidence.run()
+    if len(evaluated_after(record)) > 1:
+        return {}
+    count = EPOCH * max(1, round(record.items / max(record.rounds, 1)))
+    return {"count": count, "enough": lambda r: r.rounds >= EPOCH * EPOCHS}
 
 
 def evaluated_after(record: Record) -> set[int]:

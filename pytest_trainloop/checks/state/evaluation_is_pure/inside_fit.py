@@ -1,0 +1,134 @@
+"""What evaluations that ``fit`` calls do to training: the experiments in their order, and what each of them shows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.state.evaluation_is_pure.causes import ENDS, found
+from pytest_trainloop.checks.state.evaluation_is_pure.judgement import holder_of, largest_change, modules_by_path
+from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluated_after
+from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
+from pytest_trainloop.core.wording import filled, some
+from pytest_trainloop.recording.torch_internals import NORM_MODULES
+from pytest_trainloop.runs.halves import same_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import Course
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.reach.snapshot import Difference
+
+MOST_NAMED = 6
+
+CAUSE_OF = {"gradient": "window_cleared", "weight": "weights_left", "buffer": "buffers_moved_by_evaluation"}
+"""By kind of leaf; what else a module holds is ``state_left``."""
+
+COMPONENT = {"gradient": "the gradients", "weight": "the weights", "buffer": "the buffers"}
+
+STATE = ("scalar", "tensor", "array", "length")
+
+
+class InsideFit:
+    """The evaluations that ``fit`` calls, taken out. ``judged``: whether there are any, and could be."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self.judged = False
+        self.findings: list[Finding] = []
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> InsideFit:
+        made, record = cls(evidence), evidence.run()
+        if record.raised is None and evidence.repeatable and evaluated_after(record):
+            made.findings = list(made._judge())
+        return made
+
+    def _judge(self) -> Iterator[Finding]:
+        keys = self._evidence.shared(SeedsInFit.of).evaluations
+        if not keys:
+            return
+        runs = TakenOut(self._evidence, keys, changes_of_plan(self._evidence))
+        without = runs.run(lambda _: True)
+        if without.record.raised is not None or not without.calls:
+            return
+        self.judged = True
+        candidates: dict[str, list[str]] = {}
+        for path, taken in without.changed.items():
+            if cause := _cause_of(taken.difference):
+                candidates.setdefault(cause, []).append(path)
+        if not without.windows:
+            candidates.pop("window_cleared", None)
+        if not candidates or not _differs(runs.run(lambda _: False), without):
+            return
+        suspects: list[tuple[str, list[str], Course]] = []
+        for cause, paths in candidates.items():
+            left = runs.run(partial(_is_elsewhere, paths), watched=paths)
+            if _differs(left, without) and self._is_fault(cause, paths, left):
+                suspects.append((cause, paths, left))
+        if suspects and self._only_evaluates(runs, without):
+            for cause, paths, left in suspects:
+                yield self._finding(cause, paths, left, without)
+
+    def _is_fault(self, cause: str, paths: list[str], left: Course) -> bool:
+        """Whether it cannot be meant: early stopping puts the best weights back, and centres or prototypes are
+        computed anew by a function that does nothing else."""
+        if left.record.raised is not None:
+            return False
+        if cause == "weights_left":
+            return bool(holder_of(left.holders)) and not left.known
+        if cause == "window_cleared":
+            return bool(left.windows)
+        owners = dict(modules_by_path(self._evidence.fresh_loop()))
+        by_torch = all(isinstance(owners.get(path.rpartition(".")[0]), NORM_MODULES) for path in paths)
+        return by_torch or left.writer in left.elsewhere
+
+    def _only_evaluates(self, runs: TakenOut, without: Course) -> bool:
+        """Whether training is the same whatever the model computes in these calls: not where they steer it, or make its
+        data (samples of a generator, rollouts, pseudo labels). And whether two equal runs are the same at all."""
+        plain, displaced = (runs.run(lambda d: bool(_cause_of(d)), displaced=turned) for turned in (False, True))
+        return not _differs(displaced, plain) and not _differs(runs.run(lambda _: True), without)
+
+    @staticmethod
+    def _finding(cause: str, paths: list[str], left: Course, without: Course) -> Finding:
+        taken = left.changed[next(path for path in paths if path in left.changed)]
+        names = [path.removesuffix(".grad") for path in (left.windows if cause == "window_cleared" else paths)]
+        steps = left.record.rounds
+        facts = {
+            "level": "fault",
+            "what": some(names),
+            "evaluation": taken.function,
+            "holder": holder_of(left.holders) if cause == "weights_left" else "",
+            "backwards": next(iter(left.windows.values()), 0),
+            "when": "inside fit",
+            "raised": False,
+            "component": COMPONENT.get(taken.difference.leaf.kind, some(names)),
+        }
+        change = largest_change(left.end, without.end, _trained(without), same_tensor)
+        measured = filled(ENDS, {**facts, **change, "rounds": steps})
+        return found(cause, left.where, names[:MOST_NAMED], measured=measured, **facts)
+
+
+def _cause_of(difference: Difference) -> str:
+    """What it would be called if training depends on it; nothing for what belongs to no module."""
+    leaf = difference.leaf
+    of_module = leaf.kind in STATE and "model" in leaf.reached_from
+    return CAUSE_OF.get(leaf.kind, "state_left" if of_module else "")
+
+
+def _is_elsewhere(paths: list[str], difference: Difference) -> bool:
+    return difference.leaf.path not in paths
+
+
+def _trained(course: Course) -> set[str]:
+    return {name for name, start in course.start.items() if not same_tensor(start, course.end.get(name))}
+
+
+def _differs(one: Course, without: Course) -> bool:
+    """Whether training is another, by the weights that move without evaluations."""
+    moved = _trained(without)
+    return one.record.raised is not None or any(
+        not same_tensor(one.end.get(name), without.end.get(name)) for name in moved
+    )

@@ -1,0 +1,249 @@
+"""Runs of ``fit`` with the evaluations that it calls taken out: each is run, and what it changed is put back as it
+returns. What it returns stays, so that early stopping and logging go on."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from pytest_trainloop.checks.state.evaluation_is_pure.calls_in_fit import key_of, profiled
+from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Probe
+from pytest_trainloop.core import members
+from pytest_trainloop.core.errors import Refused
+from pytest_trainloop.recording.changed_at import ChangedAt
+from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.recording.hooks import after_steps
+from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.reach.copies import same_bits
+from pytest_trainloop.runs.reach.snapshot import Reach, differences
+from pytest_trainloop.runs.run import fit_of
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from types import CodeType, FrameType
+
+    from pytest_trainloop.checks.state.evaluation_is_pure.calls_in_fit import Key
+    from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.batch_stream import Batches
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
+
+MOST_CALLS, MOST_FITS, ACCUMULATE = 32, 3, 4
+"""Calls of a run that are taken out; calls of ``fit``, where it evaluates at its end only; micro-batches of a window,
+where the loop has a knob for it."""
+
+
+class Taken(NamedTuple):
+    """A difference that a call made."""
+
+    difference: Difference
+    function: str
+
+
+@dataclass(slots=True)
+class Course:
+    """One run of ``fit``: what its evaluations changed, and what it came to. Tensors are copies."""
+
+    record: Record = field(init=False)
+    changed: dict[str, Taken] = field(default_factory=dict)
+    start: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    end: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    calls: int = 0
+    """Evaluations that a step of the same run followed."""
+    windows: dict[str, int] = field(default_factory=dict)
+    """Paths of gradients that a call cleared between a backward pass and its step, in the middle of a pass over the
+    batches, with the number of backward passes since the last step."""
+    where: str = ""
+    """The line that changed the first of the leaves that are asked for."""
+    writer: CodeType | None = None
+    elsewhere: set[CodeType] = field(default_factory=set)
+    """The functions that ran outside of evaluations as well."""
+    known: set[str] = field(default_factory=set)
+    """Paths of weights that came to a value that they had had after some step."""
+    holders: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What else holds the values of weights that differ."""
+
+
+class TakenOut:
+    """Makes the runs of one loop, with these calls taken out."""
+
+    def __init__(self, evidence: Evidence, keys: Collection[Key], changes: Mapping[str, Any]) -> None:
+        self._evidence, self._keys, self._changes = evidence, keys, changes
+        self._plan = evidence.plan()
+        if not changes and "accumulate" in evidence.knobs:
+            try:
+                evidence.run(accumulate=ACCUMULATE)
+                self._plan = evidence.plan(accumulate=ACCUMULATE)
+            except Refused:
+                pass
+
+    def run(
+        self, put_back: Callable[[Difference], bool], *, watched: Collection[str] = (), displaced: bool = False
+    ) -> Course:
+        """One run in float64. ``put_back`` says of a difference whether it is undone as the call returns; where
+        generators have come to stays. ``watched`` are paths of which it is noted how they change; ``displaced`` turns
+        the weights around inside each call."""
+        made = Course()
+        run = _Run(made, self._keys, put_back, watched, displaced)
+        made.record = self._evidence.rerun(
+            self._plan, **self._changes, contexts=run.contexts, fit=run.fit, double=True, may_raise=True
+        )
+        return made
+
+
+@dataclass(slots=True)
+class _Call:
+    """An evaluation under way."""
+
+    frame: FrameType
+    before: Snapshot
+    open_gradients: frozenset[int]
+    backwards: int
+    passes: int
+    line: ChangedAt | None = None
+
+
+class _Run:
+    def __init__(
+        self,
+        made: Course,
+        keys: Collection[Key],
+        put_back: Callable[[Difference], bool],
+        watched: Collection[str],
+        displaced: bool,
+    ) -> None:
+        self._made, self._keys, self._put_back = made, keys, put_back
+        self._watched, self._displaced = watched, displaced
+        self._open: _Call | None = None
+        self._done = 0
+        self._waiting: list[tuple[int, dict[str, int]]] = []
+        self._weights: dict[str, torch.Tensor] = {}
+        self._past: dict[int, list[torch.Tensor]] = {}
+
+    def fit(self, loop: TrainLoop) -> Callable[[Any], Any]:
+        """The project's own, called again where its evaluations come at its end only."""
+        own = fit_of(loop)
+        self._loop = loop
+
+        def run(batches: Batches) -> None:
+            self._batches = batches
+            self._made.start = _weights(loop)
+            self._keep_weights()
+            try:
+                for _ in range(MOST_FITS):
+                    own(batches)
+                    if self._made.calls or not self._done:
+                        break
+            finally:
+                self._made.end = _weights(loop)
+
+        return run
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        def stepped(*_step: Any) -> None:
+            if watch.is_suspended:
+                return
+            self._made.calls = self._done
+            for passes, cleared in self._waiting:
+                if passes == len(self._batches.passes):
+                    self._made.windows |= cleared
+            self._waiting.clear()
+            self._keep_weights()
+
+        def enter(frame: FrameType) -> None:
+            if self._open is None and self._done < MOST_CALLS and key_of(frame) in self._keys:
+                with torch.inference_mode(mode=False), torch.no_grad(), watch.suspended():
+                    self._open = self._entered(frame, watch)
+            elif self._open is None:
+                self._made.elsewhere.add(frame.f_code)
+
+        def leave(frame: FrameType) -> None:
+            if self._open is not None and self._open.frame is frame:
+                call, self._open = self._open, None
+                with torch.inference_mode(mode=False), torch.no_grad(), watch.suspended():
+                    self._left(call, watch)
+
+        return hooked(after_steps(stepped)), profiled(watch, enter, leave)
+
+    def _keep_weights(self) -> None:
+        """What the weights are now, where it is asked whether one comes back to it."""
+        for module in self._loop.modules.values() if self._watched else ():
+            for parameter in members.parameters(module):
+                self._past.setdefault(id(parameter), []).append(parameter.detach().clone())
+
+    def _entered(self, frame: FrameType, watch: Watch) -> _Call:
+        reaching = copy(self._loop)
+        reaching.evaluate = partial(reaching.evaluate or _nothing, *frame.f_locals.values())
+        before = Reach.of(reaching).snapshot()
+        arrived: set[int] = set()
+        backwards = 0
+        for event in reversed(watch.record.events):
+            if isinstance(event, Step):
+                break
+            if isinstance(event, Backward) and event.kind == "backward":
+                arrived |= event.arrivals.keys()
+                backwards += 1
+        open_gradients = frozenset(id(watch.table.tensors[index]) for index in arrived)
+        call = _Call(frame, before, open_gradients, backwards, len(self._batches.passes))
+        self._weights = {path: before.object(path) for path in self._watched if _is_weight(before, path)}
+        if self._watched and not self._made.where:
+            call.line = ChangedAt(Probe(self._watched, before, watch).changed)
+            call.line.begin(frame)
+        if self._displaced:
+            for parameter in (p for module in self._loop.modules.values() for p in members.parameters(module)):
+                if parameter.is_floating_point() and not torch.nn.parameter.is_lazy(parameter):
+                    parameter.data.mul_(-1.5)
+        return call
+
+    def _left(self, call: _Call, watch: Watch) -> None:
+        made, before = self._made, call.before
+        if call.line is not None:
+            call.line.end()
+            made.where, made.writer = made.where or call.line.where, made.writer or call.line.code
+        reach = Reach.of(before.walked.loop)
+        found = [d for d in differences(before, reach.snapshot()) if d.leaf.kind != "generator"]
+        function = f"{call.frame.f_code.co_name}()"
+        for d in found:
+            made.changed.setdefault(d.leaf.path, Taken(d, function))
+            if d.leaf.path in self._weights and not made.holders:
+                weight = self._weights[d.leaf.path]
+                made.holders[d.leaf.path] = reach.holders(weight)
+                if any(same_bits(weight, known) for known in self._past.get(id(weight), ())):
+                    made.known.add(d.leaf.path)
+        cleared = {d.leaf.path: call.backwards for d in found if d.leaf.kind == "gradient" and _clears(d, call)}
+        self._waiting.append((call.passes, cleared))
+        before.put_back([d.leaf.path for d in found if self._put_back(d)])
+        self._done += 1
+
+
+def _nothing() -> None:
+    """Takes the place of an evaluation that is not declared."""
+
+
+def _is_weight(before: Snapshot, path: str) -> bool:
+    return path in before.leaves and before.leaves[path].kind == "weight"
+
+
+def _clears(difference: Difference, call: _Call) -> bool:
+    """Whether a gradient that waits for its step is gone, or zero."""
+    owner = call.before.object(difference.leaf.path.removesuffix(".grad"))
+    after = difference.after
+    gone = after is None or (isinstance(after, torch.Tensor) and not bool(after.any()))
+    return gone and id(owner) in call.open_gradients and difference.before is not None and bool(difference.before.any())
+
+
+def _weights(loop: TrainLoop) -> dict[str, torch.Tensor]:
+    """Copies of the weights by name."""
+    return {
+        f"{prefix}.{name}".lstrip("."): parameter.detach().clone()
+        for prefix, module in loop.modules.items()
+        for name, parameter in members.named_parameters(module)
+        if not torch.nn.parameter.is_lazy(parameter) and not parameter.is_meta
+    }
