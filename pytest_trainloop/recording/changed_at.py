@@ -6,6 +6,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.source import layer, place_of
 
@@ -53,7 +54,7 @@ class ChangedAt:
 
     @unnoticed
     def _on_call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
-        if self._left <= 0 or self.where or layer(frame.f_code.co_filename) != 2:
+        if self._left <= 0 or self.where or layer(frame.f_code.co_filename) != 2 or is_stand_in(frame.f_code):
             return None
         return self._on_line
 

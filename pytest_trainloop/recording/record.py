@@ -224,6 +224,8 @@ class Record:
     """Batches that it took in each pass over them, of the first passes in which it took any."""
     full_until: int = 0
     """The position after which only losses, learning rates and counts were watched."""
+    evaluates_late: bool = False
+    """Whether a module was switched to evaluation mode after that position."""
     ended: bool = False
     """Whether ``fit`` came to its end without an exception and without being stopped."""
     cut_short: bool = False

@@ -46,6 +46,7 @@ class Modes:
     def _note(self, module: nn.Module, mode: bool) -> None:
         watch = self._watch
         if not watch.full:
+            watch.record.evaluates_late |= not mode and id(module) in watch.table.modules
             return
         with watch.suspended():
             place, site = here()

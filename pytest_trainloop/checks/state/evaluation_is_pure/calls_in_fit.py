@@ -13,7 +13,7 @@ from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.source import layer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from types import CodeType, FrameType
 
     from pytest_trainloop.recording.events import Event
@@ -49,11 +49,13 @@ class CallsInFit:
     def evaluations(self, record: Record) -> frozenset[Key]:
         """Without gradients and in evaluation mode, of a model that trains elsewhere in the run."""
         trains = frozenset(i for f in record.root_forwards() if f.answered and f.training for i in f.below)
-        return frozenset(
-            key
-            for key, spans in self._spans.items()
-            if all(_evaluates(record.events[first:last], trains) for first, last in spans)
-        )
+        found = set()
+        for key, spans in self._spans.items():
+            inside = [record.events[first:last] for first, last in spans]
+            of_training = any(isinstance(e, Forward) and e.below & trains for events in inside for e in events)
+            if of_training and not any(_trains(event) for events in inside for event in events):
+                found.add(key)
+        return frozenset(found)
 
 
 def key_of(frame: FrameType) -> Key:
@@ -93,10 +95,7 @@ def profiled(watch: Watch, enter: Callable[[FrameType], None], leave: Callable[[
         sys.setprofile(None)
 
 
-def _evaluates(events: Sequence[Event], trains: frozenset[int]) -> bool:
-    forwards = [event for event in events if isinstance(event, Forward)]
-    return (
-        any(forward.below & trains for forward in forwards)
-        and not any(forward.grad_enabled or forward.training or forward.answered for forward in forwards)
-        and not any(isinstance(event, (Backward, Step)) for event in events)
-    )
+def _trains(event: Event) -> bool:
+    if isinstance(event, Forward):
+        return event.grad_enabled or event.training or bool(event.answered)
+    return isinstance(event, (Backward, Step))

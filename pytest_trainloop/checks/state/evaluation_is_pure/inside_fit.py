@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import ENDS, found
 from pytest_trainloop.checks.state.evaluation_is_pure.judgement import holder_of, largest_change, modules_by_path
-from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluated_after
+from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluates
 from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
 from pytest_trainloop.core.wording import filled, some
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.runs.halves import same_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import Course
     from pytest_trainloop.core.finding import Finding
@@ -42,7 +42,7 @@ class InsideFit:
     @classmethod
     def of(cls, evidence: Evidence) -> InsideFit:
         made, record = cls(evidence), evidence.run()
-        if record.raised is None and evidence.repeatable and evaluated_after(record):
+        if record.raised is None and evidence.repeatable and evaluates(record):
             made.findings = list(made._judge())
         return made
 
@@ -51,7 +51,11 @@ class InsideFit:
         if not keys:
             return
         runs = TakenOut(self._evidence, keys, changes_of_plan(self._evidence))
-        without = runs.run(lambda _: True)
+        undone: Callable[[Difference], bool] = _anything
+        without = runs.run(undone)
+        if without.record.raised is not None:  # fit needs what an evaluation sets, as a score in an attribute
+            undone = _of_training
+            without = runs.run(undone)
         if without.record.raised is not None or not without.calls:
             return
         self.judged = True
@@ -65,10 +69,10 @@ class InsideFit:
             return
         suspects: list[tuple[str, list[str], Course]] = []
         for cause, paths in candidates.items():
-            left = runs.run(partial(_is_elsewhere, paths), watched=paths)
+            left = runs.run(partial(_undone_but, paths, undone), watched=paths)
             if _differs(left, without) and self._is_fault(cause, paths, left):
                 suspects.append((cause, paths, left))
-        if suspects and self._only_evaluates(runs, without):
+        if suspects and self._only_evaluates(runs, undone, without):
             for cause, paths, left in suspects:
                 yield self._finding(cause, paths, left, without)
 
@@ -85,11 +89,12 @@ class InsideFit:
         by_torch = all(isinstance(owners.get(path.rpartition(".")[0]), NORM_MODULES) for path in paths)
         return by_torch or left.writer in left.elsewhere
 
-    def _only_evaluates(self, runs: TakenOut, without: Course) -> bool:
+    @staticmethod
+    def _only_evaluates(runs: TakenOut, undone: Callable[[Difference], bool], without: Course) -> bool:
         """Whether training is the same whatever the model computes in these calls: not where they steer it, or make its
         data (samples of a generator, rollouts, pseudo labels). And whether two equal runs are the same at all."""
-        plain, displaced = (runs.run(lambda d: bool(_cause_of(d)), displaced=turned) for turned in (False, True))
-        return not _differs(displaced, plain) and not _differs(runs.run(lambda _: True), without)
+        plain, displaced = (runs.run(_of_training, displaced=turned) for turned in (False, True))
+        return not _differs(displaced, plain) and not _differs(runs.run(undone), without)
 
     @staticmethod
     def _finding(cause: str, paths: list[str], left: Course, without: Course) -> Finding:
@@ -118,8 +123,17 @@ def _cause_of(difference: Difference) -> str:
     return CAUSE_OF.get(leaf.kind, "state_left" if of_module else "")
 
 
-def _is_elsewhere(paths: list[str], difference: Difference) -> bool:
-    return difference.leaf.path not in paths
+def _anything(_difference: Difference) -> bool:
+    return True
+
+
+def _of_training(difference: Difference) -> bool:
+    """Whether a module or an optimizer holds it, and not the project's own bookkeeping or data."""
+    return difference.leaf.kind not in STATE or bool(_cause_of(difference))
+
+
+def _undone_but(paths: list[str], undone: Callable[[Difference], bool], difference: Difference) -> bool:
+    return difference.leaf.path not in paths and undone(difference)
 
 
 def _trained(course: Course) -> set[str]:

@@ -144,7 +144,7 @@ class SeedsInFit:
 def seeded_inside(evidence: Evidence) -> list[Finding]:
     """A generator that the evaluations inside ``fit`` leave in one state."""
     record = evidence.run()
-    if record.raised is not None or (evidence.repeatable and not evaluated_after(record)):
+    if record.raised is not None or (evidence.repeatable and not evaluates(record)):
         return []
     whole = [interval for interval in evidence.shared(SeedsInFit.of).intervals if interval.leaving]
     evaluated = [interval for interval in whole if interval.evaluated]
@@ -175,6 +175,11 @@ def changes_of_plan(evidence: Evidence) -> dict[str, Any]:
         return {}
     count = EPOCH * max(1, round(record.items / max(record.rounds, 1)))
     return {"count": count, "enough": lambda r: r.rounds >= EPOCH * EPOCHS}
+
+
+def evaluates(record: Record) -> bool:
+    """Whether something was evaluated after a step, or switched to evaluation mode when passes were no longer seen."""
+    return record.evaluates_late or bool(evaluated_after(record))
 
 
 def evaluated_after(record: Record) -> set[int]:
