@@ -14,6 +14,11 @@ ENDS = (
 )
 """What ``measured`` says: of what evaluation left, and of what training made of it."""
 
+ENDS_INSIDE = (
+    "after {rounds:optimizer step} {weight} differs by {apart:share} of its largest entry from the run with everything "
+    "put back that {evaluation} changes"
+)
+
 _SEEDED_INSIDE = "{evaluations} evaluations inside fit found {which} in different states and left it in one"
 
 _seen = partial(Cause, change=("seen",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.state.evaluation_is_pure.causes import ENDS, found
+from pytest_trainloop.checks.state.evaluation_is_pure.causes import ENDS_INSIDE, found
 from pytest_trainloop.checks.state.evaluation_is_pure.judgement import holder_of, largest_change, modules_by_path
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluates
 from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
@@ -61,7 +61,8 @@ class InsideFit:
         self.judged = True
         candidates: dict[str, list[str]] = {}
         for path, taken in without.changed.items():
-            if cause := _cause_of(taken.difference):
+            cause = _cause_of(taken.difference)
+            if cause and (taken.stepped or cause != "weights_left"):  # not a target network, or an average
                 candidates.setdefault(cause, []).append(path)
         if not without.windows:
             candidates.pop("window_cleared", None)
@@ -112,7 +113,7 @@ class InsideFit:
             "component": COMPONENT.get(taken.difference.leaf.kind, some(names)),
         }
         change = largest_change(left.end, without.end, _trained(without), same_tensor)
-        measured = filled(ENDS, {**facts, **change, "rounds": steps})
+        measured = filled(ENDS_INSIDE, {**facts, **change, "rounds": steps})
         return found(cause, left.where, names[:MOST_NAMED], measured=measured, **facts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,6 +45,8 @@ class Taken(NamedTuple):
 
     difference: Difference
     function: str
+    stepped: bool
+    """Whether it is a weight that an optimizer of the loop steps."""
 
 
 @dataclass(slots=True)
@@ -180,7 +182,7 @@ class _Run:
 
     def _entered(self, frame: FrameType, watch: Watch) -> _Call:
         reaching = copy(self._loop)
-        reaching.evaluate = partial(reaching.evaluate or _nothing, *frame.f_locals.values())
+        reaching.evaluate = _holding(frame, reaching.evaluate)
         before = Reach.of(reaching).snapshot()
         arrived: set[int] = set()
         backwards = 0
@@ -210,8 +212,11 @@ class _Run:
         reach = Reach.of(before.walked.loop)
         found = [d for d in differences(before, reach.snapshot()) if d.leaf.kind != "generator"]
         function = f"{call.frame.f_code.co_name}()"
+        stepped = {index for optimizer in watch.record.optimizers for index in optimizer.parameters}
         for d in found:
-            made.changed.setdefault(d.leaf.path, Taken(d, function))
+            weight = before.object(d.leaf.path) if d.leaf.kind == "weight" and d.leaf.path in before.leaves else None
+            trains = weight is not None and watch.table.index(weight) in stepped
+            made.changed.setdefault(d.leaf.path, Taken(d, function, trains))
             if d.leaf.path in self._weights and not made.holders:
                 weight = self._weights[d.leaf.path]
                 made.holders[d.leaf.path] = reach.holders(weight)
@@ -223,8 +228,15 @@ class _Run:
         self._done += 1
 
 
+def _holding(frame: FrameType, declared: Any) -> Callable[[], None]:
+    """A function that can touch what the frame can, by the names of its variables."""
+    held = {**frame.f_locals, "evaluate": declared}
+    code = _nothing.__code__.replace(co_freevars=tuple(held), co_filename=frame.f_code.co_filename)
+    return FunctionType(code, {}, closure=tuple(map(CellType, held.values())))
+
+
 def _nothing() -> None:
-    """Takes the place of an evaluation that is not declared."""
+    """Is never called."""
 
 
 def _is_weight(before: Snapshot, path: str) -> bool:
