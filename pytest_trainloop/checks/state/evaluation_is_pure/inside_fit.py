@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import ENDS_INSIDE, found
-from pytest_trainloop.checks.state.evaluation_is_pure.judgement import holder_of, largest_change, modules_by_path
+from pytest_trainloop.checks.state.evaluation_is_pure.naming import holder_of, largest_change, modules_by_path
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluates
 from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
 from pytest_trainloop.core.wording import filled, some

@@ -37,14 +37,15 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.reach.copies import Copy
     from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
 
-Moment = Literal["between", "first", "inside"]
+Moment = Literal["between", "first", "inside", "later"]
 """Where a run calls ``evaluate()``: between two calls of ``fit``, before the first step, between two steps of one
-``fit``."""
+``fit``, between the sixth call of ``fit`` and the seventh."""
 
 OPTIONS: dict[Moment, dict[str, Any]] = {
     "between": {},
     "first": {"before": (), "after": (0,)},
     "inside": {"inside": True},
+    "later": {"before": (0,) * 6, "after": (1,) * 2},
 }
 
 MOST_HELD, MOST_PATHS, MOST_WALKS = 4, 4, 400

@@ -6,33 +6,33 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_trainloop.checks.state.evaluation_is_pure import causes
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
-from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Cut, EvaluateRaised
+from pytest_trainloop.checks.state.evaluation_is_pure.interposed import OPTIONS, Cut, EvaluateRaised
+from pytest_trainloop.checks.state.evaluation_is_pure.naming import (
+    acting,
+    holder_of,
+    in_words,
+    largest_change,
+    modules_by_path,
+    names_of,
+)
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import seeded_between
 from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
-from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import filled, some
 from pytest_trainloop.instruments.tracing.dropout_in_evaluation import DropoutInEvaluation
 from pytest_trainloop.recording.events import ModeCall, Step
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
-from pytest_trainloop.recording.train_mode import acts_by_mode
 from pytest_trainloop.runs.halves import halves, no_halves
-from pytest_trainloop.runs.reach.graph import module_path
 from pytest_trainloop.runs.reach.leaves import same_value
 from pytest_trainloop.runs.reach.stored import value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch import nn
+    from collections.abc import Iterable, Sequence
 
     from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Moment, Run
     from pytest_trainloop.core.finding import Finding
-    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.reach.snapshot import Difference
 
@@ -44,9 +44,9 @@ UNRESOLVED = (
     "fit draw on one stream or environment; give evaluate one of its own, or leave evaluate out"
 )
 
-MOST_GROUPS, MOST_NAMED, MOST_CULPRITS = 8, 4, 6
-"""Groups that are put back one by one, else those of one kind together; entries of one container that are named one by
-one; attributes among the culprits (the summary says how many there are)."""
+MOST_GROUPS, MOST_CULPRITS = 8, 6
+"""Groups that are put back one by one, else those of one kind together; attributes among the culprits (the summary says
+how many there are)."""
 
 WITHIN_FIT = frozenset({"mode", "gradient", "requires_grad", "switch"})
 """Kinds that ``fit`` may set again as it begins, so that evaluation between two calls of it is no test of them."""
@@ -69,6 +69,7 @@ WHEN: dict[Moment, str] = {
     "between": "between two calls of fit",
     "first": "before the first step",
     "inside": "between two steps of one fit",
+    "later": "between two calls of fit",
 }
 
 
@@ -125,6 +126,7 @@ class Judgement:
         differs = self._attribute(cut, run)
         if not differs and cut.moment == "between":
             self._look_inside(cut, run)
+            self._look_later(cut, run)
         if not differs or cut.moment == "inside":
             self._other_looks(cut, run)
         if self.findings:
@@ -191,7 +193,7 @@ class Judgement:
         if not cut.differs(run):
             return False
         courses = two_courses(run.halves, cut.without, both_begin=True)
-        self.courses = replace(courses, cut=0) if cut.moment == "first" else courses
+        self.courses = replace(courses, cut=sum(cut.without.steps[: _halves_before(cut)]))
         raised = run.halves.record.raised
         if run.inference and raised and "nference tensor" in raised.message:
             what, line = raised.summary.partition(". ")[0], self._line(cut, run.inference)
@@ -204,7 +206,7 @@ class Judgement:
             return True
         groups = _groups(run.differences)
         if not groups or cut.differs(cut.run(lambda _: True)):
-            if cut.moment != "first":
+            if cut.moment in ("between", "inside"):
                 self.unresolved = UNRESOLVED + (f" ({run.cut_short})" if run.cut_short else "")
             return True
         guilty = self._guilty(cut, groups)
@@ -250,9 +252,9 @@ class Judgement:
     def _look_inside(self, cut: Cut, run: Run) -> None:
         """Whether it matters where evaluation is called between two steps of one ``fit``, where it changes what ``fit``
         may set again as it begins: the mode of a module that acts by it, gradients, switches."""
-        acting = {f"{path}.training" for path in _acting(self._evidence.fresh_loop())}
+        modes = {f"{path}.training" for path in acting(self._evidence.fresh_loop())}
         set_again = (d.leaf for d in run.differences if d.leaf.kind in WITHIN_FIT)
-        if not any(leaf.kind != "mode" or leaf.path in acting for leaf in set_again):
+        if not any(leaf.kind != "mode" or leaf.path in modes for leaf in set_again):
             return
         without = halves(self._evidence, double=cut.without.double, inside=True)
         if without.record.raised is not None or not all(without.steps):
@@ -268,6 +270,17 @@ class Judgement:
         paths = {path for group in chosen for path in group.paths}
         if chosen and not inside.differs(inside.run(lambda d: d.leaf.path in paths)):
             self._describe(inside, there, self._guilty(inside, chosen))
+
+    def _look_later(self, cut: Cut, run: Run) -> None:
+        """Whether a buffer that evaluation changes matters after more steps: a load is balanced by its sign."""
+        modules = dict(modules_by_path(self._evidence.fresh_loop()))
+        counted = (d.leaf.path for d in run.differences if d.leaf.kind == "buffer")
+        if all(isinstance(modules.get(path.rpartition(".")[0]), NORM_MODULES) for path in counted):
+            return
+        without = halves(self._evidence, double=cut.without.double, **OPTIONS["later"])
+        if without.record.raised is None and without.end:
+            later = Cut(self._evidence, "later", without)
+            self._attribute(later, later.run())
 
     def _other_looks(self, cut: Cut, run: Run) -> None:
         """What evaluation changes although training is as it was."""
@@ -309,7 +322,8 @@ class Judgement:
             cause = "matters_inside_fit" if within else cause
             variant = "frozen parts" if cause == "mode_left" and first.after else ""
             variant = "attack" if cause == "gradients_left" and "backward(" in where else variant
-            names, was, now = _names(group, loop), *(_in_words(v, first.leaf.kind) for v in (first.before, first.after))
+            was, now = (in_words(value, first.leaf.kind) for value in (first.before, first.after))
+            names = names_of(group, loop)
             self._named |= set(names)
             several = group.component == group.together != group.kind
             facts = {
@@ -356,33 +370,16 @@ class Judgement:
         """What was left, and what training made of it: the weight that differs by most at the end, relative to its
         largest entry."""
         raised = run.halves.record.raised
-        facts: dict[str, Any] = {"first": first, "was": was, "now": now, "rounds": sum(run.halves.steps[-1:])}
-        facts["evaluation"] = "evaluate()"
+        facts: dict[str, Any] = {"first": first, "was": was, "now": now, "evaluation": "evaluate()"}
+        facts["rounds"] = sum(run.halves.steps[_halves_before(cut) :])
         texts = [causes.CHANGED] if was and now else []
         if raised is not None:
             texts.append(causes.RAISES)
             facts["raised"] = raised.summary.partition(". ")[0]
-        else:
-            if largest := largest_change(run.halves.end, cut.end, cut.trained, cut.same):
-                facts |= largest
-                texts.append(causes.ENDS)
+        elif largest := largest_change(run.halves.end, cut.end, cut.trained, cut.same):
+            facts |= largest
+            texts.append(causes.ENDS)
         return "; ".join(filled(text, facts) for text in texts)
-
-
-def largest_change(
-    end: Mapping[str, torch.Tensor],
-    other: Mapping[str, torch.Tensor],
-    trained: Iterable[str],
-    same: Callable[[torch.Tensor, torch.Tensor], bool],
-) -> dict[str, Any]:
-    """The weight that differs by most, and by which share of its largest entry; empty where none does."""
-    apart: dict[str, float] = {}
-    for name in sorted(trained):
-        mine, theirs = end.get(name), other.get(name)
-        if mine is not None and theirs is not None and mine.shape == theirs.shape and not same(mine, theirs):
-            apart[name] = float((mine.double() - theirs.double()).abs().max()) / (float(theirs.abs().max()) or 1.0)
-    weight = max(apart, key=lambda name: apart[name], default="")
-    return {"weight": weight, "apart": apart[weight]} if weight else {}
 
 
 def _raised(cause: str, error: EvaluateRaised) -> Finding:
@@ -435,58 +432,5 @@ def _is_data(difference: Difference) -> bool:
     return not of_training and in_place and getattr(before, "ndim", 0) > 1 and len(before) > 1
 
 
-def _names(group: Group, loop: TrainLoop) -> tuple[str, ...]:
-    """What a reader looks for: of modes the modules that act by mode, of gradients the weights, of the optimizer's
-    state the optimizer."""
-    components = tuple(dict.fromkeys(d.leaf.component for d in group.differences))
-    if group.kind == "optimizer_state" or (group.component == components[0] and len(group.paths) > MOST_NAMED):
-        return components
-    if group.kind == "mode":
-        paths, acting = tuple(path.removesuffix(".training") for path in group.paths), _acting(loop)
-        return tuple(path for path in paths if path in acting) or paths
-    if group.kind == "gradient":
-        return tuple(dict.fromkeys(path.removesuffix(".grad") for path in group.paths))
-    return tuple(dict.fromkeys(path[4:].removesuffix(")") if path.startswith("len(") else path for path in group.paths))
-
-
-def modules_by_path(loop: TrainLoop) -> Iterator[tuple[str, nn.Module]]:
-    """Every declared module by the path that the reach gives it."""
-    for prefix, root in loop.modules.items():
-        path = module_path(loop.model, prefix)
-        for name, module in members.named_modules(root):
-            yield f"{path}.{name}" if name else path, module
-
-
-def _acting(loop: TrainLoop) -> set[str]:
-    """The paths of the modules that act by their mode."""
-    return {path for path, module in modules_by_path(loop) if acts_by_mode(module)}
-
-
-def _in_words(value: Any, kind: str) -> str:
-    """A value of one entry as a reader would write it; empty for others."""
-    if kind == "mode":
-        return "in training mode" if value else "in evaluation mode"
-    if kind == "length":
-        return "" if value is None else "of 1 entry" if value == 1 else f"of {value} entries"
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        value = value.detach().item()
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return repr(value) if isinstance(value, (bool, int, str, torch.dtype, type(None))) else ""
-
-
-def holder_of(held: Mapping[str, Sequence[str]]) -> str:
-    """What holds the values that weights have, with what it shares with their paths left off: ``average.module`` where
-    ``average.module.0.weight`` has the bits of ``model.0.weight``."""
-    for path, holders in held.items():
-        for holder in holders:
-            if holder in held or holder.startswith("optimizer"):
-                continue
-            name = path
-            while name:
-                for end in (f".{name}", f"['{name}']", f'["{name}"]'):
-                    if holder.endswith(end):
-                        return holder.removesuffix(end)
-                name = name.partition(".")[2]
-            return holder.partition("[")[0]
-    return ""
+def _halves_before(cut: Cut) -> int:
+    return len(OPTIONS[cut.moment].get("before", (0,)))
