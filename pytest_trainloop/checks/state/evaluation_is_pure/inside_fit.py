@@ -82,13 +82,16 @@ class InsideFit:
         computed anew by a function that does nothing else."""
         if left.record.raised is not None:
             return False
-        if cause == "weights_left":
-            return bool(holder_of(left.holders)) and not left.known
+        before, after = left.forwards
+        if cause == "weights_left":  # put in for the forward passes that follow, from an average
+            return after > 0 and bool(holder_of(left.holders)) and not left.known
         if cause == "window_cleared":
             return bool(left.windows)
         owners = dict(modules_by_path(self._evidence.fresh_loop()))
-        by_torch = all(isinstance(owners.get(path.rpartition(".")[0]), NORM_MODULES) for path in paths)
-        return by_torch or left.writer in left.elsewhere
+        if all(isinstance(owners.get(path.rpartition(".")[0]), NORM_MODULES) for path in paths):
+            return True
+        # what a hook at the end of an epoch does besides evaluating comes before all of its passes, or after them
+        return left.writer in left.elsewhere and (left.in_forward or (before > 0 and after > 0))
 
     @staticmethod
     def _only_evaluates(runs: TakenOut, undone: Callable[[Difference], bool], without: Course) -> bool:

@@ -15,7 +15,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Probe
 from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.recording.changed_at import ChangedAt
-from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.recording.events import Backward, Forward, Step
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.reach.copies import same_bits
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.state.evaluation_is_pure.calls_in_fit import Key
     from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.recording.events import Event
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.batch_stream import Batches
@@ -65,6 +66,10 @@ class Course:
     where: str = ""
     """The line that changed the first of the leaves that are asked for."""
     writer: CodeType | None = None
+    in_forward: bool = False
+    """Whether that was in a forward pass."""
+    forwards: tuple[int, int] = (0, 0)
+    """Forward passes of the call before and after it."""
     elsewhere: set[CodeType] = field(default_factory=set)
     """The functions that ran outside of evaluations as well."""
     known: set[str] = field(default_factory=set)
@@ -109,7 +114,10 @@ class _Call:
     open_gradients: frozenset[int]
     backwards: int
     passes: int
+    began: int
+    """The events before it."""
     line: ChangedAt | None = None
+    changed_at: int = 0
 
 
 class _Run:
@@ -193,10 +201,18 @@ class _Run:
                 arrived |= event.arrivals.keys()
                 backwards += 1
         open_gradients = frozenset(id(watch.table.tensors[index]) for index in arrived)
-        call = _Call(frame, before, open_gradients, backwards, len(self._batches.passes))
+        call = _Call(frame, before, open_gradients, backwards, len(self._batches.passes), len(watch.record.events))
         self._weights = {path: before.object(path) for path in self._watched if _is_weight(before, path)}
         if self._watched and not self._made.where:
-            call.line = ChangedAt(Probe(self._watched, before, watch).changed)
+            probe = Probe(self._watched, before, watch)
+
+            def changed() -> bool:
+                if not (is_changed := probe.changed()):
+                    call.changed_at = len(watch.record.events)
+                    self._made.in_forward = bool(watch.thread.modules)
+                return is_changed
+
+            call.line = ChangedAt(changed)
             call.line.begin(frame)
         if self._displaced:
             for parameter in (p for module in self._loop.modules.values() for p in members.parameters(module)):
@@ -208,7 +224,10 @@ class _Run:
         made, before = self._made, call.before
         if call.line is not None:
             call.line.end()
-            made.where, made.writer = made.where or call.line.where, made.writer or call.line.code
+            made.where, made.writer = call.line.where, call.line.code
+            events = watch.record.events
+            before_it, after_it = events[call.began : call.changed_at], events[call.changed_at :]
+            made.forwards = _forwards(before_it), _forwards(after_it)
         reach = Reach.of(before.walked.loop)
         found = [d for d in differences(before, reach.snapshot()) if d.leaf.kind != "generator"]
         function = f"{call.frame.f_code.co_name}()"
@@ -226,6 +245,10 @@ class _Run:
         self._waiting.append((call.passes, cleared))
         before.put_back([d.leaf.path for d in found if self._put_back(d)])
         self._done += 1
+
+
+def _forwards(events: Iterable[Event]) -> int:
+    return sum(isinstance(event, Forward) for event in events)
 
 
 def _holding(frame: FrameType, declared: Any) -> Callable[[], None]:
