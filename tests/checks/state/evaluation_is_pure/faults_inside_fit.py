@@ -40,100 +40,65 @@ def epochs(model, held_out, *, after=lambda: None, validating=validate):
     return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
-# Validation every few micro-batches frees memory by clearing the gradients.
+# A validation every few micro-batches frees memory by clearing the gradients: by the optimizer, and one by one.
 
 
-class Trainer:
-    def __init__(self, accumulate, clearing):
-        self.model, self.accumulate, self.clearing = mlp(6, 16, 3), accumulate, clearing
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.held_out, self.seen = data.labelled(seed=5), 0
+def in_windows(free, knob=None):
+    def make(accumulate=4):
+        model, held_out = mlp(6, 16, 3), data.labelled(seed=5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def validate(self):
-        if self.clearing:
-            self.optimizer.zero_grad(set_to_none=True)
-        return validate(self.model, self.held_out)
+        def fit(batches):
+            model.train()
+            for number, (x, y) in enumerate(batches, 1):
+                (F.cross_entropy(model(x), y) / accumulate).backward()
+                if number % accumulate == 0 or number == len(batches):
+                    for p in model.parameters():
+                        p.grad.mul_(accumulate / (number % accumulate or accumulate))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if number % 3 == 0:
+                    score()
 
-    def fit(self, batches):
-        self.model.train()
-        in_window = 0
-        for x, y in batches:
-            (F.cross_entropy(self.model(x), y) / self.accumulate).backward()
-            in_window += 1
-            if in_window == self.accumulate:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                in_window = 0
-            self.seen += 1
-            if self.seen % 3 == 0:
-                self.validate()
-        if in_window:
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(self.accumulate / in_window)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        def score():
+            free(model, optimizer)
+            return validate(model, held_out)
 
-
-def with_a_knob(clearing):
-    def make(accumulate=1):
-        trainer = Trainer(accumulate, clearing)
         batches = fresh(lambda: data.labelled(seed=int(torch.randint(1000, ()))))
-        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batches=batches, fit=trainer.fit)
+        return TrainLoop(model=model, optimizer=optimizer, batches=batches, fit=fit)
 
-    return make
+    return make if knob is None else lambda accumulate=knob: make(accumulate)
+
+
+def cleared(_model, optimizer):
+    optimizer.zero_grad(set_to_none=True)
+
+
+def dropped(model, _optimizer):
+    for p in model.parameters():
+        p.grad = None
+
+
+def kept(_model, _optimizer):
+    pass
 
 
 pair(
     "validation_clears_the_window",
     CHECK,
     "window_cleared",
-    where="self.optimizer.zero_grad(set_to_none=True)",
-    faulty=with_a_knob(clearing=True),
-    fixed=with_a_knob(clearing=False),
+    where="optimizer.zero_grad(set_to_none=True)",
+    faulty=in_windows(cleared, knob=1),
+    fixed=in_windows(kept, knob=1),
 )
 
-
-# The same with one fixed window: a score at every sixth micro-batch frees the gradients.
-
-
-def of_one_window(clearing):
-    def make():
-        model, held_out = mlp(6, 16, 3), data.labelled(seed=5)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def score():
-            model.eval()
-            with torch.inference_mode():
-                right = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
-            if clearing:
-                for p in model.parameters():
-                    p.grad = None
-            model.train()
-            return right
-
-        def fit(batches):
-            model.train()
-            for number, (x, y) in enumerate(batches, 1):
-                (F.cross_entropy(model(x), y) / 4).backward()
-                if number % 4 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if number % 6 == 0:
-                    score()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
-
-
 pair(
-    "gradients_freed_by_a_score",
+    "validation_drops_gradients",
     CHECK,
     "window_cleared",
     where="p.grad = None",
-    faulty=of_one_window(clearing=True),
-    fixed=of_one_window(clearing=False),
+    faulty=in_windows(dropped),
+    fixed=in_windows(kept),
     quick=True,
 )
 
@@ -218,7 +183,7 @@ pair(
 )
 
 
-# A recurrent model whose state goes on from batch to batch, and through a validation in the middle of an epoch.
+# A recurrent model whose state goes on from batch to batch, and from the validation into the next epoch.
 
 
 class Carrying(nn.Module):
@@ -233,30 +198,14 @@ class Carrying(nn.Module):
 
 
 def carried(restoring):
-    def make():
-        model, held_out = Carrying(), data.labelled(seed=5)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def validating(model, held_out):
+        hidden = model.hidden
+        loss = validate(model, held_out)
+        if restoring:
+            model.hidden = hidden
+        return loss
 
-        def evaluate():
-            hidden = model.hidden
-            loss = validate(model, held_out)
-            if restoring:
-                model.hidden = hidden
-            return loss
-
-        def fit(batches):
-            model.train()
-            model.hidden = None
-            for number, (x, y) in enumerate(batches, 1):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                if number % 2 == 0:
-                    evaluate()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-    return make
+    return lambda: epochs(Carrying(), data.labelled(seed=5), validating=validating)
 
 
 pair(

@@ -63,53 +63,6 @@ pair(
 )
 
 
-# Fake quantisation whose observers also watch the calibration data.
-
-
-class Quantised(nn.Module):
-    def __init__(self, asking):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
-        self.register_buffer("highest", torch.tensor(0.1))
-        self.asking = asking
-
-    def forward(self, x):
-        h = self.first(x)
-        if self.training or not self.asking:
-            self.highest.copy_(torch.maximum(self.highest, h.detach().abs().max()))
-        scale = self.highest / 15
-        rounded = (h / scale).round().clamp(-15, 15) * scale
-        return self.second(F.relu(h + (rounded - h).detach()))
-
-
-def quantised(asking):
-    def make():
-        model = Quantised(asking)
-        x, y = data.labelled(seed=5)
-
-        @torch.no_grad()
-        def evaluate():
-            model.eval()
-            score = F.cross_entropy(model(3 * x), y).item()
-            model.train()
-            return score
-
-        return classifier(model, evaluate, torch.optim.Adam(model.parameters(), lr=5e-3))
-
-    return make
-
-
-pair(
-    "observer_watches_in_evaluation",
-    CHECK,
-    "buffers_moved_by_evaluation",
-    culprits=("model.highest",),
-    where="self.highest.copy_",
-    faulty=quantised(asking=False),
-    fixed=quantised(asking=True),
-)
-
-
 # The head is taken off for features, and another one put on.
 
 

@@ -136,46 +136,6 @@ pair(
 )
 
 
-# The model is cast for a fast evaluation, and cast back: what half precision cannot hold is gone.
-
-
-def cast(apart):
-    def make():
-        model = relu_mlp(6, 16, 3)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        x, y = data.labelled(seed=5)
-
-        def evaluate():
-            net = copy.deepcopy(model) if apart else model
-            net.bfloat16()
-            with torch.no_grad():
-                score = (net(x.bfloat16()).argmax(1) == y).float().mean().item()
-            if not apart:
-                net.float()
-            return score
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=lambda batches: train(model, optimizer, batches),
-            evaluate=evaluate,
-        )
-
-    return make
-
-
-pair(
-    "cast_to_half_and_back",
-    CHECK,
-    "weights_left",
-    culprits=("model.0.weight",),
-    where="net.bfloat16()",
-    faulty=cast(apart=False),
-    fixed=cast(apart=True),
-)
-
-
 # Test-time adaptation: the entropy of predictions is minimised on the test batch.
 
 

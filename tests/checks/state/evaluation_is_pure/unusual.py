@@ -5,16 +5,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import random
+import dataclasses
+import functools
 import time
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from tests.loops.nets import mlp, relu_mlp
+from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points, series
 
@@ -73,18 +73,6 @@ def evaluating_draws_a_base_seed():
     return classifier(model, evaluate)
 
 
-@odd(notes="evaluation is a mean over random augmentations, drawn with python's, numpy's and torch's generators")
-def evaluating_with_augmentation():
-    model, (x, y) = dropping(), points(16)
-
-    def evaluate():
-        with evaluating(model):
-            views = [x * random.uniform(0.9, 1.1) + np.random.normal() * 0.1 * torch.randn_like(x) for _ in range(3)]
-            return (sum(model(view).softmax(1) for view in views).argmax(1) == y).float().mean().item()
-
-    return classifier(model, evaluate)
-
-
 @odd(notes="dropout stays on for samples of the prediction: the dropout layers alone are switched, and back")
 def evaluating_by_dropout_samples():
     model, (x, _) = dropping(), points(16)
@@ -111,21 +99,6 @@ def evaluating_leaves_the_mode_to_fit():
             return accuracy(model, held_out)
 
     return classifier(model, evaluate, first=model.train)
-
-
-@odd(notes="the best weights so far and a history are kept, and never put back")
-def evaluating_keeps_the_best():
-    model, held_out = relu_mlp(8, 16, 4), points(16)
-    best, history = {"score": -1.0, "weights": None}, []
-
-    def evaluate():
-        with evaluating(model):
-            history.append(accuracy(model, held_out))
-        if history[-1] > best["score"]:
-            best.update(score=history[-1], weights=copy.deepcopy(model.state_dict()))
-        return history[-1]
-
-    return classifier(model, evaluate)
 
 
 class Average:
@@ -275,38 +248,6 @@ def evaluating_an_adapted_copy():
     return classifier(model, evaluate)
 
 
-@odd(notes="a linear probe is trained on features of the encoder, which stays as it is")
-def evaluating_with_a_probe():
-    model, (x, y) = relu_mlp(8, 16, 4), points(16)
-
-    def evaluate():
-        with torch.no_grad():
-            features = model[:2](x)
-        probe = nn.Linear(16, 4)
-        optimizer = torch.optim.Adam(probe.parameters(), lr=0.05)
-        for _ in range(5):
-            optimizer.zero_grad()
-            F.cross_entropy(probe(features), y).backward()
-            optimizer.step()
-        return accuracy(probe, (features, y))
-
-    return classifier(model, evaluate)
-
-
-@odd(notes="a bank of features for nearest neighbours is rebuilt in each evaluation, in a buffer of the model")
-def evaluating_by_neighbours():
-    model, (x, y) = relu_mlp(8, 16, 4), points(16)
-    model.register_buffer("bank", torch.zeros(16, 16), persistent=False)
-
-    def evaluate():
-        with evaluating(model):
-            model.bank = F.normalize(model[:2](x), dim=1)
-            nearest = (model.bank @ model.bank.T).fill_diagonal_(-1).argmax(1)
-            return (y[nearest] == y).float().mean().item()
-
-    return classifier(model, evaluate)
-
-
 @odd(notes="predictions, times and counts pile up in deques, dicts and a metric object")
 def evaluating_gathers_metrics():
     model, held_out = relu_mlp(8, 16, 4), points(16)
@@ -360,32 +301,6 @@ def evaluating_with_carried_state():
     )
 
 
-@odd(notes="evaluation counts steps of its own in the model: a schedule of prints, no schedule of training")
-def evaluating_counts_calls():
-    model, held_out = relu_mlp(8, 16, 4), points(16)
-    model.evaluations = 0
-
-    def evaluate():
-        model.evaluations += 1
-        with evaluating(model):
-            return accuracy(model, held_out), model.evaluations
-
-    return classifier(model, evaluate)
-
-
-@odd(notes="a private generator is seeded anew for each evaluation: the global one stays as it is")
-def evaluating_with_own_seed():
-    model, (x, y) = dropping(), points(16)
-    generator = torch.Generator()
-
-    def evaluate():
-        generator.manual_seed(0)
-        with evaluating(model):
-            return accuracy(model, (x + 0.1 * torch.randn(x.shape, generator=generator), y))
-
-    return classifier(model, evaluate)
-
-
 @odd(notes="the global generators are seeded inside fork_rng(): put back at its end")
 def evaluating_in_a_fork():
     model, (x, y) = dropping(), points(16)
@@ -394,21 +309,6 @@ def evaluating_in_a_fork():
         with torch.random.fork_rng(), evaluating(model):
             torch.manual_seed(0)
             return accuracy(model, (x + 0.1 * torch.randn_like(x), y))
-
-    return classifier(model, evaluate)
-
-
-@odd(notes="evaluation seeds numpy, from which training draws nothing")
-def evaluating_seeds_what_training_does_not_use():
-    model, (x, y) = dropping(), points(16)
-
-    def evaluate():
-        state = np.random.get_state()
-        np.random.seed(0)
-        rows = np.random.permutation(len(x))
-        np.random.set_state(state)
-        with evaluating(model):
-            return accuracy(model, (x[torch.as_tensor(rows)], y[torch.as_tensor(rows)]))
 
     return classifier(model, evaluate)
 
@@ -461,18 +361,6 @@ def evaluating_saliency():
         for p, was in zip(model.parameters(), asked, strict=True):
             p.requires_grad_(was)
         return seen.grad.abs().mean().item()
-
-    return classifier(model, evaluate)
-
-
-@odd(notes="a model is fused or cast as a copy for evaluation; the one that trains stays in its precision")
-def evaluating_in_low_precision():
-    model, (x, y) = relu_mlp(8, 16, 4), points(16)
-
-    def evaluate():
-        net = copy.deepcopy(model).to(torch.bfloat16).eval()
-        with torch.no_grad():
-            return accuracy(net, (x.to(torch.bfloat16), y))
 
     return classifier(model, evaluate)
 
@@ -530,57 +418,107 @@ def evaluating_for_early_stopping():
     return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit, evaluate=evaluate)
 
 
-@odd(notes="two networks: the generator is evaluated in evaluation mode, the discriminator is not touched")
-def evaluating_one_of_two():
-    generator, critic = mlp(4, 16, 2), mlp(2, 16, 1)
-    first, second = (torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.9)) for net in (generator, critic))
-    noise = torch.randn(16, 4)
+def inside_fit(make):
+    """The loop with its evaluation called by ``fit``, after each pass over the batches."""
+
+    @functools.wraps(make)
+    def made():
+        loop = make()
+
+        def fit(batches):
+            for _ in range(4):
+                loop.fit(batches)
+                loop.evaluate()
+
+        return dataclasses.replace(loop, fit=fit, evaluate=None)
+
+    return made
+
+
+for inner in (
+    evaluating_draws_a_base_seed,
+    evaluating_the_average,
+    evaluating_schedule_free,
+    evaluating_with_carried_state,
+    evaluating_gathers_metrics,
+    evaluating_for_early_stopping,
+):
+    odd(notes="the same, called by fit after each epoch", name="{}_inside_fit")(inside_fit(inner))
+
+
+def stepping(model, before_step=lambda x: None, loss_of=None, **fields):
+    """Something is computed without gradients and in evaluation mode before each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    @torch.no_grad()
+    def sample(x):
+        model.eval()
+        made = before_step(x)
+        model.train()
+        return made
 
     def fit(batches):
-        for real in batches:
-            fake = generator(torch.randn(len(real), 4))
-            loss = F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()
-            second.zero_grad()
-            loss.backward()
-            second.step()
-            first.zero_grad()
-            F.softplus(-critic(fake)).mean().backward()
-            first.step()
+        model.train()
+        for x, y in batches:
+            optimizer.zero_grad()
+            made = sample(x)
+            (F.cross_entropy(model(x), y) if loss_of is None else loss_of(x, y, made)).backward()
+            optimizer.step()
 
-    def evaluate():
-        with evaluating(generator):
-            return generator(noise).std(0).tolist()
-
-    return TrainLoop(
-        model={"generator": generator, "critic": critic},
-        optimizer=[first, second],
-        batch=torch.randn(12, 2),
-        fit=fit,
-        evaluate=evaluate,
-    )
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit, **fields)
 
 
-@odd(notes="moments of lazy layers: evaluation is the first to call the model, and makes its weights")
-def evaluating_a_lazy_model():
-    model, held_out = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 4)), points(16)
-    model(held_out[0])
+@odd(notes="answers are sampled in evaluation mode and rewarded: their pass is a part of training, gradients cleared")
+def sampling_what_is_rewarded():
+    model = relu_mlp(8, 16, 4)
 
-    def evaluate():
+    def loss_of(x, y, chosen):
+        return (F.cross_entropy(model(x), chosen, reduction="none") * ((chosen == y).to(x.dtype) - 0.3)).mean()
+
+    return stepping(model, lambda x: torch.multinomial(model(x).softmax(1), 1)[:, 0], loss_of)
+
+
+@odd(notes="the centre of a one-class model is computed anew from its outputs in evaluation mode, on purpose")
+def centre_computed_in_evaluation_mode():
+    model, known = relu_mlp(8, 16, 4), points(16)[0]
+    model.register_buffer("centre", torch.zeros(4))
+
+    def loss_of(x, y, _made):
+        return (model(x) - model.centre).square().mean() + F.cross_entropy(model(x), y)
+
+    return stepping(model, lambda x: model.centre.copy_(model(known).mean(0)), loss_of)
+
+
+@odd(notes="small weights are set to zero after each score: pruning, not an average that was left")
+def pruned_after_each_score():
+    model, held_out = relu_mlp(8, 16, 4), points(16)
+
+    def prune(_x):
+        score, weight = accuracy(model, held_out), model[0].weight
+        weight[weight.abs() < weight.abs().quantile(0.05)] = 0.0
+        return score
+
+    return stepping(model, prune)
+
+
+@odd(notes="an open window is dropped by the validation between two epochs: no step of the next one misses it")
+def window_dropped_between_epochs():
+    model, held_out = relu_mlp(8, 16, 4), points(16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def validate():
+        optimizer.zero_grad()
         with evaluating(model):
             return accuracy(model, held_out)
 
-    return classifier(model, evaluate)
+    def fit(batches):
+        model.train()
+        for _ in range(4):
+            for number, (x, y) in enumerate(batches, 1):
+                (F.cross_entropy(model(x), y) / 2).backward()
+                if number % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            validate()
 
-
-@odd(
-    notes="the whole validation set goes through a copy on another thread's behalf: weights are snapshots of state_dict"
-)
-def evaluating_a_snapshot():
-    model, shown, held_out = normed(), normed(), points(16)
-
-    def evaluate():
-        shown.load_state_dict(model.state_dict())
-        with evaluating(shown):
-            return accuracy(shown, held_out)
-
-    return classifier(model, evaluate)
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)

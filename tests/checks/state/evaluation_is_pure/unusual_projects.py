@@ -13,7 +13,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp, relu_mlp
 from tests.loops.odd import odd
-from tests.loops.random_data import curves, fresh, points
+from tests.loops.random_data import fresh, points
 
 
 def accuracy(model, held_out):
@@ -322,27 +322,6 @@ def evaluating_the_sharpness():
         return sum(slope.square().sum() for slope in slopes).sqrt().item()
 
     return classifier(model, evaluate)
-
-
-@odd(notes="an unfinished window of accumulation is kept over evaluation, which takes no gradient")
-def evaluating_within_a_window():
-    model, held_out = relu_mlp(8, 16, 1), curves(16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = {"micro": 0}
-
-    def fit(batches):
-        for x, y in batches:
-            (F.mse_loss(model(x), y) / 2).backward()
-            state["micro"] += 1
-            if state["micro"] % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    @torch.no_grad()
-    def evaluate():
-        return F.mse_loss(model(held_out[0]), held_out[1]).item()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=curves(), fit=fit, evaluate=evaluate)
 
 
 @odd(notes="a curriculum: noise grows with each evaluation whose score is good, which training then meets")
