@@ -46,8 +46,9 @@ class CallsInFit:
 
         return (profiled(watch, enter, leave),)
 
-    def evaluations(self, record: Record) -> frozenset[Key]:
-        """Without gradients and in evaluation mode, of a model that trains elsewhere in the run."""
+    def evaluations(self, record: Record) -> tuple[frozenset[Key], bool]:
+        """Without gradients and in evaluation mode, of a model that trains elsewhere in the run. Where no function only
+        evaluates, whether there are such forward passes."""
         trains = frozenset(i for f in record.root_forwards() if f.answered and f.training for i in f.below)
         found = set()
         for key, spans in self._spans.items():
@@ -55,7 +56,7 @@ class CallsInFit:
             of_training = any(isinstance(e, Forward) and e.below & trains for events in inside for e in events)
             if of_training and not any(_trains(event) for events in inside for event in events):
                 found.add(key)
-        return frozenset(found)
+        return frozenset(found), any(not _trains(f) and bool(f.below & trains) for f in record.root_forwards())
 
 
 def key_of(frame: FrameType) -> Key:

@@ -2,8 +2,8 @@
 
 What it does
     It runs ``fit`` twice on one loop, three optimizer steps each: once with ``evaluate()`` between the two calls, once
-    without. It compares the weights at the end. A third run calls ``evaluate()`` before the first step. Where no
-    ``evaluate`` is declared, it looks at what evaluations inside ``fit`` do to the random generators.
+    without. It compares the weights at the end. A third run calls ``evaluate()`` before the first step. Evaluations
+    that ``fit`` calls itself are taken out: two runs of ``fit`` are compared, one of which undoes what they change.
 
 Why is this bad?
     An evaluation may leave averaged weights in the model, gradients in ``.grad``, batch norms in evaluation mode,
@@ -29,6 +29,17 @@ How it decides
     Inside fit: where evaluation changes modes, gradients or switches, and ``fit`` sets them again as it begins,
     ``evaluate()`` is also called between two steps of one ``fit``. What differs only there is advice, but not a mode
     that ``fit`` sets again later, at the start of an epoch.
+    Later: where evaluation changes a buffer that is no statistic of a norm, and training is the same after three steps,
+    both runs are made again with 18 steps before ``evaluate()`` and 6 after it.
+    Evaluations that ``fit`` calls: functions of the project in which every forward pass has gradients off and
+    evaluation mode on, of a model that trains elsewhere, with no backward pass and no step. Where there is none, such
+    forward passes are looked at one by one. As each returns, everything that it changed is put back, but for
+    generators; what it returns stays. Where training is another, one kind of change at a time is left.
+    Three things are a fault: a gradient that is cleared between a backward pass and its step, in the middle of a pass
+    over the batches; a buffer or an attribute of a module that a forward pass changes, in a function that training
+    calls too; weights of an average that are put in for these forward passes and stay.
+    Nothing is said where training depends on what the model computes there: samples, rollouts, pseudo labels, a score
+    that steers. Other weights inside the calls show that. With the knob ``accumulate`` the runs have windows of 4.
 
 Faulty
     >>> def evaluate():
@@ -49,12 +60,14 @@ Fixed
 Known limits
     What ``evaluate`` returns is not compared. An evaluation that acts in its second call only (restoring best weights)
     is not seen. Streams that evaluation and training share cannot be put back: a skip. A ``fit`` that trains in its
-    first call only is judged between two of its steps. An evaluation inside ``fit`` cannot be taken out: only dropout
-    and reseeding are looked at there.
+    first call only is judged between two of its steps. An evaluation inside ``fit`` that switches no module to
+    evaluation mode is not taken out; of one that is written out in a function that trains, its forward passes are.
+    Modes that an evaluation inside ``fit`` leaves are found by ``train_mode``.
     Optimizer steps of the loop itself: 15 where nothing is found, 6 of them shared with ``resume_equivalence``; 12 more
-    where evaluation casts weights or sets switches, leaves gradients or modes, or runs inside ``fit``. Where something
-    is found: 6 to put all back, 6 for each thing that differs and 3 for its line: 21 to 50, in trainers of libraries up
-    to 100.
+    where evaluation casts weights or sets switches, leaves gradients or modes, or runs inside ``fit``; 48 more where it
+    changes buffers. Where something is found: 6 to put all back, 6 for each thing that differs and 3 for its line: 21
+    to 50, in trainers of libraries up to 100. Evaluations that ``fit`` calls: 18, and 45 to 70 where they change
+    training.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
@@ -95,7 +108,9 @@ def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
         if seeded or inside.judged:
             return
         if evidence.repeatable:
-            raise CannotDecide("TrainLoop.evaluate is not given, and fit calls no evaluation", needs="evaluate=")
+            raise CannotDecide(
+                "TrainLoop.evaluate is not given, and no evaluation inside fit was found", needs="evaluate="
+            )
         raise CannotDecide(
             "watching once does not offer evaluate: an evaluation inside fit cannot be taken out there, so only "
             "dropout and reseeding are looked at",

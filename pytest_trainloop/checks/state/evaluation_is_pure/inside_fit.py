@@ -6,12 +6,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import ENDS_INSIDE, found
+from pytest_trainloop.checks.state.evaluation_is_pure.check import COPIES
 from pytest_trainloop.checks.state.evaluation_is_pure.naming import holder_of, largest_change, modules_by_path
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluates
 from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
 from pytest_trainloop.core.wording import filled, some
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.runs.halves import same_tensor
+from pytest_trainloop.runs.room import require_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,10 +49,11 @@ class InsideFit:
         return made
 
     def _judge(self) -> Iterator[Finding]:
-        keys = self._evidence.shared(SeedsInFit.of).evaluations
-        if not keys:
+        seen = self._evidence.shared(SeedsInFit.of)
+        if not seen.evaluates:
             return
-        runs = TakenOut(self._evidence, keys, changes_of_plan(self._evidence))
+        require_room(self._evidence, COPIES, "it keeps copies of the whole training state at several moments")
+        runs = TakenOut(self._evidence, seen.evaluations, changes_of_plan(self._evidence))
         undone: Callable[[Difference], bool] = _anything
         without = runs.run(undone)
         if without.record.raised is not None:  # fit needs what an evaluation sets, as a score in an attribute

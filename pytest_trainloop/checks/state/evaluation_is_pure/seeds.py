@@ -97,7 +97,9 @@ class SeedsInFit:
     def __init__(self) -> None:
         self.intervals: list[Interval] = []
         self.evaluations: Collection[Key] = ()
-        """The functions of the project's that evaluate."""
+        """The functions of the project's that only evaluate."""
+        self.evaluates = False
+        """Whether a model that trains is called without gradients and in evaluation mode."""
         self._depth = 0
 
     @classmethod
@@ -108,7 +110,7 @@ class SeedsInFit:
         record = evidence.rerun(
             **changes_of_plan(evidence), contexts=lambda watch: (*seen.contexts(watch), *calls.contexts(watch))
         )
-        seen.evaluations = calls.evaluations(record)
+        seen.evaluations, seen.evaluates = calls.evaluations(record)
         return seen
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:

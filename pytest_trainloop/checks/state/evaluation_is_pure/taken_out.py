@@ -1,5 +1,8 @@
-"""Runs of ``fit`` with the evaluations that it calls taken out: each is run, and what it changed is put back as it
-returns. What it returns stays, so that early stopping and logging go on."""
+"""Runs of ``fit`` with its evaluations taken out: each is run, and what it changed is put back as it returns. What it
+returns stays, so that early stopping and logging go on.
+
+An evaluation is the call of a function that does nothing else, or else, where ``fit`` spells it out, one forward pass.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pytest_trainloop.checks.state.evaluation_is_pure.calls_in_fit import key_of, profiled
 from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Probe
@@ -16,8 +20,8 @@ from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.recording.changed_at import ChangedAt
 from pytest_trainloop.recording.events import Backward, Forward, Step
-from pytest_trainloop.recording.hooks import after_steps
-from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.recording.hooks import after_modules, after_steps, before_modules
+from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.runs.reach.copies import same_bits
 from pytest_trainloop.runs.reach.snapshot import Reach, differences
 from pytest_trainloop.runs.run import fit_of
@@ -79,7 +83,7 @@ class Course:
 
 
 class TakenOut:
-    """Makes the runs of one loop, with these calls taken out."""
+    """Makes the runs of one loop, with the calls of these functions taken out; without any, with forward passes."""
 
     def __init__(self, evidence: Evidence, keys: Collection[Key], changes: Mapping[str, Any]) -> None:
         self._evidence, self._keys, self._changes = evidence, keys, changes
@@ -109,7 +113,7 @@ class TakenOut:
 class _Call:
     """An evaluation under way."""
 
-    frame: FrameType
+    of: FrameType | nn.Module
     before: Snapshot
     open_gradients: frozenset[int]
     backwards: int
@@ -167,20 +171,37 @@ class _Run:
             self._waiting.clear()
             self._keep_weights()
 
-        def enter(frame: FrameType) -> None:
-            if self._open is None and self._done < MOST_CALLS and key_of(frame) in self._keys:
+        def begin(of: FrameType | nn.Module) -> None:
+            if self._done < MOST_CALLS:
                 with torch.inference_mode(mode=False), torch.no_grad(), watch.suspended():
-                    self._open = self._entered(frame, watch)
+                    self._open = self._entered(of, watch)
+
+        def enter(frame: FrameType) -> None:
+            if self._open is None and key_of(frame) in self._keys:
+                begin(frame)
             elif self._open is None:
                 self._made.elsewhere.add(frame.f_code)
 
-        def leave(frame: FrameType) -> None:
-            if self._open is not None and self._open.frame is frame:
+        def leave(of: FrameType | nn.Module, *_call: Any) -> None:
+            if self._open is not None and self._open.of is of:
                 call, self._open = self._open, None
                 with torch.inference_mode(mode=False), torch.no_grad(), watch.suspended():
                     self._left(call, watch)
 
-        return hooked(after_steps(stepped)), profiled(watch, enter, leave)
+        def called(module: nn.Module, *_call: Any) -> None:
+            forward = None if watch.is_suspended else call_from_outside(watch, module)
+            if self._open is not None or forward is None or forward.grad_enabled or forward.training:
+                return
+            if forward.below & self._stepped(watch):
+                begin(module)
+
+        hooks = () if self._keys else (before_modules(called), after_modules(leave, always_call=True))
+        return hooked(after_steps(stepped), *hooks), profiled(watch, enter, leave)
+
+    @staticmethod
+    def _stepped(watch: Watch) -> set[int]:
+        """The parameters that have been stepped by now."""
+        return {index for optimizer in watch.record.optimizers for index in optimizer.parameters}
 
     def _keep_weights(self) -> None:
         """What the weights are now, where it is asked whether one comes back to it."""
@@ -188,9 +209,10 @@ class _Run:
             for parameter in members.parameters(module):
                 self._past.setdefault(id(parameter), []).append(parameter.detach().clone())
 
-    def _entered(self, frame: FrameType, watch: Watch) -> _Call:
-        reaching = copy(self._loop)
-        reaching.evaluate = _holding(frame, reaching.evaluate)
+    def _entered(self, of: FrameType | nn.Module, watch: Watch) -> _Call:
+        reaching, frame = copy(self._loop), None if isinstance(of, nn.Module) else of
+        if frame is not None:
+            reaching.evaluate = _holding(frame, reaching.evaluate)
         before = Reach.of(reaching).snapshot()
         arrived: set[int] = set()
         backwards = 0
@@ -201,7 +223,7 @@ class _Run:
                 arrived |= event.arrivals.keys()
                 backwards += 1
         open_gradients = frozenset(id(watch.table.tensors[index]) for index in arrived)
-        call = _Call(frame, before, open_gradients, backwards, len(self._batches.passes), len(watch.record.events))
+        call = _Call(of, before, open_gradients, backwards, len(self._batches.passes), len(watch.record.events))
         self._weights = {path: before.object(path) for path in self._watched if _is_weight(before, path)}
         if self._watched and not self._made.where:
             probe = Probe(self._watched, before, watch)
@@ -230,8 +252,8 @@ class _Run:
             made.forwards = _forwards(before_it), _forwards(after_it)
         reach = Reach.of(before.walked.loop)
         found = [d for d in differences(before, reach.snapshot()) if d.leaf.kind != "generator"]
-        function = f"{call.frame.f_code.co_name}()"
-        stepped = {index for optimizer in watch.record.optimizers for index in optimizer.parameters}
+        function = "an evaluation" if isinstance(call.of, nn.Module) else f"{call.of.f_code.co_name}()"
+        stepped = self._stepped(watch)
         for d in found:
             weight = before.object(d.leaf.path) if d.leaf.kind == "weight" and d.leaf.path in before.leaves else None
             trains = weight is not None and watch.table.index(weight) in stepped
