@@ -73,12 +73,15 @@ class InsideFit:
             return
         suspects: list[tuple[str, list[str], Course]] = []
         for cause, paths in candidates.items():
-            left = runs.run(partial(_undone_but, paths, undone), watched=paths)
-            if _differs(left, without) and self._is_fault(cause, paths, left):
-                suspects.append((cause, paths, left))
+            # what is counted in evaluation alone may change as well
+            alone = cause in ("buffers_moved_by_evaluation", "state_left") and len(paths) <= MOST_NAMED
+            for part in [[path] for path in paths] if alone else [paths]:
+                left = runs.run(partial(_undone_but, part, undone), watched=part)
+                if _differs(left, without) and self._is_fault(cause, part, left):
+                    suspects.append((cause, part, left))
         if suspects and self._only_evaluates(runs, undone, without):
-            for cause, paths, left in suspects:
-                yield self._finding(cause, paths, left, without)
+            for cause, part, left in suspects:
+                yield self._finding(cause, part, left, without)
 
     def _is_fault(self, cause: str, paths: list[str], left: Course) -> bool:
         """Whether it cannot be meant: early stopping puts the best weights back, and centres or prototypes are
@@ -105,7 +108,7 @@ class InsideFit:
 
     @staticmethod
     def _finding(cause: str, paths: list[str], left: Course, without: Course) -> Finding:
-        taken = left.changed[next(path for path in paths if path in left.changed)]
+        taken = next((left.changed[path] for path in paths if path in left.changed), without.changed[paths[0]])
         names = [path.removesuffix(".grad") for path in (left.windows if cause == "window_cleared" else paths)]
         steps = left.record.rounds
         facts = {
