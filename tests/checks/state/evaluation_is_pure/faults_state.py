@@ -54,6 +54,7 @@ def balanced(asking):
     def make():
         model = Balanced(asking)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(lambda *_: model.balance())
         x, y = data.labelled(rows=48, seed=5)
 
         @torch.no_grad()
@@ -63,14 +64,7 @@ def balanced(asking):
             model.train()
             return score
 
-        def fit(batches):
-            for given, labels in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(given), labels).backward()
-                optimizer.step()
-                model.balance()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, evaluate=evaluate)
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
 
     return make
 

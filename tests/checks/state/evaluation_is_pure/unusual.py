@@ -440,13 +440,12 @@ for inner in (
     evaluating_the_average,
     evaluating_schedule_free,
     evaluating_with_carried_state,
-    evaluating_gathers_metrics,
     evaluating_for_early_stopping,
 ):
     odd(notes="the same, called by fit after each epoch", name="{}_inside_fit")(inside_fit(inner))
 
 
-def stepping(model, before_step=lambda x: None, loss_of=None, **fields):
+def stepping(model, before_step, loss_of):
     """Something is computed without gradients and in evaluation mode before each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -462,10 +461,10 @@ def stepping(model, before_step=lambda x: None, loss_of=None, **fields):
         for x, y in batches:
             optimizer.zero_grad()
             made = sample(x)
-            (F.cross_entropy(model(x), y) if loss_of is None else loss_of(x, y, made)).backward()
+            loss_of(x, y, made).backward()
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit, **fields)
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
 
 
 @odd(notes="answers are sampled in evaluation mode and rewarded: their pass is a part of training, gradients cleared")
@@ -487,18 +486,6 @@ def centre_computed_in_evaluation_mode():
         return (model(x) - model.centre).square().mean() + F.cross_entropy(model(x), y)
 
     return stepping(model, lambda x: model.centre.copy_(model(known).mean(0)), loss_of)
-
-
-@odd(notes="small weights are set to zero after each score: pruning, not an average that was left")
-def pruned_after_each_score():
-    model, held_out = relu_mlp(8, 16, 4), points(16)
-
-    def prune(_x):
-        score, weight = accuracy(model, held_out), model[0].weight
-        weight[weight.abs() < weight.abs().quantile(0.05)] = 0.0
-        return score
-
-    return stepping(model, prune)
 
 
 @odd(notes="an open window is dropped by the validation between two epochs: no step of the next one misses it")
