@@ -54,11 +54,11 @@ class InsideFit:
             return
         require_room(self._evidence, COPIES, "it keeps copies of the whole training state at several moments")
         runs = TakenOut(self._evidence, seen.evaluations, changes_of_plan(self._evidence))
-        undone: Callable[[Difference], bool] = _anything
-        without = runs.run(undone)
-        if without.record.raised is not None:  # fit needs what an evaluation sets, as a score in an attribute
-            undone = _of_training
+        # fit may need what an evaluation sets, as a score in an attribute, or its own precision
+        for runs.double, undone in ((True, _anything), (True, _of_training), (False, _of_training)):
             without = runs.run(undone)
+            if without.record.raised is None:
+                break
         if without.record.raised is not None or not without.calls:
             return
         self.judged = True

@@ -88,6 +88,8 @@ class TakenOut:
     def __init__(self, evidence: Evidence, keys: Collection[Key], changes: Mapping[str, Any]) -> None:
         self._evidence, self._keys, self._changes = evidence, keys, changes
         self._plan = evidence.plan()
+        self.double = True
+        """Whether runs are in float64."""
         if not changes and "accumulate" in evidence.knobs:
             try:
                 evidence.run(accumulate=ACCUMULATE)
@@ -98,13 +100,13 @@ class TakenOut:
     def run(
         self, put_back: Callable[[Difference], bool], *, watched: Collection[str] = (), displaced: bool = False
     ) -> Course:
-        """One run in float64. ``put_back`` says of a difference whether it is undone as the call returns; where
+        """One run. ``put_back`` says of a difference whether it is undone as the call returns; where
         generators have come to stays. ``watched`` are paths of which it is noted how they change; ``displaced`` turns
         the weights around inside each call."""
         made = Course()
         run = _Run(made, self._keys, put_back, watched, displaced)
         made.record = self._evidence.rerun(
-            self._plan, **self._changes, contexts=run.contexts, fit=run.fit, double=True, may_raise=True
+            self._plan, **self._changes, contexts=run.contexts, fit=run.fit, double=self.double, may_raise=True
         )
         return made
 
@@ -117,7 +119,6 @@ class _Call:
     before: Snapshot
     open_gradients: frozenset[int]
     backwards: int
-    passes: int
     began: int
     """The events before it."""
     line: ChangedAt | None = None
@@ -137,7 +138,7 @@ class _Run:
         self._watched, self._displaced = watched, displaced
         self._open: _Call | None = None
         self._done = 0
-        self._waiting: list[tuple[int, dict[str, int]]] = []
+        self._waiting: list[tuple[int, int, dict[str, int]]] = []
         self._weights: dict[str, torch.Tensor] = {}
         self._past: dict[int, list[torch.Tensor]] = {}
 
@@ -165,8 +166,8 @@ class _Run:
             if watch.is_suspended:
                 return
             self._made.calls = self._done
-            for passes, cleared in self._waiting:
-                if passes == len(self._batches.passes):
+            for passes, taken, cleared in self._waiting:
+                if passes == len(self._batches.passes) and taken < self._batches.taken:
                     self._made.windows |= cleared
             self._waiting.clear()
             self._keep_weights()
@@ -189,7 +190,7 @@ class _Run:
                     self._left(call, watch)
 
         def called(module: nn.Module, *_call: Any) -> None:
-            forward = None if watch.is_suspended else call_from_outside(watch, module)
+            forward = call_from_outside(watch, module) if watch.full and not watch.is_suspended else None
             if self._open is not None or forward is None or forward.grad_enabled or forward.training:
                 return
             if forward.below & self._stepped(watch):
@@ -223,7 +224,7 @@ class _Run:
                 arrived |= event.arrivals.keys()
                 backwards += 1
         open_gradients = frozenset(id(watch.table.tensors[index]) for index in arrived)
-        call = _Call(of, before, open_gradients, backwards, len(self._batches.passes), len(watch.record.events))
+        call = _Call(of, before, open_gradients, backwards, len(watch.record.events))
         self._weights = {path: before.object(path) for path in self._watched if _is_weight(before, path)}
         if self._watched and not self._made.where:
             probe = Probe(self._watched, before, watch)
@@ -264,7 +265,7 @@ class _Run:
                 if any(same_bits(weight, known) for known in self._past.get(id(weight), ())):
                     made.known.add(d.leaf.path)
         cleared = {d.leaf.path: call.backwards for d in found if d.leaf.kind == "gradient" and _clears(d, call)}
-        self._waiting.append((call.passes, cleared))
+        self._waiting.append((len(self._batches.passes), self._batches.taken, cleared))
         before.put_back([d.leaf.path for d in found if self._put_back(d)])
         self._done += 1
 
@@ -291,9 +292,11 @@ def _is_weight(before: Snapshot, path: str) -> bool:
 def _clears(difference: Difference, call: _Call) -> bool:
     """Whether a gradient that waits for its step is gone, or zero."""
     owner = call.before.object(difference.leaf.path.removesuffix(".grad"))
-    after = difference.after
-    gone = after is None or (isinstance(after, torch.Tensor) and not bool(after.any()))
-    return gone and id(owner) in call.open_gradients and difference.before is not None and bool(difference.before.any())
+    return id(owner) in call.open_gradients and _is_zero(difference.after) and not _is_zero(difference.before)
+
+
+def _is_zero(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or (gradient.layout == torch.strided and not bool(gradient.any()))
 
 
 def _weights(loop: TrainLoop) -> dict[str, torch.Tensor]:
