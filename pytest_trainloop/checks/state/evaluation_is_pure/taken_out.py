@@ -141,6 +141,8 @@ class _Run:
         self._waiting: list[tuple[int, int, dict[str, int]]] = []
         self._weights: dict[str, torch.Tensor] = {}
         self._past: dict[int, list[torch.Tensor]] = {}
+        self._since_step: dict[str, torch.Tensor] = {}
+        """The weights before the first evaluation after the last step."""
 
     def fit(self, loop: TrainLoop) -> Callable[[Any], Any]:
         """The project's own, called again where its evaluations come at its end only."""
@@ -157,7 +159,7 @@ class _Run:
                     if self._made.calls or not self._done:
                         break
             finally:
-                self._made.end = _weights(loop)
+                self._made.end = self._since_step or _weights(loop)
 
         return run
 
@@ -165,7 +167,7 @@ class _Run:
         def stepped(*_step: Any) -> None:
             if watch.is_suspended:
                 return
-            self._made.calls = self._done
+            self._made.calls, self._since_step = self._done, {}
             for passes, taken, cleared in self._waiting:
                 if passes == len(self._batches.passes) and taken < self._batches.taken:
                     self._made.windows |= cleared
@@ -215,6 +217,7 @@ class _Run:
         if frame is not None:
             reaching.evaluate = _holding(frame, reaching.evaluate)
         before = Reach.of(reaching).snapshot()
+        self._since_step = self._since_step or _weights(self._loop)  # the next epoch may take an average out again
         arrived: set[int] = set()
         backwards = 0
         for event in reversed(watch.record.events):
@@ -267,6 +270,8 @@ class _Run:
         cleared = {d.leaf.path: call.backwards for d in found if d.leaf.kind == "gradient" and _clears(d, call)}
         self._waiting.append((len(self._batches.passes), self._batches.taken, cleared))
         before.put_back([d.leaf.path for d in found if self._put_back(d)])
+        if not isinstance(call.of, nn.Module):
+            _ = call.of.f_locals  # read again: before Python 3.13 its values are written to the frame's closure now
         self._done += 1
 
 
