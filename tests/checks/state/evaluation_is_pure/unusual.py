@@ -349,22 +349,6 @@ def evaluating_with_a_hook():
     return classifier(model, evaluate)
 
 
-@odd(notes="every layer is frozen for saliency maps, and thawed as it was")
-def evaluating_saliency():
-    model, (x, y) = relu_mlp(8, 16, 4), points(16)
-
-    def evaluate():
-        asked = [p.requires_grad for p in model.parameters()]
-        model.requires_grad_(False)
-        seen = x.clone().requires_grad_()
-        F.cross_entropy(model(seen), y).backward()
-        for p, was in zip(model.parameters(), asked, strict=True):
-            p.requires_grad_(was)
-        return seen.grad.abs().mean().item()
-
-    return classifier(model, evaluate)
-
-
 @odd(notes="evaluation reads a file that the project writes at the end of training")
 def evaluating_reads_a_file():
     model, held_out = relu_mlp(8, 16, 4), points(16)
@@ -443,6 +427,19 @@ for inner in (
     evaluating_for_early_stopping,
 ):
     odd(notes="the same, called by fit after each epoch", name="{}_inside_fit")(inside_fit(inner))
+
+
+@odd(notes="the average stays in the model after each validation, and the next epoch takes it out first")
+def average_taken_out_by_the_next_epoch():
+    model, held_out = relu_mlp(8, 16, 4), points(16)
+    average, entered = Average(model), contextlib.ExitStack()
+
+    def evaluate():
+        entered.enter_context(average.average_parameters())
+        with evaluating(model):
+            return accuracy(model, held_out)
+
+    return inside_fit(lambda: classifier(model, evaluate, first=entered.close, after=average.update))()
 
 
 def stepping(model, before_step, loss_of):
