@@ -105,12 +105,10 @@ def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
     if "evaluate" not in evidence.offers:
         yield from (seeded := seeded_inside(evidence))
         yield from (inside := evidence.shared(InsideFit.of)).findings
-        if seeded or inside.judged:
+        if seeded or not inside.undecided:
             return
         if evidence.repeatable:
-            raise CannotDecide(
-                "TrainLoop.evaluate is not given, and no evaluation inside fit was found", needs="evaluate="
-            )
+            raise CannotDecide(f"TrainLoop.evaluate is not given, and {inside.undecided}", needs="evaluate=")
         raise CannotDecide(
             "watching once does not offer evaluate: an evaluation inside fit cannot be taken out there, so only "
             "dropout and reseeding are looked at",

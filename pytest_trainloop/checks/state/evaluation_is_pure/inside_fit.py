@@ -34,11 +34,11 @@ STATE = ("scalar", "tensor", "array", "length")
 
 
 class InsideFit:
-    """The evaluations that ``fit`` calls, taken out. ``judged``: whether there are any, and could be."""
+    """The evaluations that ``fit`` calls, taken out. ``undecided`` says why nothing is known of them."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
-        self.judged = False
+        self.undecided = "no evaluation inside fit was found that could be taken out"
         self.findings: list[Finding] = []
 
     @classmethod
@@ -61,7 +61,7 @@ class InsideFit:
                 break
         if without.record.raised is not None or not without.calls:
             return
-        self.judged = True
+        self.undecided = ""
         candidates: dict[str, list[str]] = {}
         for path, taken in without.changed.items():
             cause = _cause_of(taken.difference)
@@ -82,6 +82,8 @@ class InsideFit:
         if suspects and self._only_evaluates(runs, undone, without):
             for cause, part, left in suspects:
                 yield self._finding(cause, part, left, without)
+        else:
+            self.undecided = "evaluations inside fit change training, perhaps on purpose"
 
     def _is_fault(self, cause: str, paths: list[str], left: Course) -> bool:
         """Whether it cannot be meant: early stopping puts the best weights back, and centres or prototypes are
