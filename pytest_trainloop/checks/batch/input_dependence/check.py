@@ -96,7 +96,7 @@ CAUSES = {
     "inputs_hardly_vary": Cause(
         proof="the input is a constant and a hundredth of it, and so are the outputs for different rows",
         summary="{name} is {mean:.3g} with a standard deviation of {deviation:.2g}: the model sees a constant",
-        measured="the first outputs differ by {differ:.2g} of their size between rows",
+        measured="from row to row the first outputs change by {differ:.2g} of their size",
         shown_by="entries of the example batch, and the model's first outputs, before any step",
         repair="scale it once: (x - x.mean()) / x.std() of the training data; a division by 255 may be made twice",
         settle="normalise it in the data or in the model",
