@@ -210,11 +210,6 @@ def pressures_that_the_model_normalises() -> TrainLoop:
     return weather(field(101_325.0, 500.0), nn.BatchNorm2d(1))
 
 
-@odd(notes="reflectivities around zero, with a mean that is small by chance")
-def reflectivities_around_zero() -> TrainLoop:
-    return weather(field(1e-4, 1.0))
-
-
 @odd(notes="temperatures in kelvin, divided by their usual size")
 def temperatures_in_kelvin() -> TrainLoop:
     return weather(field(280.0, 10.0) / 280.0)

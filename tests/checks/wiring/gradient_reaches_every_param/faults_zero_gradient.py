@@ -6,31 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
+from tests.checks.wiring.gradient_reaches_every_param.faults_dead_activation import loop, regress
 from tests.loops import data
 from tests.loops.pairs import pair
 
 CHECK = "gradient_reaches_every_param"
-
-
-def loop(network, batch, loss, lr=5e-3):
-    def make():
-        model = network()
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
-
-        def fit(batches):
-            for batch in batches:
-                optimizer.zero_grad()
-                loss(model, batch).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), loss=loss, fit=fit)
-
-    return make
-
-
-def regress(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def vanished(name, where, culprits, broken, whole, loss=regress):
