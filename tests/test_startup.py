@@ -42,12 +42,13 @@ def heavy(names: list[str]) -> list[str]:
     return [name for name in names if not name.startswith("pytest_trainloop")]
 
 
-def test_unused_it_loads_three_small_modules(pytester, loaded):
+def test_unused_it_loads_four_small_modules(pytester, loaded):
     pytester.makepyfile("def test_plain(): ...\nclass TestPlain:\n    def test_two(self): ...")
     result, names = loaded()
     result.assert_outcomes(passed=2)
     assert sorted(names) == [
         "pytest_trainloop",
+        "pytest_trainloop.frontends",
         "pytest_trainloop.frontends.plugin",
         "pytest_trainloop.frontends.plugin.options",
     ]

@@ -24,7 +24,7 @@ FILES = sorted(
     file for file in ROOT.glob("checks/**/causes.py") if "finding_maker(" in file.read_text(encoding="utf-8")
 )
 
-MISTAKES = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "formulas").glob("*.py"))
+MISTAKES = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "instruments" / "formulas").glob("*.py"))
 """What is wrong with textbook forms, each with its cause of ``loss_formula``."""
 
 

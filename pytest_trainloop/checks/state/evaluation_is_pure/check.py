@@ -88,16 +88,12 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-COPIES, STORED = 6, 16
-"""Times the weights in float64 that are held at the peak, and that lie in temporary files, with an optimizer that keeps
-two moments."""
-
 INSTRUMENT = "pytest_trainloop.checks.state.evaluation_is_pure.seeds:SeedsInFit"
 
 
 @check(needs={"run"}, causes=CAUSES, rank=20, instrument=INSTRUMENT, names="attribute")
 def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.state.evaluation_is_pure.inside_fit import InsideFit
+    from pytest_trainloop.checks.state.evaluation_is_pure.inside_fit import COPIES, STORED, InsideFit
     from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
     from pytest_trainloop.checks.state.evaluation_is_pure.seeds import seeded_inside
     from pytest_trainloop.runs.room import require_room

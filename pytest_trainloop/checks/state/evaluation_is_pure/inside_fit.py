@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import ENDS_INSIDE, found
-from pytest_trainloop.checks.state.evaluation_is_pure.check import COPIES
 from pytest_trainloop.checks.state.evaluation_is_pure.naming import holder_of, largest_change, modules_by_path
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluates
 from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
@@ -22,6 +21,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.reach.snapshot import Difference
+
+COPIES, STORED = 6, 16
+"""Times the weights in float64 that are held at the peak, and that lie in temporary files, with an optimizer that keeps
+two moments."""
 
 MOST_NAMED = 6
 
@@ -52,7 +55,7 @@ class InsideFit:
         seen = self._evidence.shared(SeedsInFit.of)
         if not seen.evaluates:
             return
-        require_room(self._evidence, COPIES, "it keeps copies of the whole training state at several moments")
+        require_room(self._evidence, COPIES, "it keeps copies of the whole training state", stored=STORED)
         runs = TakenOut(self._evidence, seen.evaluations, changes_of_plan(self._evidence))
         # fit may need what an evaluation sets, as a score in an attribute, or its own precision
         for runs.double, undone in ((True, _anything), (True, _of_training), (False, _of_training)):

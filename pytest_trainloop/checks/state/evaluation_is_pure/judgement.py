@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.state.evaluation_is_pure import causes
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
 from pytest_trainloop.checks.state.evaluation_is_pure.interposed import OPTIONS, Cut, EvaluateRaised
 from pytest_trainloop.checks.state.evaluation_is_pure.naming import (
+    Group,
     acting,
     holder_of,
     in_words,
@@ -73,21 +74,8 @@ WHEN: dict[Moment, str] = {
 }
 
 
-@dataclass(slots=True)
-class Group:
-    """Differences that are put back together."""
-
-    kind: str
-    component: str
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(d.leaf.path for d in self.differences)
-
-    @property
-    def together(self) -> str:
-        return KINDS.get(self.kind, ("", ""))[0]
+def _together(group: Group) -> str:
+    return KINDS.get(group.kind, ("", ""))[0]
 
 
 class Judgement:
@@ -236,7 +224,7 @@ class Judgement:
             component = group.component if buffers else d.leaf.component
             parts.setdefault(d.leaf.path if buffers else component, Group(group.kind, component)).differences.append(d)
         listed, middle = list(parts.values()), len(parts) // 2
-        if not middle or (group.together and not buffers):
+        if not middle or (_together(group) and not buffers):
             return [group]
         two = [_merged(listed[:middle]), _merged(listed[middle:])]
         guilty = [half for half in two if self._harms(cut, half)]
@@ -325,7 +313,7 @@ class Judgement:
             was, now = (in_words(value, first.leaf.kind) for value in (first.before, first.after))
             names = names_of(group, loop)
             self._named |= set(names)
-            several = group.component == group.together != group.kind
+            several = group.component == _together(group) != group.kind
             facts = {
                 "evaluation": "evaluate()",
                 "level": "advice" if cause in ("feedback", "matters_inside_fit") else "fault",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,25 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Group
     from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.runs.reach.snapshot import Difference
 
 
 MOST_NAMED = 4
 """Entries of one container that are named one by one."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Differences that are put back together."""
+
+    kind: str
+    component: str
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(d.leaf.path for d in self.differences)
 
 
 def largest_change(
