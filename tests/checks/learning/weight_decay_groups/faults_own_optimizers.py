@@ -57,8 +57,6 @@ class DecaysTheHead(Normed):
 
 
 class DecaysTheHeadAndCounts(DecaysTheHead):
-    """Reads the last weight behind its loop, for its device only."""
-
     @torch.no_grad()
     def step(self):
         super().step()
