@@ -95,9 +95,11 @@ class Input:
     """Whether it has two values, one of them zero, and "mask" in its name or in that of the model's argument."""
     zeros: int
     """Entries that are 0, of a tensor of 0 and 1."""
+    flat: bool
+    """Whether it hardly varies, and has many values."""
     mean: float
     deviation: float
-    """Of an input that hardly varies, and has many values; NaN elsewhere."""
+    """The standard deviation; both are NaN but for floating entries of three or more dimensions."""
 
 
 class _Run(WatchingMode):
@@ -230,7 +232,7 @@ class InputRuns:
             return
         differ = float(first.std(0).mean()) / max(float(first.abs().mean()), 1e-30)
         for tensor in self.inputs:
-            if tensor.passed and not math.isnan(tensor.mean) and differ < LEAST_DIFFERENCE:
+            if tensor.passed and tensor.flat and differ < LEAST_DIFFERENCE:
                 yield tensor, differ
 
     def read_behind(self, unused: Sequence[Input], uses: Sequence[str]) -> tuple[Input, Input] | None:
@@ -283,8 +285,10 @@ class InputRuns:
             name, place = self._named[number], places[number]
             some = not t.is_complex() and t.dim() > 1 and bool(t.any())
             zeros = int((t == 0).sum()) if some and bool(((t == 0) | (t == t.max())).all()) else 0
-            flat = t.is_floating_point() and t.dim() > 2 and bool(t.std() < LEAST_SPREAD * t.mean().abs())
-            flat = flat and len(torch.unique(t)) > FEW_VALUES
+            mean = deviation = math.nan
+            if t.is_floating_point() and t.dim() > 2:
+                mean, deviation = float(t.mean()), float(t.std())
+            flat = deviation < LEAST_SPREAD * abs(mean) and len(torch.unique(t)) > FEW_VALUES
             # the end of an episode matters where a next state is read, and not where actions are copied
             # (odd: cloned_actions)
             of_a_loss = bool(_OF_A_LOSS.search(name)) or (bootstraps and bool(_END.search(name)))
@@ -298,8 +302,9 @@ class InputRuns:
                 largest=float(t.max()) if t.numel() and not t.is_complex() else 0.0,
                 is_mask=zeros > 0 and "mask" in f"{name} {run.arguments.get(place, '')}".lower(),
                 zeros=zeros if binary(t) else 0,
-                mean=float(t.mean()) if flat else math.nan,
-                deviation=float(t.std()) if flat else math.nan,
+                flat=flat,
+                mean=mean,
+                deviation=deviation,
             )
 
         self.inputs = [tensor_of(n, t) for n, t in kept.items() if run.addresses or self.own_data]

@@ -32,8 +32,9 @@ How it decides
     advice without one.
     Length: the calls that the training makes follow from ``steps=`` or ``epochs=`` and from how often a short run makes
     one: once a step, a micro-batch or a pass. Faults are a schedule that raises before, whose rate still rises after
-    twice these calls, that ends with the count of another unit of the plan, leaves a rate of 0 for more than half, or
-    after a warm-up falls for one epoch of several and rises again. Undeclared, a fit that comes to its own end
+    twice these calls, that ends with the count of another unit of the plan, leaves a rate of 0 for more than half, has
+    come to a millionth of its peak after three quarters, or after a warm-up falls for one epoch of several and rises
+    again. Undeclared, a fit that comes to its own end
     is its own plan: over two windows and over three, the schedule ends with as many calls as there are steps, and is
     called once a pass; with the passes (three or more), and is called once a step; and the like. With the knob
     ``accumulate`` its length and its calls must change alike.

@@ -374,29 +374,29 @@ class PassesInRun(LoaderPasses):
         return cls()
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        """What the run is made in."""
-        return (self._around(watch),)
+        """What an observed run is made in."""
+        return (*self.around_fit(watch), self.from_building())
 
     def from_building(self) -> contextlib.AbstractContextManager[None]:
-        """What the run is made in that makes iterators before ``fit``: ``itertools.cycle(loader)``."""
+        """What a run is made in that makes iterators before ``fit``: ``itertools.cycle(loader)``."""
         return self.noting(
             steps=lambda: 0 if self._watch is None else self._watch.record.steps,
             ignored=lambda: self._watch is not None and self._watch.is_suspended,
         )
 
-    def noting_loop(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._around(watch, contextlib.nullcontext()),)
+    def around_fit(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """What ``fit`` is made in, inside of ``from_building``."""
+        self._watch = watch
+        return (self._taking_slots(),)
 
     @contextlib.contextmanager
-    def _around(self, watch: Watch, noting: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
-        self._watch = watch
-        with noting or self.from_building():
-            try:
-                yield
-            finally:
-                loop, self.loop = self.loop, None
-                if loop is not None:
-                    self.slots = list(shared_slots(Held.by_fit(loop), loop))
+    def _taking_slots(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            loop, self.loop = self.loop, None
+            if loop is not None:
+                self.slots = list(shared_slots(Held.by_fit(loop), loop))
 
 
 def _passes_in_fit(evidence: Evidence, *, over: int = 0, longest: int = 0) -> PassesInRun:
@@ -418,7 +418,7 @@ def _passes_in_fit(evidence: Evidence, *, over: int = 0, longest: int = 0) -> Pa
     most = 2 * max(over, longest) + 2
     if most > 2:
         plan = replace(plan, count=most, enough=lambda record: record.rounds >= most)
-    plan = replace(plan, fit=fit, around=seen.from_building, contexts=seen.noting_loop, may_raise=True)
+    plan = replace(plan, fit=fit, around=seen.from_building, contexts=seen.around_fit, may_raise=True)
     evidence.rerun(plan)
     return seen
 

@@ -95,7 +95,7 @@ class TakenOut:
                 evidence.run(accumulate=ACCUMULATE)
                 self._plan = evidence.plan(accumulate=ACCUMULATE)
             except Refused:
-                pass
+                pass  # windows of 4 are no more than a wish: the loop is then judged in its own
 
     def run(
         self, put_back: Callable[[Difference], bool], *, watched: Collection[str] = (), displaced: bool = False
