@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError, check_loop
+from pytest_trainloop.core.errors import OutOfBudget
 from pytest_trainloop.core.registry import of
 from pytest_trainloop.core.report.section import section
 from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.runs import budget, guard
 from pytest_trainloop.runs.budget import Budget
+from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.guard import Guard
 from tests.helpers.plugin_sessions import HEAD, builds
 
@@ -145,6 +147,21 @@ def test_a_loop_whose_run_is_ended_early_is_not_blamed_for_it(monkeypatch):
         Guard(0.02).call(never, lambda: 2, lambda: 1)
     with pytest.raises(guard.TimeRanOut):
         Guard(60, left=0.02).call(never, lambda: 2, lambda: 1)
+
+
+def test_a_run_that_the_budget_ended_says_so(monkeypatch):
+    """The timer of a run rings a little before the budget is spent: what is short is the budget, not a run's time."""
+    budget = Budget(100.0)
+    evidence = Evidence(SlowLoop(0.0), budget=budget)
+    evidence.run()
+    monkeypatch.setattr(Budget, "left", 0.02)
+
+    def never(loop):
+        return lambda batches: [None for batch in iter(int, 1)]
+
+    assert budget.spent < 100.0
+    with pytest.raises(OutOfBudget, match="the 100 s that the checks of one loop may take were over"):
+        evidence.rerun(fit=never)
 
 
 @pytest.mark.parametrize(("share", "spent"), [(1.0, 100.0), (0.5, 50.0), (0.0, 25.0), (8.0, 100.0)])

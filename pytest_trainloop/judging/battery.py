@@ -150,13 +150,18 @@ class Subject:
 
     def _counted(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
         """The result of a check, with what it cost."""
-        with self._budget.counted():
+        with self._budget.counted(), self._few_threads():
             before = self._cost()
             others = self._judge_what_is_worth_more(check)
             result = self._judged(check, options, reporter)
             cost = self._cost() - before - others + self._ahead.pop(check.name, Cost())
         off = 0 if self._settings.preview else len(check.previews)
         return replace(result, seconds=cost.seconds, steps=cost.steps, rates=self._rates(), previews_off=off)
+
+    def _few_threads(self) -> contextlib.AbstractContextManager[None]:
+        """What a check computes of the loop's records takes as many threads as the loop; losses have their own rule."""
+        threads = getattr(self._evidence, "threads", None)
+        return contextlib.nullcontext() if threads is None else threads.used()
 
     def announce(self, checks: Mapping[str, Mapping[str, Any] | None]) -> None:
         """Say which checks will be asked for, with their options: where time is short, they are made in another

@@ -72,9 +72,13 @@ class Budget:
 
     def over(self) -> OutOfBudget | None:
         """Why no further run is made, in the same words for every check; None where there is time left."""
-        if self._over is None and self.spent >= self.seconds:
+        return self.ended() if self._over is not None or self.spent >= self.seconds else None
+
+    def ended(self) -> OutOfBudget:
+        """Why a run was stopped that had taken all the time there was left."""
+        if self._over is None:
             self._over = OutOfBudget(self.seconds, self.needed())
-        return None if self._over is None else OutOfBudget(self._over.seconds, self._over.needed)
+        return OutOfBudget(self._over.seconds, self._over.needed)
 
     def require(self) -> None:
         """Raise ``OutOfBudget`` where no time is left."""

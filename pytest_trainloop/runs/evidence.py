@@ -23,6 +23,7 @@ from pytest_trainloop.runs.kept_batches import LoaderBatches
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.released import Memory
 from pytest_trainloop.runs.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
+from pytest_trainloop.runs.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +92,8 @@ class Evidence:
         self._shared: dict[Callable[..., Any], Any] = {}
         self._kept = LoaderBatches()
         self._memory = Memory()
+        self.threads = Threads()
+        """How many threads torch takes for this loop."""
         self._declared: dict[str, Any] = {}
         self._offers: frozenset[str] | None = None
         self.own_steps = 0
@@ -184,10 +187,11 @@ class Evidence:
             plan = replace(plan, left=self.budget.left)
         self.release()
         try:
-            record = run(self.make, replace(plan, tick=lambda steps: self.tick(steps)))
+            with self.threads.used():
+                record = run(self.make, replace(plan, tick=self._tick))
         except TimeRanOut:
-            if not first:
-                self.budget.require()
+            if plan.left < plan.timeout:
+                raise self.budget.ended() from None
             raise
         except UserCodeError as error:
             if error.error.stage == BUILDING and (number := self._number_of_ours(plan)):
@@ -198,6 +202,11 @@ class Evidence:
         if plan.own_steps:
             self.own_steps += record.steps
         return record
+
+    def _tick(self, steps: int) -> None:
+        self.tick(steps)
+        if self.watched is None:
+            self.threads.note(steps)
 
     def shared(self, kind: Callable[[Evidence], T]) -> T:
         """What ``kind`` makes of this evidence: made once a loop, for whichever check asks first."""
@@ -257,10 +266,22 @@ class Evidence:
             read_ahead=2 * accumulate + 8,
         )
 
+    def _first_run(self, plan: RunPlan) -> Record:
+        """The first run of the loop; from its start once more with more threads, where its steps are large."""
+
+        def enough(record: Record) -> bool:
+            return plan.enough(record) or self.threads.too_few
+
+        record = self._made(replace(plan, enough=enough), first=True)
+        if not self.threads.too_few:
+            return record
+        self.threads.more()
+        return self._made(plan, first=True)
+
     def _long_enough(self, key: tuple[tuple[str, Any], ...], plan: RunPlan) -> Record:
         """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
-        first = plan, self._made(plan, first=not key)
-        record = first[1]
+        record = self._made(plan, first=False) if key else self._first_run(plan)
+        first = plan, record
         for count in READ_AHEAD_BUDGETS:
             if record.steps >= ENOUGH_ROUNDS or stepless(record) or not _could_step(record):
                 break

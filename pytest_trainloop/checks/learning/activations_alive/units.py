@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.instruments.batches.own_data import HAND_OVER, makes_own_data
 from pytest_trainloop.instruments.tracing.arguments import floats
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
@@ -30,6 +30,9 @@ ROUNDS = 25
 
 WINDOW = 6
 """Steps over which a unit is looked at as training begins; twice as many as the run ends."""
+
+NO_UNITS = 3
+"""Steps after which the run ends where no activation was called whose units can be dead or saturated."""
 
 DIFFERENT = 4
 """Different batches in these, at least."""
@@ -116,7 +119,7 @@ class Units:
 
     @classmethod
     def of(cls, evidence: Evidence) -> Units:
-        """Raises ``CannotDecide`` where too few different batches are given."""
+        """Raises ``CannotDecide`` where too few different batches are given, or no activation is called."""
         seen = evidence.run()
         if not evidence.repeatable:
             raise CannotDecide("this takes further runs of the loop: return a TrainLoop from a marked test")
@@ -132,9 +135,11 @@ class Units:
             contexts=mode.contexts,
             before_item=mode.note_item,
             count=ROUNDS * max(per_round, 1),
-            enough=lambda r: r.rounds >= ROUNDS,
+            enough=lambda r: r.rounds >= (ROUNDS if mode.called else NO_UNITS),
             may_raise=True,
         )
+        if not mode.called:
+            raise DoesNotApply("ReLU, tanh or sigmoid is called on no output of a layer that trains")
         if not own_data and len(mode.different) < DIFFERENT:
             raise CannotDecide(
                 f"{len(mode.different)} different batches are too few to call a unit dead: give {DIFFERENT} or more in "
@@ -157,6 +162,11 @@ class _Activations(WatchingMode):
         self._inputs: dict[str, tuple[float, float]] = {}
         self.different: dict[tuple[float, ...], int] = {}
         """The batches that were taken, each once, with a number."""
+
+    @property
+    def called(self) -> bool:
+        """Whether an activation was called on what a layer gave."""
+        return bool(self._seen)
 
     def note_item(self, number: int, item: Any) -> None:
         # The same rows in another order are no other batch; squares, since standardized rows all have the sum 0.
