@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 
-@check(needs={"run"}, causes=CAUSES, rank=32)
+@check(needs={"run"}, causes=CAUSES, rank=32, steps=2)
 def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.segment_independence import numbers, rollouts
     from pytest_trainloop.checks.batch.segment_independence.passes import SegmentPasses

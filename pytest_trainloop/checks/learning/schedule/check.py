@@ -112,7 +112,7 @@ def _no_schedule(evidence: Evidence) -> str:
     return "the learning rate is constant, and no scheduler is used"
 
 
-@check(needs={"run"}, causes=CAUSES, rank=5, steps=2, absent=_no_schedule)
+@check(needs={"run"}, causes=CAUSES, rank=5, steps=20, absent=_no_schedule)
 def schedule(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule import curves
 

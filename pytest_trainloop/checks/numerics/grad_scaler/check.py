@@ -99,7 +99,7 @@ def _no_scaler(evidence: Evidence) -> str:
     return "" if called else "no GradScaler is called, with the knob precision= in float16 neither"
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=25, steps=1, absent=_no_scaler)
+@check(needs={"fit"}, causes=CAUSES, rank=25, steps=10, absent=_no_scaler)
 def grad_scaler(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
 

@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 INSTRUMENT = "pytest_trainloop.checks.state.evaluation_is_pure.seeds:SeedsInFit"
 
 
-@check(needs={"run"}, causes=CAUSES, rank=20, instrument=INSTRUMENT, names="attribute")
+@check(needs={"run"}, causes=CAUSES, rank=20, steps=50, instrument=INSTRUMENT, names="attribute")
 def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.evaluation_is_pure.inside_fit import COPIES, STORED, InsideFit
     from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement

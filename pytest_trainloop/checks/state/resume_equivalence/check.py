@@ -84,7 +84,7 @@ _OF_SAVE = ("save_changes", "live_references", "rng_not_saved", "weights_rounded
 """Causes whose line is that of ``save``."""
 
 
-@check(needs={"fit", "save", "load"}, causes=CAUSES, rank=30, names="attribute")
+@check(needs={"fit", "save", "load"}, causes=CAUSES, rank=30, names="attribute", steps=50)
 def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.checkpoint import rounded
     from pytest_trainloop.checks.state.resume_equivalence.runs import Reported, both, changed_by_save

@@ -80,7 +80,7 @@ def _no_modes(evidence: Evidence) -> str:
     return "" if acts else "no module of the model acts by mode (as dropout and batch norm do)"
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=40, steps=1, instrument=INSTRUMENT, absent=_no_modes)
+@check(needs={"fit"}, causes=CAUSES, rank=40, steps=5, instrument=INSTRUMENT, absent=_no_modes)
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.train_mode import evaluations, modes
 
