@@ -67,6 +67,8 @@ class _Way:
     distance: int = 2
     more: float = 0.0
     """What is added to each side: 1 where corners are whole pixels."""
+    sides: float = -math.inf
+    """The least length of the sides of a box: 0 where they are clamped too, which only boxes by their centres need."""
 
 
 def _corners(box: torch.Tensor, form: str) -> tuple[torch.Tensor, ...]:
@@ -97,8 +99,10 @@ def _overlap(p: torch.Tensor, t: torch.Tensor, *, way: _Way, eps: float = 0.0) -
     if way.clamp:
         wide, high = wide.clamp(min=0), high.clamp(min=0)
     both = wide * high
-    one = (px2 - px1 + way.more) * (py2 - py1 + way.more)
-    other = (tx2 - tx1 + way.more) * (ty2 - ty1 + way.more)
+    one, other = (
+        (x2 - x1 + way.more).clamp(min=way.sides) * (y2 - y1 + way.more).clamp(min=way.sides)
+        for x1, y1, x2, y2 in ((px1, py1, px2, py2), (tx1, ty1, tx2, ty2))
+    )
     union = {"right": one + other - both, "sum": one + other, "one": 2 * one - both, "other": 2 * other - both}[
         way.union
     ]
@@ -111,7 +115,7 @@ def _overlap(p: torch.Tensor, t: torch.Tensor, *, way: _Way, eps: float = 0.0) -
         left, upper = torch.maximum(px1, tx1), torch.maximum(py1, ty1)
         right, lower = torch.minimum(px2, tx2), torch.minimum(py2, ty2)
     if way.kind == "giou":
-        around = (right - left + way.more) * (lower - upper + way.more)
+        around = (right - left + way.more).clamp(min=way.sides) * (lower - upper + way.more).clamp(min=way.sides)
         return iou - (around - union) / ((union if way.enclosing == "union" else around) + eps)
     diagonal = (right - left) ** 2 + (lower - upper) ** 2
     distance = ((px1 + px2 - tx1 - tx2) / 2) ** 2 + ((py1 + py2 - ty1 - ty2) / 2) ** 2
@@ -164,11 +168,13 @@ _OF_CENTRES = Aim(
     functools.partial(_by_centres, kind="iou"),
     rises=True,
     book=lambda p, t, eps: 1 - made if (made := _by_centres(p, t, kind="giou", eps=eps)) is not None else None,
+    alone=True,
 )
 
 
 def _variants(kind: str) -> tuple[Variant, ...]:
     right = [_Way(kind, form, more=more) for form in _FORMS for more in (0.0, 1.0) if not (more and form != "corners")]
+    right.append(_Way(kind, sides=0.0))
     if kind == "ciou":
         right += [_Way(kind, form, attached=False) for form in _FORMS]
     wrong: list[tuple[_Way, Mistake]] = []

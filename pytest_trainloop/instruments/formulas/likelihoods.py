@@ -233,7 +233,9 @@ def _read_divergence(found: Coefficients, *, times: float) -> Reading | None:
         return Reading(direction, _SIGN_IN_DIVERGENCE if turned else None)
     if not same(mean, variance):
         return None
-    if same(constant, logarithm) and (same(logarithm, -2 * mean) or same(logarithm, -0.5 * mean)):
+    # no prior has this constant: that of a variance of 2 has 0.61 times the one of the mean, that of 1/2 has 0.85 times
+    known = same(constant, logarithm) or same(constant, -mean)
+    if known and (same(logarithm, -2 * mean) or same(logarithm, -0.5 * mean)):
         return Reading(direction, _FACTOR_IN_DIVERGENCE, {"best": -logarithm / mean})
     return Reading(direction)
 
@@ -253,9 +255,9 @@ _SIGN_IN_DIVERGENCE = Mistake(
 )
 _FACTOR_IN_DIVERGENCE = Mistake(
     "factor_missing",
-    "the logarithm counts in another ratio than it must beside the square of the mean and the variance, though the "
+    "the logarithm counts in another ratio than it must to the square of the mean and the variance, though the "
     "constant is that of the standard normal: it is least at a variance of {best:g}, not 1",
-    "kl = 0.5 * (mean ** 2 + std ** 2 - 1) - std.log()",
+    "kl = 0.5 * (mean ** 2 + std ** 2 - 1) - std.log(); by log_std the variance is exp(2 * log_std)",
     shifted=True,
 )
 _MEAN_NOT_SQUARED = Mistake("power_differs", "the mean is not squared: it is driven to minus infinity", _DIVERGENCE)

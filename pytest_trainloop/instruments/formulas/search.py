@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_trainloop.instruments.formulas.form import Form, Reading, Variant
-    from pytest_trainloop.instruments.tracing.loss_slice import Slice, Value
+    from pytest_trainloop.instruments.tracing.loss_slice import Call, Slice, Value
 
 MOST_ARGUMENTS = 16
 """Values that are tried for one argument, the nearest to the value first."""
@@ -202,6 +202,13 @@ def _source(found: Slice, number: int) -> int | None:
         return None
     same = found.values[live[0]].tensor.numel() == found.values[number].tensor.numel()
     return live[0] if same else None
+
+
+def maker(found: Slice, number: int) -> Call | None:
+    """The call that made a value, before it was multiplied by a weight or added to a constant."""
+    while (source := _source(found, number)) is not None:
+        number = source
+    return found.call_of(number)
 
 
 def _looked(variant: Variant, cut: Cut, reading: Reading) -> Reading:

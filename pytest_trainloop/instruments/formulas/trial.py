@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.instruments.formulas.cut import UNBOUNDED, other
+from pytest_trainloop.instruments.formulas.cut import UNBOUNDED, other, slope
 from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Aim:
     """Whether the value is to have no other direction than that of the quantity, whose gradient is compared."""
     moves: bool = False
     """Whether the quantity is how far the value itself is moved, as an output of its own."""
+    alone: bool = False
+    """Whether the form is to lead there alone, where the whole loss does: another term may make up for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,10 @@ def tried(
     experiment = _Experiment(step, tuple(arguments), value, aim, dict(numbers or {}), shifted)
     try:
         experiment.prepare()
-        return experiment.directions() if aim.parallel else experiment.outcome()
+        outcome = experiment.directions() if aim.parallel else experiment.outcome()
+        if aim.alone and outcome is not None and not outcome.confirmed and experiment.leave_only_the_value():
+            outcome = experiment.outcome()
+        return outcome
     except CannotReplay:
         return None
 
@@ -154,6 +159,8 @@ class _Experiment:
     still: Outputs = field(default_factory=dict)
     """The entries that no step moves."""
     origin: Outputs = field(default_factory=dict)
+    weights: torch.Tensor | None = None
+    """Of the entries of the value in the loss, where the outputs are trained by it alone."""
 
     def prepare(self) -> None:
         found = self.step.part
@@ -161,6 +168,13 @@ class _Experiment:
         self.leaves = tuple(found.values[n] for n in trained)
         held = [self.arguments[i] for i in self.aim.held]
         self.still = {v.number: _reaches(found, v, held) for v in self.leaves} if held else {}
+
+    def leave_only_the_value(self) -> bool:
+        """Train by the value alone from now on, as it is weighted in the loss; whether it has a gradient there."""
+        leaf = self.step.part.values[self.value].tensor.double().clone().requires_grad_()
+        (root,) = self.step.part.replay({self.value: leaf}, [self.step.part.root])
+        self.weights = slope(root, (leaf,))
+        return self.weights is not None
 
     def outcome(self) -> Outcome | None:
         courses = [course for start in range(STARTS) if (course := self._course(start)) is not None]
@@ -239,6 +253,9 @@ class _Experiment:
         return _Course(*known_all) if len(known_all) == len(reached) else None
 
     def _loss(self, outputs: Outputs) -> torch.Tensor:
+        if self.weights is not None:
+            (made,) = self.step.part.replay(self._full(outputs), [self.value])
+            return (made.double().flatten() * self.weights.flatten()).sum()
         return self.step.loss(self._full(outputs))
 
     def _quantity(self, outputs: Outputs) -> torch.Tensor | None:
@@ -277,7 +294,8 @@ class _Experiment:
             whole = sum(shown) / len(shown)
             return f"{whole if abs(whole) >= 1e-6 else 0.0:.3g}"
 
-        by = f"{STEPS} gradient steps on the outputs from {len(courses)} starts"
+        alone = ", by this term alone," if self.weights is not None else ""
+        by = f"{STEPS} gradient steps on the outputs{alone} from {len(courses)} starts"
         if last == "kept":
             return (
                 f"{STEPS} gradient steps from the outputs that are best by the textbook form, from {len(courses)} "

@@ -18,7 +18,7 @@ from pytest_trainloop.checks.loss.loss_formula.values import (
 )
 from pytest_trainloop.instruments.formulas.catalogue import FORMS
 from pytest_trainloop.instruments.formulas.roles import class_axes, predicts, violates
-from pytest_trainloop.instruments.formulas.search import Match, Ruled, matches
+from pytest_trainloop.instruments.formulas.search import Match, Ruled, maker, matches
 from pytest_trainloop.instruments.formulas.trial import Aim, Step
 from pytest_trainloop.instruments.tracing.loss_tape import Tapes
 from pytest_trainloop.runs.weight_origins import pretrained
@@ -110,7 +110,7 @@ def _found(match: Match, step: Step, cause: str, variant: str, aim: Aim | None, 
         step, cut.arguments, cut.number, aim, match.numbers, level=more.pop("level", "fault"), **chosen
     )
     if level is not None:
-        call = cut.slice.call_of(cut.number)
+        call = maker(cut.slice, cut.number)
         # the layer that gave the prediction, and the tensors of the batch
         culprits = culprits_of(cut.slice, cut.arguments) or (match.form.name,)
         facts = {"form": match.form.name, "trained": text, "count": cut.count, "level": level, **more}

@@ -34,6 +34,13 @@ CAUSES = {
         repair="slow.copy_(average), or slow.lerp_(fast, 1 - decay), under torch.no_grad()",
         source="https://github.com/AgileRL/AgileRL/pull/464",
     ),
+    "average_moves_away": _seen(
+        proof="each update multiplies the difference between the average and the weights by a number above 1",
+        summary="the average of {names} moves away from {several:?them|it}: the difference grows at each update",
+        measured="each update multiplies the difference by {factor:.4g}; {writes:update} in {steps:step}",
+        repair="average.lerp_(weight, 1 - decay), or average.sub_((average - weight) * (1 - decay))",
+        source="https://github.com/ostris/ai-toolkit/issues/1034",
+    ),
     "anchor_moves_along": _seen(
         proof="both sides of the difference are one memory in every step, and the optimizer moves it",
         summary="{names} {names:are} compared with the same memory under another name: the difference is always 0",

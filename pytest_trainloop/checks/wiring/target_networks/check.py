@@ -17,6 +17,8 @@ How it decides
     that shares only some of its layers is none.
     Average dropped: the average of each weight that trains and of one that never moves is computed in three steps or
     more, no call of torch reads it, and nothing keeps it.
+    Average moves away: in three steps or more a tensor that no optimizer holds becomes itself and a multiple of
+    its difference from a weight that trains. Each such update multiplies that difference by a number above 1.
     Anchor moves along: a penalty, or what is added to a gradient, holds the difference of a weight and of a tensor with
     the same memory that was there before. Silent is ``w - w.detach()``, which has a slope.
     Dropout in targets: no parameter of a network trains or moves, its results have no history, and nothing that is made
@@ -93,6 +95,7 @@ def target_networks(evidence: Evidence) -> Iterator[Finding]:
     record, seen = evidence.run(), evidence.shared(WeightWrites.of)
     yield from findings.copied_into_itself(record, seen)
     yield from findings.average_dropped(record, seen)
+    yield from findings.average_moves_away(record, seen)
     yield from findings.anchor_moves_along(record, seen)
     yield from findings.average_for_each_micro_batch(record, seen)
     if seen.norms and any(write.average and write.of for write in seen.writes):

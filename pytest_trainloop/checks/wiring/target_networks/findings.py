@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
 
 LEAST_STEPS = 3
-"""Steps in which an average must be dropped, or move too often."""
+"""Steps in which an average must be dropped, move away, or move too often."""
 
 
 def copied_into_itself(record: Record, seen: WeightWrites) -> Iterator[Finding]:
@@ -75,6 +75,21 @@ def anchor_moves_along(record: Record, seen: WeightWrites) -> Iterator[Finding]:
         steps = len({d.step for d in differences})
         if names and steps > 1 and all(d.own for d in differences):
             yield found("anchor_moves_along", place, names, compared=len(differences), steps=steps)
+
+
+def average_moves_away(record: Record, seen: WeightWrites) -> Iterator[Finding]:
+    """Lines that take a tensor away from a weight that trains, in step after step."""
+    held = {record.name(i) for i in record.held}
+    by_line: dict[Place, list[tuple[int, str, float]]] = defaultdict(list)
+    for place, step, (average, name), gap in seen.leaving:
+        if name in held and average not in held:  # heavy-ball momentum moves a weight so
+            by_line[place].append((step, name, gap))
+    for place, writes in by_line.items():
+        names = tuple(dict.fromkeys(name for _, name, _ in writes))
+        steps = len({step for step, _, _ in writes})
+        if steps >= LEAST_STEPS:
+            facts = {"factor": writes[-1][2], "writes": len(writes), "steps": steps, "several": len(names) > 1}
+            yield found("average_moves_away", place, names, **facts)
 
 
 def average_for_each_micro_batch(record: Record, seen: WeightWrites) -> Iterator[Finding]:

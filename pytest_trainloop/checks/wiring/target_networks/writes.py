@@ -107,6 +107,8 @@ class WeightWrites(WatchingMode):
         self.writes: list[Write] = []
         self.averages: list[Average] = []
         self.differences: list[Difference] = []
+        self.leaving: list[tuple[Place, int, tuple[str, str], float]] = []
+        """Writes that take a tensor away from a weight: the line, the step, the names of both, how the gap grows."""
         self.norms = False
         """Whether a batch norm was called."""
         self._sums: dict[int, tuple[weakref.ref[torch.Tensor], int, Terms]] = {}
@@ -224,6 +226,7 @@ class WeightWrites(WatchingMode):
             self._scaled[memory] = (self.watch.record.steps, scaled * number)
         elif base in ("copy", "data=") and isinstance(given, torch.Tensor):
             terms = self._terms(given)
+            self._note_leaving(memory, terms)
             if alias and base == "copy":
                 self._note_write(target, memory, given, ((memory, 1.0),))
             elif len(terms) > 1 or base == "copy":
@@ -232,6 +235,7 @@ class WeightWrites(WatchingMode):
             terms = self._sum(base, args, kwargs)
             if scaled != 1.0:
                 terms = tuple((m, f * scaled if m == memory and n == 0 else f) for n, (m, f) in enumerate(terms))
+            self._note_leaving(memory, terms)
             if len(terms) > 1 and (base == "lerp" or _is_average(terms)):
                 self._note_write(target, memory, given, terms)
         self._changes[memory[0]] += base != "data="
@@ -264,6 +268,15 @@ class WeightWrites(WatchingMode):
                 tuple(dict.fromkeys(self._names[source] for source in sources)),
             )
         )
+
+    def _note_leaving(self, memory: Memory, terms: Terms) -> None:
+        """Note that a tensor becomes itself and more of its difference from a weight: the gap grows without end."""
+        parts = _parts(terms)
+        weight = next((m for m in parts if m != memory and m in self._names), None)
+        if len(parts) == 2 and weight is not None:
+            gap, sign = parts.get(memory, 0.0), parts[weight]
+            if gap > 1.0 + _ROUNDING and abs(gap + sign - 1.0) < _ROUNDING:
+                self.leaving.append((here()[0], self.watch.record.steps, (self.name(memory), self.name(weight)), gap))
 
     def averaged(self, memory: Memory, source: Memory, place: Place) -> None:
         """Called when a weight of an average is moved towards its source."""
@@ -356,11 +369,17 @@ def _times(terms: Terms, number: float) -> Terms:
 
 def _is_average(terms: Terms) -> bool:
     """Whether the factors add up to 1, and each tensor has a part of its own."""
+    parts = _parts(terms)
+    between = all(_ROUNDING < part < 1.0 + _ROUNDING for part in parts.values())
+    return len(terms) > 1 and between and abs(sum(parts.values()) - 1.0) < _ROUNDING
+
+
+def _parts(terms: Terms) -> dict[Memory, float]:
+    """The factor of each tensor."""
     parts: dict[Memory, float] = defaultdict(float)
     for memory, factor in terms:
         parts[memory] += factor
-    between = all(_ROUNDING < part < 1.0 + _ROUNDING for part in parts.values())
-    return len(terms) > 1 and between and abs(sum(parts.values()) - 1.0) < _ROUNDING
+    return parts
 
 
 def _single_calls(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

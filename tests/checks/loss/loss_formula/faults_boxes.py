@@ -84,6 +84,27 @@ pair(
     faulty=detector(lambda p, t: giou_loss(p, t), by_centre=True),
     fixed=detector(lambda p, t: giou_loss(p, corners_of(t)), by_centre=True),
 )
+
+
+def detection_loss(p, t, convert):
+    """As in DETR: the distance of centres and sizes trains the boxes too."""
+    corners, others = convert(p), convert(t)
+    one, other = ((b[:, 2:] - b[:, :2]).clamp(min=0).prod(1) for b in (corners, others))
+    both = (torch.min(corners[:, 2:], others[:, 2:]) - torch.max(corners[:, :2], others[:, :2])).clamp(min=0).prod(1)
+    around = (torch.max(corners[:, 2:], others[:, 2:]) - torch.min(corners[:, :2], others[:, :2])).clamp(min=0).prod(1)
+    union = one + other - both
+    giou = both / (union + 1e-7) - (around - union) / (around + 1e-7)
+    return 5.0 * (p - t).abs().mean() + 2.0 * (1 - giou).mean()
+
+
+pair(
+    "centre_boxes_beside_a_distance_that_trains_them",
+    "loss_formula",
+    "box_format",
+    where="return 5.0 * (p - t).abs().mean() + 2.0 * (1 - giou).mean()",
+    faulty=detector(lambda p, t: detection_loss(p, t, lambda boxes: boxes), by_centre=True, corners=False),
+    fixed=detector(lambda p, t: detection_loss(p, t, corners_of), by_centre=True, corners=False),
+)
 pair(
     "sides_of_the_intersection_not_clamped",
     "loss_formula",

@@ -110,6 +110,16 @@ pair(
 )
 
 
+pair(
+    "deviation_in_a_divergence_by_its_logarithm",
+    "loss_formula",
+    "factor_missing",
+    mentions=("a variance of 2",),
+    faulty=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp())),
+    fixed=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp() ** 2)),
+)
+
+
 def evidence_bound(sign):
     def divergence(mean, log_var):
         return sign * 0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(1).mean()

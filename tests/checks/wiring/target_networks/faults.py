@@ -310,6 +310,36 @@ for how, moved in ((in_a_copy, "slow.lerp_(fast, 0.01)"), (in_a_dict, "0.01 * we
     )
 
 
+def gap_added(model, sign):
+    """The way in which torch_ema writes it; the difference is added where it is to be subtracted."""
+
+    def move(shadow, model):
+        for slow, fast in zip(shadow, model.parameters(), strict=True):
+            slow.add_(sign * 0.01 * (slow - fast))
+
+    return [weight.detach().clone() for weight in model.parameters()], move
+
+
+def both_scaled(model, sign):
+    def move(shadow, model):
+        for slow, fast in zip(shadow.parameters(), model.parameters(), strict=True):
+            slow.data.mul_(1 + sign * 0.01).sub_(fast.data, alpha=sign * 0.01)
+
+    return copy.deepcopy(model), move
+
+
+for how, moved in ((gap_added, "slow.add_("), (both_scaled, "slow.data.mul_(")):
+    pair(
+        f"average_moves_away_by_{how.__name__}",
+        "target_networks",
+        "average_moves_away",
+        culprits=("0.weight",),
+        where=moved,
+        faulty=averaged(each=False, shadow_of=lambda model, how=how: how(model, 1)),
+        fixed=averaged(each=False, shadow_of=lambda model, how=how: how(model, -1)),
+    )
+
+
 # An average of the parameters alone, evaluated: its batch norms keep the statistics of its start.
 
 

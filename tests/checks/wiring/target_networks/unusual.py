@@ -246,3 +246,60 @@ def update_bn_before_evaluation():
         average.eval()
 
     return normed_average(collected)()
+
+
+@odd(notes="heavy-ball momentum by hand moves each weight by its difference from the one before")
+def momentum_by_hand():
+    model = relu_mlp(8, 16, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def after(number):
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), before, strict=True):
+                moved = p.clone()
+                p.add_(0.1 * (p - old))
+                old.copy_(moved)
+
+    return trained(model, lambda x, y: F.cross_entropy(model(x), y), after=after)
+
+
+@odd(notes="evaluated weights lie beyond the present ones, as seen from the average")
+def weights_beyond_the_average():
+    model, shown = relu_mlp(8, 16, 4), relu_mlp(8, 16, 4).requires_grad_(False)
+    average = copy.deepcopy(model).requires_grad_(False)
+
+    def after(number):
+        with torch.no_grad():
+            for p, slow, out in zip(model.parameters(), average.parameters(), shown.parameters(), strict=True):
+                slow.lerp_(p, 0.1)
+                out.copy_(1.5 * p - 0.5 * slow)
+
+    return trained(model, lambda x, y: F.cross_entropy(model(x), y), after=after)
+
+
+@odd(notes="the memory of the last changes grows by the change, not by a difference of weights")
+def changes_added_up():
+    model = relu_mlp(8, 16, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    total = [torch.zeros_like(p) for p in before]
+
+    def after(number):
+        with torch.no_grad():
+            for p, old, sums in zip(model.parameters(), before, total, strict=True):
+                sums.mul_(1.1).add_(p - old)
+                old.copy_(p)
+
+    return trained(model, lambda x, y: F.cross_entropy(model(x), y), after=after)
+
+
+@odd(notes="one particle is pushed away from the other, and both train")
+def particles_that_repel():
+    one, other = relu_mlp(8, 16, 4), relu_mlp(8, 16, 4)
+    both = nn.ModuleList([one, other])
+
+    def after(number):
+        with torch.no_grad():
+            for p, q in zip(one.parameters(), other.parameters(), strict=True):
+                p.add_(0.001 * (p - q))
+
+    return trained(both, lambda x, y: F.cross_entropy(one(x), y) + F.cross_entropy(other(x), y), after=after)
