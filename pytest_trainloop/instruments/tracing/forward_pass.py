@@ -104,6 +104,8 @@ class ForwardPass(WatchingMode):
     """Paths of the layers whose ``batch_first`` is flipped."""
     replacements: Mapping[int, Replacement] = field(default_factory=dict)
     """Other results in place of operations, by their number."""
+    edits: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    """Other values in place of tensors of data that enter the model, by their number."""
     open_inputs: bool = True
     """Whether the model's arguments are made leaves, too: a model may refuse that (``x.numpy()``)."""
     everywhere: bool = False
@@ -213,9 +215,13 @@ class ForwardPass(WatchingMode):
         """The value, its gradient reaching a leaf if it is a tensor of data."""
         if not _plain(value) or value.requires_grad or isinstance(value, nn.Parameter):
             return value
-        leaf = value.detach().clone().requires_grad_()
+        leaf = self._leaf(value)
         self.data_inputs.append(DataInput(leaf, source=self.lineage.of(value)))
         return leaf.clone()
+
+    def _leaf(self, value: torch.Tensor) -> torch.Tensor:
+        edit = self.edits.get(len(self.data_inputs), torch.clone)
+        return edit(value.detach()).requires_grad_()
 
     def active(self) -> bool:
         """Until the first step has ended: a closure that it calls computes the loss too. What the optimizer itself
@@ -254,7 +260,7 @@ class ForwardPass(WatchingMode):
 
     def _looked_up(self, op: Op, out: torch.Tensor) -> torch.Tensor:
         ids = next((t for t in op.inputs if not t.is_floating_point()), None)
-        leaf = out.detach().clone().requires_grad_()
+        leaf = self._leaf(out)
         self.data_inputs.append(DataInput(leaf, ids, None if ids is None else self.lineage.of(ids)))
         if not out.requires_grad:
             return leaf.clone()

@@ -45,7 +45,7 @@ from pytest_trainloop.recording.torch_names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.instruments.tracing.forward_pass import DataInput, Op, Replacement
@@ -107,10 +107,28 @@ class CausalPasses:
         modes = [mode for mode, seen in by_mode.items() if seen.leaks]
         if not modes and training.refused:
             raise refused
-        if modes:
+        if modes and self._moves(modes[0], by_mode[modes[0]]):
             seen = self._once(modes[0], closer=True)
             self.reached = seen.reached
             yield self._finding(modes, seen)
+
+    def _moves(self, mode: Mode, seen: OutputsAhead) -> bool:
+        """Whether outputs change with the later inputs, as their gradients say. A function with a backward pass of its
+        own may add gradients of another loss, as balances of experts do, that no output depends on."""
+        entered, time, at = seen.entered
+
+        def later_ones_differ(values: torch.Tensor) -> torch.Tensor:
+            changed = values.movedim(time, 0).clone()
+            changed[at + 1 :] = 0.5 - 1.5 * changed[at + 1 :]
+            return changed.movedim(0, time)
+
+        other = self._once(mode, edits={entered: later_ones_differ})
+        if seen.outputs is None or other.outputs is None or other.outputs.shape != seen.outputs.shape:
+            return True
+        if not seen.outputs.numel():
+            return True
+        least = ROUNDING * torch.finfo(seen.outputs.dtype).eps * float(seen.outputs.abs().max())
+        return bool(((other.outputs - seen.outputs).abs() > least).any())
 
     def _finding(self, modes: list[Mode], seen: OutputsAhead) -> Finding:
         kind, blamed, alone = self._why(modes[0], seen)
@@ -157,7 +175,12 @@ class CausalPasses:
         return (first.kind if first else None), ((first,) if first else ()), False
 
     def _once(
-        self, mode: Mode, *, closer: bool = False, replacements: Mapping[int, Replacement] | None = None
+        self,
+        mode: Mode,
+        *,
+        closer: bool = False,
+        replacements: Mapping[int, Replacement] | None = None,
+        edits: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> OutputsAhead:
         judged = OutputsAhead(closer=closer)
         for open_inputs in (True, False) if self._open_inputs else (False,):
@@ -166,10 +189,11 @@ class CausalPasses:
                 eval_mode=mode == "evaluation",
                 open_inputs=open_inputs,
                 replacements=replacements or {},
+                edits=edits or {},
             )
             plan = seen.plan(self._plan)
             record = self._evidence.rerun(plan)
-            if judged.ahead or record.raised is None or replacements:
+            if judged.ahead or record.raised is None or replacements or edits:
                 return judged
             self._open_inputs = False  # a model may refuse inputs that require a gradient
         self._evidence.require_returned(plan, record)
@@ -209,6 +233,10 @@ class OutputsAhead:
     where: str = ""
     offsets: set[int] = field(default_factory=set)
     """The inputs that outputs depend on, from their own position."""
+    entered: tuple[int, int, int] = (0, 1, 0)
+    """The number of the tensor of data, its axis of positions, and the last position whose outputs are kept."""
+    outputs: torch.Tensor | None = None
+    """Those up to that position."""
     other_loss_is_clean: bool = False
     """Whether outputs of another such call do not see the answer."""
     operations: list[OperationAhead] = field(default_factory=list)
@@ -258,6 +286,9 @@ class OutputsAhead:
         # an encoder may be given the text that the decoder repeats (odd: transformer_with_time_first)
         entered, read, self.ahead, self.offsets = (clean or known)[0]
         self.loss, self.where, self.length = name, place, read.shape[1]
+        at = self.length // 2
+        self.entered = next(n for n, e in enumerate(seen.data_inputs) if e is entered), read.time, at
+        self.outputs = by_class[(read.position <= at) & read.kept].detach().double()
         if self.leaks and self.closer:
             self.first = first_seeing(seen.ops, entered.leaf, self.length)
             self.attentions = attentions(seen.ops, self.length)
