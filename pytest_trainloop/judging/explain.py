@@ -24,6 +24,9 @@ _WIDTH = 100
 _WRAPPED_AT = 116
 """Characters of a line without its indent: where the next word would have fit as well, a paragraph ends."""
 
+_GUIDE = re.compile(r"\bdocs/(how-it-decides\.md#[\w-]+)")
+"""A section of the guide, as a rule page names it: a link in the documentation, a path everywhere else."""
+
 _NEEDS = {"fit": "`fit` or `step`", "run": "`fit`, `step` or `loss`"}
 _SUBJECTS = {"loop": "a [`TrainLoop`](../loops.md)", "loss": "a [`LossContract`](../loss-functions.md)"}
 
@@ -134,7 +137,8 @@ def markdown_page(check: registry.Check) -> str:
         f"| source | [{source}](../../{source}) |\n",
     ]
     for heading, body in _sections(check.page):
-        lines.append(f"## {heading}\n\n{_section(heading, body, known.keys() - {check.name})}")
+        text = _section(heading, body, known.keys() - {check.name})
+        lines.append(f"## {heading}\n\n{_GUIDE.sub(r'[how it decides](../\1)', text)}")
     lines.append("## Causes\n")
     for slug, cause in check.causes.items():
         lines.append(f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n")

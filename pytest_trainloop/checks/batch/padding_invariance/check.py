@@ -10,45 +10,38 @@ Why is this bad?
     nothing, a mean shrinks with the longest neighbour, the last state is that of the padding.
 
 How it decides
-    Padding is what the batch proves: positions at one side of the rows, given by a declared pad id, an embedding's
-    padding_idx, a mask or lengths (also a list of them, and where time comes first). Every tensor with rows and
-    positions must hold one single value there. Of several sequences in one batch (chosen and rejected, source and
-    target) each is cut alone. A tensor belongs to the mask or lengths at whose padding it holds one value, and several
-    before; ``Padding(of=)``, or a list of paddings, declares it. A loop that takes only sequences of one width, or of
-    widths that differ by a position or two, gets all of them cut together. No value is made up: rows and positions are
-    slices of the batch.
+    1. It finds padding: positions at one side of the rows that a declared pad id, ``padding_idx``, a mask or lengths
+       give. Every tensor with rows and positions must hold one single value there. Each sequence of a batch is cut
+       alone; those that the loop takes at one width only are cut together. ``Padding(of=)`` declares which tensor
+       belongs to which mask.
+    2. It compares the gradients with and without padding. Equal to 1e3 eps (docs/how-it-decides.md#bounds-on-rounding):
+       it passes. Equal once the first padded position is kept, which may end a text: it passes. A difference below the
+       rounding of float32 is judged only where attention or pooling explains it.
+    3. It finds the cause. The step on whole rows is repeated with the results of one kind of call replaced by those on
+       cut rows. The first table row that holds is reported.
+    4. With ``padding=`` declared a finding is a fault, with two exceptions. Positions stay advice where all batches
+       have one length and the table of positions ends there. An unexplained difference stays advice where the loop
+       draws random numbers.
+    5. Undeclared, the last column says what is advice. With batches of one length, padding is weakly known from
+       ``padding_idx`` (without ``config.pad_token_id``), or from a mask next to features.
+    6. It skips gradients that are not finite, and an unexplained difference by a single padded position.
+    7. Where sequences are cut together: other values in padding that count exactly where another sequence's mask is
+       real prove ``mask_of_another``.
 
-    It passes where both gradients agree to rounding (1e3 eps). If only the first padded position counts, it may be the
-    end of a text: the gradients agree once that one is kept. A difference below the rounding of float32 is judged only
-    where attention or pooling explains it: a table of angles that numpy made moves positions by as much. Where
-    ``padding=`` is declared, batch norms are compared once more with the statistics of the batch.
-
-    The step on cut rows is a tape of calls. In the step on whole rows each call is compared with the tape, on the real
-    positions. Where they differ, the call is made again on these positions alone. If that gives the tape's result,
-    padding comes in there. The step is then repeated with the results of one kind of call replaced; the first kind that
-    makes both gradients agree is the cause. The kinds are attention, pooling and reading at the ends, tables of
-    positions, and means of losses that are zero at padded positions.
-
-    With ``padding=`` declared any difference is a fault, explained or not. Undeclared, a difference alone is no fault:
-    many models mix neighbours or scale by length. It is one where a kind of call explains it, or where the gradient is
-    exactly the share of real positions times the other. It is one where outputs beyond the first padded position get a
-    gradient from a call that also takes values of the batch (a loss, a difference, an index): there they are trained
-    towards padding, in whichever term. It is one where such outputs enter another term, and the loss is divided by all
-    positions. It is one where another id fills the rows than the one that the model takes for padding (``padding_idx``,
-    ``config.pad_token_id``). Where sequences can be cut together only, other values of the same row are put into
-    padding: if they change the gradient exactly where the mask of the other sequence is real, that mask is the one that
-    is read.
-
-    It is advice where the project may want it so. With batches of one fixed length these are positions from the left
-    edge, a constant divisor, zeros in a mean. So is padding that only an embedding's padding_idx shows (and no
-    ``config.pad_token_id`` of the model, as in transformers), or a mask next to features, which may be of observations.
-    So are pooling behind convolutions, maxima, and statistics that go back to every position, as in a norm or a gate;
-    terms without a target, as a penalty on outputs, that are not divided by all positions; and a recurrent net that is
-    not packed, if no state in or behind the padding is used: its backward direction, or the whole net where padding
-    comes first, only begins in another state. Two things stay advice where padding is declared. One is positions from
-    the left edge where several batches are given, all of one length, and the table of positions ends there. The other
-    is an unexplained difference in a loop that draws random numbers, which may choose what is trained on by the length.
-    A declared ``pad_id`` is about the tensors whose ids it pads, and not about others with padding of their own.
+    | the gradients are equal with this, or it is seen | cause | undeclared, advice if |
+    |---|---|---|
+    | declared: running statistics of batch norms | ``padding_counts`` |  |
+    | seen: all real keys have attention weight 0 | ``padded_keys_attended`` | weakly known |
+    | a factor: the share of real positions | ``mean_over_padding`` | one length |
+    | the id that the model takes for padding | ``other_pad_id`` | weakly known |
+    | attention without padded keys | ``padded_keys_attended`` | weakly known; lengths as targets |
+    | pooling over real positions only | ``padding_pooled`` | also: see Known limits |
+    | positions counted from the first real one | ``positions_shifted`` | one length |
+    | seen: outputs past the first padded one meet a target | ``padded_targets`` | weakly known |
+    | the mean of one term over real positions | ``mean_over_padding`` | one length |
+    | two of attention, pooling, positions together | the first of the two | its row says |
+    | no padded outputs (equal, or the share as a factor) | ``padded_targets`` | equal; weakly known |
+    | none of these | ``padding_counts`` | always |
 
 Faulty
     >>> class Reader(nn.Module):
@@ -82,9 +75,13 @@ Fixed
     >>> batch = (ids, lengths), torch.tensor([0, 1, 2])
 
 Known limits
-    Models of one fixed length raise on cut rows and are skipped, as are loops whose random numbers depend on the
-    length of the batch. Recurrent cells stepped one by one are named as padding_counts only; so is what is inside an
-    activation checkpoint that is not torch's own, or a compiled kernel, and what comes after the first GiB of calls.
+    Pooling is also advice behind convolutions, for maxima, where it goes back to every position (a norm, a gate), and
+    for zeros in a mean at one length. A recurrent net whose padded states no later operation reads is advice,
+    ``padding_counts``.
+
+    Models of one fixed length raise on cut rows and are skipped, as are loops whose random numbers depend on the length
+    of the batch. Recurrent cells stepped one by one are named as padding_counts only. So are activation checkpoints
+    that are not torch's own, compiled kernels, and what comes after the first GiB of calls.
 
 References
     https://huggingface.co/docs/transformers/pad_truncation

@@ -11,41 +11,38 @@ Why is this bad?
     gradient that is summed where it is to be averaged trains at N times the learning rate. Both look like training.
 
 How it decides
-    The knob is a promise: ``ranks=N`` trains as one process on the rows of all. The reference is the loop itself at
-    ``ranks=1``. In float64 both gradients agree to rounding (1e3 machine epsilons), whatever reduces them: wrappers,
-    sharded optimizers, collectives of the project's own. Gradients of shards are put together from all ranks.
-    Where they do not agree, the check takes g_r, the gradient of the rows of rank r alone in one process, and writes
-    both as sums of w_r g_r by least squares. The weights are the diagnosis, with one process at [.5, .5]: [1, 0] on
-    rank 0 and [0, 1] on rank 1: never synchronised (the wrapper by-passed, where there is one that nobody calls; not in
-    the wrapper, where some parameters read so and others do not). [1, 1]: summed over ranks. [.25, .25]: divided twice.
-    [.5, .5] where one process has [.52, .48] by its valid targets: a mean of means. One over the lengths of the g_r:
-    clipped before it was reduced. Norms by which ranks clip are compared with that of one process as well, so that a
-    clip shows which finds nothing to cut on these rows.
-    With a knob ``accumulate`` too, or where a step takes several batches, each rank gets windows of micro-batches. A
-    last micro-batch that only its own rank reads is a ``no_sync`` turned round; gradients that are exchanged in each of
-    them are advice.
-    Of ranks that share out the model, the parameters that all hold whole are compared with all rows on every rank: with
-    one gradient before the clip and another on each rank after it, each clips by the norm of its own part. Where some
-    steps call the wrapper and others do not, the ranks read different gradients at just those without a call.
-    A loop whose gradients differ and whose updates do not is right: its rate is scaled to match, or its optimizer
-    reduces. So is one that cuts whole batches by itself, and one whose ranks share out the model: with all rows on
-    every rank it agrees. Where rows interact (a contrastive loss) a gradient that agrees is right, one in the direction
-    of the single process is advice with its factor, and of any other nothing is said.
-    A rank that waits in a collective which another never enters is found from the calls that each rank makes, without a
-    clock; so are tensors of other sizes, and lists that have no room for what a rank gives. What torch raises for
-    parameters without a gradient is named with these. Over the loop's own batches the ranks have different seeds. The
-    same losses and the same gradients on all, bit for bit, are the same rows. Weights that differ before the first step
-    are a fault, and advice where the seeds alone make the difference: then those of a run under one seed are followed.
-    Weights that part later are a fault where an optimizer steps them; what parts first is named: the rate, the number
-    of steps, the gradient. Weights that come together after some steps are averaged on purpose. The same draws on all
-    ranks, batch norms by rank, and buffers that part are advice.
-    Of a script under torchrun every rank is watched, and nothing is run again. Weights are copies of each other where
-    a DistributedDataParallel holds them, or all ranks read the same gradients of them in every step: these are at fault
-    where they differ. Ranks that share out rows and read gradients of their own rows in every step are at fault if no
-    file of the script names what could average weights later, else advised. So are weights whose gradients the ranks
-    do not exchange, where they exchange others. The same rows are a fault where each wrapper is called with the same
-    batches, another one in each step. Norms of clips that differ where all ranks then read the same gradient come
-    before the reduction.
+    1. It calls the function with ``ranks=2`` over the loop's own batches, each rank under its own seed. A rank that
+       waits in a collective which another never enters is ``one_rank_waits``. What torch raises for parameters without
+       a gradient is ``unused_parameters``, or ``parameters_not_in_wrapper`` if they came after the wrapper.
+    2. It compares the gradients of equal shares with those of one process (``ranks=1``), in float64 to 1e3 eps. With
+       ``accumulate``, windows of two micro-batches are compared too. Loops with equal updates pass. So do loops that
+       share out the model, or cut whole batches themselves, if they agree on all rows.
+    3. Where they differ, g_r is the gradient of rank r's rows in one process. Least squares write both gradients as
+       sums of w_r g_r (docs/how-it-decides.md#accumulation-as-weights). The weights give the cause by the table.
+    4. Of the launch in step 1 it compares weights, rows, draws, buffers and files. Samplers that cut different orders,
+       and a file that all ranks write, are faults. Equal draws, batch norms by rank, and an exchange in each
+       micro-batch are advice. So is what disappears under one seed.
+    5. Under torchrun the ranks of the script are watched, and nothing is run again. Weights must be equal where a
+       DistributedDataParallel holds them, or where all ranks read equal gradients in every step. Ranks that share out
+       rows and read their own gradients are ``never_synchronised``: advice if a file of the script could average
+       weights.
+    6. It skips where rows interact: another direction proves nothing, the same direction with another factor is advice.
+       It skips ranks that raise on shares or step unequally often, and weights averaged after steps.
+
+    | weights, if one process has [.5, .5]; or what is seen | cause | advice if |
+    |---|---|---|
+    | [1, 0] on rank 0, [0, 1] on rank 1 (or all read one rank's) | ``never_synchronised`` | ``ranks`` is not read |
+    | the same, and the wrapper is not called at these steps | ``wrapper_bypassed`` |  |
+    | the same, for some parameters only | ``parameters_not_in_wrapper`` | in a script |
+    | only the last micro-batch is the rank's own | ``last_micro_batch_not_synchronised`` |  |
+    | [1, 1] | ``summed_over_ranks`` | no power of the ranks |
+    | [.25, .25] | ``divided_twice`` | equal on all rows |
+    | equal; one process weighs by valid targets, [.52, .48] | ``mean_of_means`` | targets do not fit |
+    | 1 / length of each g_r, or other norms in clips | ``norm_of_one_shard`` | script: nothing cut |
+    | the losses agree, rows interact, values were gathered | ``gathered_without_gradient`` |  |
+    | losses and gradients are equal on both ranks, bit for bit | ``same_rows_on_every_rank`` | only under one seed |
+    | weights differ before the first step | ``start_differs`` | only under other seeds |
+    | weights part later | ``weights_drift`` | buffers only; under other seeds |
 
 Faulty
     >>> if ranks > 1:
@@ -65,12 +62,15 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    Two ranks on one machine, on the CPU and with gloo: what depends on the number of machines, on NCCL or on GPUs is
+    Two ranks on one machine, on the CPU and with gloo. What depends on the number of machines, on NCCL or on GPUs is
     not seen (``SyncBatchNorm`` raises on a CPU: the check is skipped). Batch norms use their running statistics in the
-    comparison. Shares have equal numbers of rows. The own batches are run for 8 steps: weights that are averaged less
-    often than that are taken for weights that part. Whether rows are shared out is seen of a DataLoader, given as
-    ``batches=``, and of data that ``fit`` makes; of a list or a function each rank gets every Nth batch. Of a
-    script the weights are compared before the first 40 steps, the gradients in the first 12. Where rank 0 makes no
+    comparison. Shares have equal numbers of rows.
+
+    The own batches are run for 8 steps: weights that are averaged less often than that are taken for weights that part.
+    Whether rows are shared out is seen of a DataLoader, given as ``batches=``, and of data that ``fit`` makes. Of a
+    list or a function each rank gets every Nth batch.
+
+    Of a script the weights are compared before the first 40 steps, the gradients in the first 12. Where rank 0 makes no
     optimizer step, or a rank is killed, nothing is reported of the ranks.
 
 References
