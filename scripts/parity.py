@@ -22,7 +22,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop.checks.numerics.precision_parity import check
 from pytest_trainloop.checks.numerics.precision_parity.runs import LowPrecisionRuns, low_precision_runs
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
@@ -41,8 +40,8 @@ RIGHT = {
     "scan in float32": "mixed_scan",
     "vector quantisation": "mixed_codes",
 }
-PAGE = Path(check.__file__)
-ANNOUNCED = "    The largest ratios over 20 seeds (python scripts/parity.py 20 --page; u: one rounding):"
+PAGE = Path(__file__).parents[1] / "docs" / "how-it-decides.md"
+ANNOUNCED = "The largest ratios over 20 seeds (`python scripts/parity.py 20 --page`; u: one rounding):\n\n```text\n"
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -118,20 +117,17 @@ def line(name: str, found: dict[str, float]) -> str:
 
 
 def write(lines: list[str]) -> None:
-    """Put the table on the rule page, below the line that announces it."""
+    """Put the table into the guide, below the line that announces it."""
     head, found, rest = PAGE.read_text(encoding="utf-8").partition(ANNOUNCED)
     if not found:
         raise SystemExit(f"{PAGE.name} has no line {ANNOUNCED.strip()!r}")
-    behind = rest[rest.index("\n\n") :]
-    PAGE.write_text(
-        head + found + "\n" + "\n".join(f"        {text}".rstrip() for text in lines) + behind, encoding="utf-8"
-    )
+    PAGE.write_text(head + found + "\n".join(lines) + "\n" + rest[rest.index("```") :], encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", type=int, nargs="?", default=20, metavar="SEEDS")
-    parser.add_argument("--page", action="store_true", help="write the table on the check's rule page anew")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/how-it-decides.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

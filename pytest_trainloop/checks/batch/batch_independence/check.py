@@ -3,7 +3,7 @@
 What it does
     It makes one forward pass over a few rows of the example batch, the model in evaluation mode. It takes the gradient
     of single output rows with respect to all data that enters: floating inputs, and what embeddings look up. Then it
-    makes the first step several times: as it is, and with other values in some rows.
+    makes the first step several times: unchanged, and with other values in some rows.
 
 Why is this bad?
     A softmax over the rows, a recurrent net that runs over them, a ``view`` in place of a ``transpose``: shapes fit and
@@ -11,42 +11,35 @@ Why is this bad?
     and are wrong where the model gets one example.
 
 How it decides
-    In the model: the gradient of output row i with respect to input row j is exactly 0 for i other than j, in every
-    kernel and every order of summation, since products with zero rows give zeros. There is no tolerance. Batch norms
-    with running statistics keep rows apart; those without are a fault where rows_interact=False is declared. The number
-    of rows is one that no other axis has, and all weights are moved a little first: a layer that starts at zero passes
-    nothing on.
+    1. In the model: the gradient of output row i with respect to input row j must be exactly 0 for other rows. Products
+       with zero rows are zeros in every kernel, so there is no tolerance. Weights are moved a little first.
+    2. In the loss: a row's share is the gradient with respect to what entered the model of this row. Two rows get other
+       values. The shares of the others must stay, or all scale by one number, to 1e3 eps
+       (docs/how-it-decides.md#rows-that-meet-outside-of-the-model).
+    3. Rows may interact on purpose. So a cause needs an identity, or one changed operation that keeps all rows
+       separate. The table has the order: labels first, then the model, then operations in the loss.
+    4. Intended are a target a constant number of rows away, a target that reaches just the rows which its input is
+       mixed into (mixup), and as many copies as rows.
+    5. The batch must show that its first axis holds rows. Something has one entry for each row and none for each
+       position, or a shuffling ``DataLoader`` stacks the items.
+    6. With ``rows_interact=False`` any other interaction is a fault, ``rows_interact``. With ``rows_interact=True``
+       only labels, and the order of whole groups, are judged.
+    7. It skips outputs without one axis of rows, gradients that are NaN, and products of rows until ``rows_interact=``
+       is declared. It skips a proven operation if rows may be positions: declare ``batch_dim=``.
 
-    Rows may interact on purpose (graphs, points, prototypes, attention over the batch, statistics of a minibatch). So a
-    cause is named only where one operation done another way keeps all rows apart: the softmax or the norm along another
-    axis, a transpose in place of the view, ``batch_first`` flipped, statistics as constants where they scale or shift a
-    row on its own way to the outputs. The rows of such statistics may be part of a longer axis, as the nodes of all
-    graphs. Data that is standardised by its batch is advice, and a fault where rows_interact=False is declared. The
-    batch must show that its first axis holds rows: something must have one entry for each row and none for each
-    position, or a ``DataLoader`` that shuffles stacks its items there. All else is advice, or a skip where products of
-    rows interact, that says how to declare it.
-
-    In the loss: a row's share is the gradient of what the loop backpropagates with respect to what entered the model of
-    this row. Two rows get other values. In a sum of losses of rows the shares of all other rows stay as they are, or
-    are scaled by one number (a count). Where they do not, the fault is named by an identity or by a repair that was
-    tried:
-
-    - the targets of all rows change places and no share changes, each target adds its part to the share of every row,
-      and no input does: each output is compared with the targets of all rows;
-    - the target of one row changes the share of a row that it does not enter, in no fixed order. A constant number of
-      rows is intended (the next row as target, another row as negative); where rows are mixed (mixup), the target must
-      change the shares of those rows that its input is mixed into;
-    - (N, 1) and (N,) make a table of all pairs that is only summed, and the rows of one side may change places;
-    - weights by row may change places, while their sum scales all shares;
-    - with a softmax, a normalisation, a similarity, a running sum or a view along another axis all shares are apart;
-    - with copies of rows in the other layout they are: ``repeat_interleave`` in place of ``repeat``, or halves in place
-      of every second row of what ``cat`` joined. As many copies as rows are all pairs, on purpose.
-
-    Other shares that depend on other rows (contrastive losses, statistics, ranks, advantages) are no fault, unless
-    rows_interact=False is declared. Where ordered=False is declared, rows that all change places together must not
-    change the loss. Where nothing is declared, a changed loss is advice for a running sum over outputs: risk sets need
-    rows that are sorted. Where rows_interact=True is declared, and numbers in the batch group neighbouring rows in
-    groups of several sizes, whole groups that change places must not change the loss, unless ordered=True is declared.
+    | what shows it | cause | advice if |
+    |---|---|---|
+    | targets change places and no share changes; inputs change no other share | ``labels_of_all_rows`` |  |
+    | one target changes another row's share, in no fixed order | ``labels_of_other_rows`` |  |
+    | copies of rows in the other layout keep rows separate | ``copies_in_two_orders`` |  |
+    | weights by row change places; their sum scales all shares | ``weights_averaged`` |  |
+    | (N, 1) and (N,) make a table that is only summed; one side may change places | ``all_pairs_of_rows`` |  |
+    | a softmax along another axis keeps rows separate | ``softmax_over_rows`` |  |
+    | a norm along another axis, or with constant statistics, does | ``normalised_over_rows`` | data, undeclared |
+    | a transpose in place of the view does; the other ``batch_first`` does | ``view_mixes_rows`` |  |
+    | in the loss: a similarity or a running sum along another axis does | ``similarity_over_rows`` |  |
+    | in the model: another operation lets rows interact | ``rows_interact`` | undeclared |
+    | all rows, or declared groups, change places and the loss changes | ``order_matters`` | a running sum |
 
 Faulty
     >>> def forward(self, x):

@@ -11,36 +11,35 @@ Why is this bad?
     where it began: the run works, and ends a little worse than the paper says. Nothing raises.
 
 How it decides
-    Only identities are faults. What drives which rate: a scheduler moves an optimizer that another one, on the same
-    weights and at a constant rate, has replaced; two equal ones drive one optimizer and none the other; a scheduler is
-    never called by a fit that comes to its end over its passes, and holds no call that waits; two lines call one, both
-    at each step, or one at each step and one at each pass; each rate that it leaves is set again before a step uses
-    it; it, or the optimizer, is built for every step, or it is built again where the rate has come to 0 and stays
-    there. What no step reads: a number called a rate that moves while no group's rate does; a rate written to the
-    groups of ``state_dict()``, which are copies; a key of a group that is named like an option, or a multiple of
-    one (``lr_scale``), and that nothing looks up in a further build and run of the loop. A multiple that nothing
-    reads is a fault where a schedule runs; else the schedule may be outside of ``fit``, and it is advice.
-    What contradicts itself: ``mode="max"`` on the loss that is minimized, a mode against the metric's own name, a
-    metric given as the epoch, a lower bound above the rate, milestones that are no whole numbers. Groups at rate 0, and
-    rates of 0 for some steps, are advice: unfreezing by rates looks like that. So is a group with a rate of its own
-    that a filter by name leaves empty: a pattern is true of no name, and in a further build and step it puts parameters
-    that all but have it (``backbone`` for ``model.backbone``) into that group once it gets the answer "yes" for them.
-    The shape of the curve: the quotients of successive rates are exactly a warm-up or a decay (each call multiplies the
-    last rate, not the base rate); the highest factor of a LambdaLR is the learning rate itself; the rate is constant to
-    the last call and 0 from there, or rises from 0 to the base rate at the last step; a group falls to 0 for good
-    while the others' warm-up ends; one call is made at half the rate or less. The last three are faults with a plan and
-    advice without one.
-    Length: the calls that the training makes follow from ``steps=`` or ``epochs=`` and from how often a short run makes
-    one: once a step, a micro-batch or a pass. Faults are a schedule that raises before, whose rate still rises after
-    twice these calls, that ends with the count of another unit of the plan, leaves a rate of 0 for more than half, has
-    come to a millionth of its peak after three quarters, or after a warm-up falls for one epoch of several and rises
-    again. Undeclared, a fit that comes to its own end
-    is its own plan: over two windows and over three, the schedule ends with as many calls as there are steps, and is
-    called once a pass; with the passes (three or more), and is called once a step; and the like. With the knob
-    ``accumulate`` its length and its calls must change alike.
-    A function of the project's is called on where its arguments are the same objects at every call, or numbers that
-    grow by equal steps, and where every step of a further run was made at the rates that it left, or at one multiple of
-    what it returned.
+    1. It notes each group's learning rate at every step, and before and after each call of a scheduler. Equal bits are
+       equal rates. What a scheduler did not move, a line of the loop did (docs/how-it-decides.md#what-moves-a-rate).
+    2. It then steps schedulers of a fresh loop without training. A project's function is called on if its arguments are
+       the same objects or grow by equal steps, and every step used what it left, or one multiple of it.
+    3. It compares the length with the calls that ``steps=`` or ``epochs=`` gives. Runs over two and three windows show
+       whether a call comes once a step, micro-batch or epoch. Undeclared, ``fit`` is the plan if it builds the schedule
+       from its batches, or if the schedule ends with its epochs (docs/how-it-decides.md#how-long-a-schedule-is).
+    4. Of each curve the first rule that finds something is reported: shape, fit, another unit, windows, plan, names.
+    5. Of a plan that follows from data only another unit, a curve that fades out, and a very long warm-up are reported.
+    6. With ``accumulate``, the length and the calls of a schedule must change together. A call in each micro-batch
+       alone is advice.
+    7. A rate of exactly 0 to the end is a fault, ``zero_for_good``. A filter by name that leaves a group with its own
+       learning rate empty is advice.
+    8. It skips a constant learning rate, and a schedule whose plan is not known if nothing else is found.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | a scheduler moves a replaced optimizer; two share one | ``drives_another``, ``two_on_one`` | rates differ |
+    | no call, and no function that ran could make one | ``never_called`` | one could come later |
+    | two lines call it; it is built again; its rate is set again | ``called_twice`` and others |  |
+    | nothing reads the written rate, copy or key | ``rate_nobody_reads``, ``option_nobody_reads`` | no schedule runs |
+    | mode, metric, bound or milestones contradict themselves | ``plateau_mode`` and others |  |
+    | a group has rate 0, or stays empty | ``group_at_zero`` and others | not 0 in the whole plan |
+    | a group keeps its rate while others move | ``group_without_schedule`` | its rate was another |
+    | quotients are a warm-up; a LambdaLR returns the rate | ``factors_multiply``, ``rate_is_the_factor`` |  |
+    | constant, then 0; a group falls to 0 at warm-up; one dip | ``never_falls`` and others | no plan |
+    | its end is another unit's count of the plan | ``counts_something_else`` | only names show it |
+    | it raises early; rises past twice the calls; is 1e-6 at 3/4 | ``runs_out`` and others | less than twice |
+    | it is 0 from before half, or rises again | ``over_too_early``, ``rises_again`` | not 0; no epoch after warm-up |
 
 Faulty
     >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -61,11 +60,12 @@ Fixed
     ...     scheduler.step()
 
 Known limits
-    Rates that ``fit`` computes itself, without a function, are known at the watched steps only; nor are those projected
-    that follow a metric, or a position that the loop gives. A schedule built outside ``fit`` is not compared without
-    ``steps=``: the batches of a test are not the plan. Copies of ``param_groups`` that the loop makes itself are not
-    seen, nor are keys that are read before the optimizer is built and show in no rate. Momentum and weight decay that
-    follow a schedule are not projected.
+    Learning rates that ``fit`` computes itself, without a function, are known at the watched steps only. Those that
+    follow a metric, or a position that the loop gives, are not projected. A schedule built outside ``fit`` is not
+    compared without ``steps=``: the batches of a test are not the plan.
+
+    Copies of ``param_groups`` that the loop makes itself are not seen, nor are keys that are read before the optimizer
+    is built and show in no learning rate. Momentum and weight decay that follow a schedule are not projected.
 
 References
     https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate

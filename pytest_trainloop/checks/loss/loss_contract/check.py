@@ -1,9 +1,10 @@
 """Loss functions get what they are documented to take.
 
 What it does
-    It examines every loss that the loop backpropagates: calls of ``torch.nn.functional`` (by whatever code), functions
-    of libraries and of the project that it has a contract for, and losses written out in log-softmaxes, logarithms and
-    differences. It looks at what the input was computed from, what the targets contain, and which entries count.
+    It examines every loss that the loop backpropagates. These are calls of ``torch.nn.functional`` (by whatever code),
+    functions of libraries and of the project that it has a contract for, and losses written out in log-softmaxes,
+    logarithms and differences. It looks at what the input was computed from, what the targets contain, and which
+    entries count.
 
 Why is this bad?
     Such a loss runs, falls and looks plausible. With softmax before cross_entropy it cannot fall below 1.46 over ten
@@ -11,38 +12,38 @@ Why is this bad?
     learns padding.
 
 How it decides
-    By where values come from and by the values, never by the size of the loss. The origin of a tensor is followed
-    through reshapes, casts, masks, dropout and constant factors back to a softmax, a sigmoid or a layer. The class axis
-    is found by applying the same reshapes to the indices of the entries. One row of scores may sum to 1 by chance: it
-    is a distribution only if all rows of all calls do.
-    Entries without a gradient are not judged (masked after ``reduction="none"``, a weight of 0), nor are losses that
-    are not backpropagated. A padded position counts only if the gradient at its prediction is not 0: it is read at the
-    input of the loss function, and at what that was made of. Scores in nll_loss that are not normalised pass if the
-    gradient at them sums to 0 over the classes: another term of the loss is their log-sum-exp. A maximised loss is a
-    fault if only its negative is backpropagated, no other loss is, and it trains randomly initialised weights:
-    pretrained weights may unlearn.
-    Positions are padding where the batch proves it: by the declared pad id, by an embedding's padding_idx, or by a mask
-    or lengths beyond which all values of an input are equal. Slots that only targets leave empty are no padding.
-    The labels of all calls from one line are compared with the ids that the embedding looked up, and with the last
-    input that an output depends on. Where embeddings are frozen, a further run lets a gradient reach them. A model that
-    sees later inputs may have labels of any shift. A shift is a fault if fewer than one in 1e9 orders of the ids would
-    agree as well, and advice up to one in 1000: few labels, or few kinds of them, prove little. It is intended where
-    one operation shifts by two, where another loss of the same inputs has the next id, and where a blank comes first,
-    as in an echo.
-    Losses of libraries are known by name. Their flags (``from_logits``, ``sigmoid``) are read from the call, their
-    arguments at the function's first call of torch. Boxes that are read as corners must have x1 <= x2 and y1 <= y2 in
-    the data. For predicted boxes this is advice; it is a fault where another loss compares the same boxes in another
-    format. A table of all pairs is intended where its entries have different weights. The product of (N,) and (N, 1) is
-    a fault where they have not, since it is the product of two sums; for log-probabilities it is always one. A loss of
-    pairs has none if all labels differ, or none does, and its value is exactly 0.
-    Sides are turned where names in the batch (pos and neg, chosen and rejected) contradict the gradients at their
-    scores in every row. Only products with another tensor of the batch, cosines and log-probabilities are such scores:
-    distances are not.
-    What may be intended is advice: log-probabilities given to cross_entropy, kl_div by the mean of elements or with its
-    gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that is
-    subtracted from another. So is a loss that is computed and left out: it may be a metric, or begin after a warm-up.
-    It is a fault where no other loss trains its layer, or where the source of the function shows that nothing can read
-    it: the value is thrown away, no line reads its name, or the next assignment replaces it.
+    1. It judges every loss that is backpropagated, by where values come from and by the values. The size of the loss
+       decides nothing.
+    2. It follows a tensor back through reshapes, casts, masks, dropout and constant factors to a softmax, a sigmoid or
+       a layer. The class axis is found by applying the same reshapes to the indices of entries. Scores are a
+       distribution only if all rows of all calls sum to 1.
+    3. Entries without a gradient are not judged. A padded position counts only if the gradient at its prediction is not
+       0.
+    4. Padding must be proven: by a declared pad id, ``padding_idx``, or a mask or lengths beyond which all values of an
+       input are equal.
+    5. Labels are compared with embedded ids and with the last input that an output depends on. Where embeddings are
+       frozen, a further run lets gradients reach them. A shift by two in one operation, a leading blank, or another
+       loss of the next id is intended.
+    6. Functions of libraries are known by name. Flags (``from_logits``) are read from the call
+       (docs/how-it-decides.md#losses-of-libraries).
+    7. Each finding is a fault, with the exceptions of the table. A loss computed and left out counts if no call of its
+       line is ever backpropagated.
+    8. It skips a call that it could not compute with, if nothing else is found.
+
+    | seen | fault if | otherwise |
+    |---|---|---|
+    | labels are shifted | under one in 1e9 orders of the ids agree as well | advice to 1 in 1000 |
+    | a torch loss is maximised | it is all that is backpropagated, and no weights are pretrained | advice |
+    | maximised, next to other losses, in a game, or as an attack |  | silent |
+    | a loss is left out (``part_left_out``) | its layer trains by nothing else, or nothing can read it | advice |
+    | boxes as corners have x2 < x1 | they are data, or compared in another format too | advice |
+    | a table of all pairs | all entries have the same weight | silent |
+    | (N,) times (N, 1) | the weights are equal; always of log-probabilities | silent |
+    | no pairs in the labels | the loss is exactly 0 in every call | silent |
+    | gradients contradict names (pos, neg) in all rows | of products, cosines, log-probabilities | silent |
+    | nll_loss of raw scores | their gradient does not sum to 0 over classes | silent |
+    | kl_div by elements, a wide head, rare positives, log-softmax as logits |  | advice |
+    | what training may have made (a learned temperature, saturated outputs) |  | advice |
 
 Faulty
     >>> for x, y in batches:

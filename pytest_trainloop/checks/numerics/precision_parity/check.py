@@ -1,11 +1,13 @@
 """In low precision the loop has the gradient that it has in float64, up to what rounding explains.
 
 What it does
-    It runs the loop to its first optimizer step as it is, and with its knob ``precision`` at "bf16" and at "fp16", and
-    compares the gradient with that of a float64 run from the same weights and draws. How much error to expect is
-    predicted: float64 runs in which inputs and outputs of matrix products and convolutions are rounded to the dtype's
-    digits, or disturbed by as much. A loop that has no low precision is run under a bfloat16 autocast: what is found
-    there is advice.
+    It runs the loop to its first optimizer step as it is, and with its knob ``precision`` at "bf16" and at "fp16". It
+    compares the gradient with that of a float64 run from the same weights and draws.
+
+    How much error to expect is predicted. In float64 runs the inputs and outputs of matrix products and convolutions
+    are rounded to the dtype's digits, or disturbed by as much.
+
+    A loop that has no low precision is run under a bfloat16 autocast: what is found there is advice.
 
 Why is this bad?
     Scores above 65504 are infinite in float16, gradients below 6e-8 are zero, and bfloat16 has three digits: the
@@ -13,54 +15,31 @@ Why is this bad?
     did in float32, or nothing.
 
 How it decides
-    The ratio of the measured to the predicted error of the whole gradient (never less than one rounding of it) is about
-    1 on right loops, whether GPTs, convolutions with batch norm, contrastive losses or recurrent nets: up to 2 passes,
-    from 4 it is a fault. Between them it is one if a single operation has more than ten times its explained error and,
-    with it in float32, at most half of the gradient's error is left; else advice. A gradient that is not finite, where
-    float64's is, is a fault. A scaler first finds its scale. Where scores that lie close together change places (top-k,
-    comparisons), the float64 run is given the choices of the low one.
-    The largest ratios over 20 seeds (python scripts/parity.py 20 --page; u: one rounding):
-        loop                                                 bf16       fp16
-        right: GPT                                           1.23      1.263
-        right: GPT, trained                                 1.432      1.522
-        right: convolutions, batch norm                     1.032      1.324
-        right: convolutions, batch norm, trained            1.049       1.28
-        right: LSTM                                        <= 2 u          -
-        right: LSTM, trained                                1.768          -
-        right: ViT                                          1.362     <= 2 u
-        right: ViT, trained                                  1.77      1.629
-        right: LoRA, base in bf16                          <= 2 u     <= 2 u
-        right: LoRA, base in bf16, trained                 <= 2 u      1.203
-        right: contrastive                                  1.604      1.536
-        right: contrastive, trained                         1.593      1.602
-        right: experts, top-2                              <= 2 u          1
-        right: experts, top-2, trained                     <= 2 u     <= 2 u
-        right: scan in float32                             <= 2 u      1.043
-        right: scan in float32, trained                     1.463      1.612
-        right: vector quantisation                         <= 2 u     <= 2 u
-        right: vector quantisation, trained                <= 2 u      1.003
-        wrong: attention scores overflow in float16        0.9971        inf
-        wrong: float16 without a scaler                    <= 2 u      546.6
-        wrong: norm by hand in bfloat16                     126.6     <= 2 u
-        wrong: variance cancels in bfloat16             1.018e+04          -
-        wrong: long sum in bfloat16                         51.09     <= 2 u
-        wrong: own backward overflows in float16            10.28      82.06
-        wrong: time steps in bfloat16                       36.39     <= 2 u
+    1. It divides the measured error of the whole gradient by the predicted one, which is never less than one rounding.
+       Right loops reach 1.77 and wrong ones begin at 10 (docs/how-it-decides.md#expected-rounding-error).
+    2. A ratio up to 2 passes, and from 4 it is a fault. Between them it is a fault if one operation in float32 leaves
+       at most half of the error; else advice. Under the check's own autocast it is advice from 4 on.
+    3. A gradient that is not finite is a fault if float64's is finite. A scaler first finds its scale. Where close
+       scores change places (top-k, comparisons), float64 gets the choices of the low run.
+    4. It then compares operations: the first whose output has ten times its explained error is named. In backward, it
+       is the first that makes a wrong gradient of a right one.
+    5. It judges single tensors too, within ten roundings and ten times the error of seven rounded runs. A fault needs a
+       wrong operation whose module in float32 makes the tensor right.
+    6. It skips a loop that has no knob and computes nothing in low precision, if its gradient under an autocast is
+       right. It skips precisions whose runs cannot be compared.
 
-    Then every operation is compared in the same way: the first one whose output (in backward: whose gradient) has an
-    error above ten times what rounding explains is the culprit; the cause is what the numbers there show.
-    A small layer counts little in the whole gradient. A tensor that is off by ten roundings and by ten times what
-    seven runs with rounding explain of it (and these leave it meaningful) is at fault where an operation is wrong, and
-    the tensor right again once the operation's module is computed in float32.
-    Products of positions and frequencies are rounded as any product is, and yet the angle is lost where the error is
-    half a radian or more: two positions that are one radian apart may then coincide. The arguments of sin and cos that
-    have no history are compared with float64's; right loops round sin and cos, not the angles.
-    A backward pass called inside the autocast block is a fault where, with the block ended before it, the first
-    gradient is another one: products that forward made in float32 are made in low precision in backward. Where it is
-    the same, bit for bit, it is advice.
-    Autocast casts a weight once and keeps the cast until its outermost block is left. Where weights are updated inside
-    a block, the run is repeated with these casts dropped whenever the weights have changed: equal, bit for bit, unless
-    a cast from before an update was read, which is a fault.
+    | what the numbers show | cause | advice if |
+    |---|---|---|
+    | in float16 a larger loss scale brings the gradient back | ``underflow`` | ratio below 4 |
+    | not finite in low precision, finite in float64 | ``overflow`` |  |
+    | zeros that float64 does not have | ``underflow`` | as step 2 says |
+    | a difference below a quarter of its operands | ``cancellation`` | as step 2 says |
+    | a sum, or more than 16 additions on one line | ``accumulation`` | as step 2 says |
+    | a custom ``autograd.Function`` makes a right gradient wrong | ``custom_backward`` | as step 2 says |
+    | none of these | ``precision_lost`` | as step 2 says |
+    | arguments of sin and cos without history are half a radian off | ``angles_lost`` | own autocast |
+    | with casts dropped after each weight update, losses differ in any bit | ``weights_cast_once`` |  |
+    | backward lies inside the autocast block | ``backward_under_autocast`` | equal if the block ends first |
 
 Faulty
     >>> def forward(self, x):

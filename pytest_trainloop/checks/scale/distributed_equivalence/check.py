@@ -1,10 +1,12 @@
 """Several ranks give the gradients, and keep the weights, that one process gives with all of their rows.
 
 What it does
-    It calls the function with its knob ``ranks`` at 2, in two processes of torch.distributed, and compares the gradient
-    that each rank's first step reads with that of one process: on equal shares of the same rows, in float64, without
-    dropout, from the same weights. Then it runs the ranks over the loop's own batches, each under a seed of its own,
-    and looks at their rows, weights, buffers, draws and files.
+    It calls the function with its knob ``ranks`` at 2, in two processes of torch.distributed. It compares the gradient
+    that each rank's first step reads with that of one process. Both get the same rows, in float64, without dropout,
+    from the same weights; each rank gets an equal share.
+
+    Then it runs the ranks over the loop's own batches, each under a seed of its own, and looks at their rows, weights,
+    buffers, draws and files.
 
 Why is this bad?
     A model that is never synchronised trains as many models as there are ranks, and the one of rank 0 is saved. A
@@ -15,19 +17,18 @@ How it decides
        waits in a collective which another never enters is ``one_rank_waits``. What torch raises for parameters without
        a gradient is ``unused_parameters``, or ``parameters_not_in_wrapper`` if they came after the wrapper.
     2. It compares the gradients of equal shares with those of one process (``ranks=1``), in float64 to 1e3 eps. With
-       ``accumulate``, windows of two micro-batches are compared too. Loops with equal updates pass. So do loops that
-       share out the model, or cut whole batches themselves, if they agree on all rows.
-    3. Where they differ, g_r is the gradient of rank r's rows in one process. Least squares write both gradients as
-       sums of w_r g_r (docs/how-it-decides.md#accumulation-as-weights). The weights give the cause by the table.
-    4. Of the launch in step 1 it compares weights, rows, draws, buffers and files. Samplers that cut different orders,
-       and a file that all ranks write, are faults. Equal draws, batch norms by rank, and an exchange in each
-       micro-batch are advice. So is what disappears under one seed.
-    5. Under torchrun the ranks of the script are watched, and nothing is run again. Weights must be equal where a
-       DistributedDataParallel holds them, or where all ranks read equal gradients in every step. Ranks that share out
-       rows and read their own gradients are ``never_synchronised``: advice if a file of the script could average
-       weights.
-    6. It skips where rows interact: another direction proves nothing, the same direction with another factor is advice.
-       It skips ranks that raise on shares or step unequally often, and weights averaged after steps.
+       ``accumulate``, it compares windows of two micro-batches too. Loops with equal updates pass. So do loops that
+       share out the model or cut whole batches, if they agree on all rows.
+    3. Where gradients differ, g_r is the gradient of rank r's rows in one process. Least squares write both gradients
+       as sums of w_r g_r (docs/how-it-decides.md#accumulation-as-weights). The weights give the cause.
+    4. Of step 1 it compares weights, rows, draws, buffers and files. Samplers that cut different orders, and a file
+       that all ranks write, are faults. Equal draws, batch norms by rank, and an exchange in each micro-batch are
+       advice. So is what disappears under one seed.
+    5. Under torchrun it watches the script's ranks and runs nothing again. Weights must be equal if a
+       DistributedDataParallel holds them, or if all ranks read equal gradients. Ranks that share out rows and read
+       their own gradients are ``never_synchronised``: advice if a file could average weights.
+    6. Where rows interact, the same direction with another factor is advice, and another direction a skip. Ranks that
+       raise on shares, and weights averaged after steps, are skipped.
 
     | weights, if one process has [.5, .5]; or what is seen | cause | advice if |
     |---|---|---|
