@@ -11,37 +11,35 @@ Why is this bad?
     tokens gives a token in a short sequence more weight than one in a long sequence. Both look like training.
 
 How it decides
-    The reference is the loop itself at ``accumulate=1``. In float64 both gradients agree to rounding. Where they
-    differ, each optimizer is judged alone:
+    1. The reference is the loop itself at ``accumulate=1``. Gradients must agree to rounding in float64. Equal weights
+       after the last step pass, whatever the gradients are.
+    2. g_i is the gradient of micro-batch i alone. Least squares write both gradients as sums of w_i g_i; the weights
+       name the cause (docs/how-it-decides.md#accumulation-as-weights). It skips the loop if more than 1e-9 of the whole
+       batch's gradient lies outside their span: then examples interact. Right loops leave at most 2e-15, others at
+       least 1e-3.
+    3. Without such a pattern, one thing at a time is left out between the micro-batches. If windows and one batch then
+       agree, it is the cause. Correct are statistics of each forward pass, and a scheduler called and built for
+       micro-batches.
+    4. Where the factor is 1/k, windows of k whole batches separate a loss divided twice from one divided by a constant,
+       which is a skip.
+    5. A loop without the knob that takes several batches a step is compared over windows in which every micro-batch is
+       the whole batch. Weights that follow the place are a fault, a mean of means is advice.
+    6. It skips batches whose axis of rows is unclear and that agree along the second.
 
-    1. A step before all micro-batches had their backward pass is counted.
-    2. g_i is the gradient of micro-batch i alone. Both gradients are written as sums of w_i g_i by least squares. The
-       weights w_i name the cause. [1, 1] against [.5, .5]: not divided. [0, .5]: the first micro-batch is cleared.
-       [.5, .5] against [.52, .48]: a mean of means. Where more than 1e-9 of the whole batch's gradient lies outside
-       the span of the g_i, examples interact and nothing is judged: on the loops of our tests separable losses leave
-       at most 2e-15 there, others at least 1e-3 (python scripts/span_residuals.py).
-    3. Otherwise one thing at a time is left out between the micro-batches of a window: what the loop writes to
-       gradients (a clip), to an average or target network, to weights, to a statistic, to the optimizer's options, and
-       hooks on parameters. If windows and one batch then agree to rounding, it is the cause.
-    4. If nothing explains the difference, it is advice that lists what was ruled out.
-
-    Equal weights after the last step are correct, whatever the gradients are: the learning rate is scaled to match, or
-    the optimizer gathers gradients. An optimizer that steps with each micro-batch's own gradient, next to one that
-    waits for the end of the window, is correct too. So is a scheduler that is called once a micro-batch and built for
-    as many calls, and a statistic that a layer keeps of each of its forward passes, as batch norms do. Learning rates
-    that differ at the same steps and do not change inside a window are advice: they may scale with it. Where the factor
-    is 1/k, windows of k whole batches separate a loss that is divided twice from one that is divided by a constant. A
-    factor of (n // k) k / n, with n examples in a batch, comes from a weight of n // k: advice.
-
-    A loss of which one term is a sum over examples and another a mean is found with or without the knob. With every
-    example twice one part of the gradient doubles and the other stays. Two examples must confirm it: one part is the
-    sum of theirs, the other the mean. It is a fault with the knob. Without it is advice: where all batches have one
-    size, the term's weight may be tuned for it.
-
-    A loop without the knob that takes several batches a step is compared with itself over windows in which every
-    micro-batch is the whole batch. This shows how micro-batches weigh against each other, and no common factor. Weights
-    that follow the place in the window are a fault, a mean of means is advice. ``smallest`` is the smallest composition
-    that Hypothesis finds to show the fault.
+    | seen, if one batch has [.5, .5] | cause | advice if |
+    |---|---|---|
+    | a step before all micro-batches, or the last weighs 0 | ``stepped_inside_window`` |  |
+    | [1, 1]; or one term of the loss does | ``loss_not_divided`` |  |
+    | [.25, .25] | ``divided_twice`` |  |
+    | [0, .5] | ``only_last_counts`` |  |
+    | [.5, .5], and one batch has [.52, .48] | ``mean_of_means`` | counts of targets do not explain it |
+    | a factor of (n // k) k / n | ``count_rounded_down`` | always |
+    | the second window holds terms of the first | ``carried_over`` |  |
+    | clips left out make them agree | ``clipped_inside_window`` |  |
+    | schedule, average or statistic moved once a step does | ``scheduled_inside_window`` and others |  |
+    | other writes to gradients or weights, or hooks, left out do | ``changed_inside_window`` |  |
+    | rows twice: one part of the gradient doubles, one stays | ``term_grows_with_rows`` | no knob |
+    | an uneven last window; other learning rates; none | ``last_window_lost``, ``update_differs`` | always |
 
 Faulty
     >>> for i, (x, y) in enumerate(batches, start=1):
@@ -60,11 +58,12 @@ Fixed
 Known limits
     Examples are taken along the first axis, or along ``batch_dim``. Where nothing in the batch says which axis it is,
     and windows agree once the batch is cut along the second, the check is skipped. It is skipped too where the loop
-    raises on part of a batch: ``split_batch`` says how the project splits one. Losses in which examples interact
-    (contrastive ones) and loops that draw with python's or numpy's generators are skipped. Batch norms use their
-    running statistics. An uneven last window is advice. An average that no run calls is looked at where
-    ``TrainLoop.model`` declares it. Without the knob, where a step takes one batch, the declared ``loss`` is looked at,
-    for a note.
+    raises on part of a batch: ``split_batch`` says how the project splits one.
+
+    Losses in which examples interact (contrastive ones) and loops that draw with python's or numpy's generators are
+    skipped. Batch norms use their running statistics. An uneven last window is advice. An average that no run calls is
+    looked at where ``TrainLoop.model`` declares it. Without the knob, where a step takes one batch, the declared
+    ``loss`` is looked at, for a note.
 
 References
     https://huggingface.co/blog/gradient_accumulation (mean of means over tokens)

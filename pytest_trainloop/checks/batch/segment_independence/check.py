@@ -1,46 +1,47 @@
 """Graphs, documents and episodes that share one axis of a batch do not meet.
 
 What it does
-    It reads which entries of the example batch belong to one graph, document or episode: from the number of the graph
-    of each node, offsets, borders, position ids that start again, flags of the last step. Then it makes one forward
-    pass in evaluation mode and takes the gradient of the outputs for one segment with respect to the data of the
-    others; it looks at the edges; and it puts the rewards of later episodes into another order and looks at what the
-    loss weighs earlier steps by. A document that is kept apart trains once alone and once behind others.
+    It reads which entries of the example batch belong to one graph, document or episode. Sources are graph numbers of
+    nodes, offsets, borders, position ids that start again, or flags of the last step.
+
+    Then it makes one forward pass in evaluation mode and takes the gradient of the outputs for one segment with respect
+    to the data of the others. It looks at the edges. It puts the rewards of later episodes into another order and looks
+    at what the loss weighs earlier steps by. A document that is kept separate trains once alone and once behind others.
 
 Why is this bad?
     A pooling without the vector that says which graph, edges without offsets, returns that run on into the next
     episode: shapes fit and the loss falls, while each example is judged by its neighbours in the batch.
 
 How it decides
-    The gradient of one segment's outputs with respect to the data of another is exactly 0 where they are kept apart,
-    without a tolerance. Where it is not, the step on one segment alone is a tape of calls, and the step on the batch
-    is compared with it call by call. A kind of call is the cause if nothing else of other segments comes in once its
-    results are those of the tape: a softmax, or a mean or another statistic, over the nodes of all graphs. This is a
-    fault, and so is a reshape into parts across the borders of graphs. Batch norms with running statistics keep
-    segments apart, those without are left alone. What else lets segments meet is advice, and a fault where
-    rows_interact=False or roles=Roles(segments=...) is declared: documents packed into one row may be meant to
-    see each other.
-    Where they do not, and targets are the next token, the target of a document's last token must not be the first one
-    of the next document: no output can tell it. And the gradient of a document behind others must be that of the
-    document alone (1e3 eps in float64, the loss of all other documents left out). If it is so once tables are read as
-    for the document alone, positions run on: advice, and a fault where rows_interact=False is declared.
-    A convolution over the borders of documents is a fault where attention in the same model keeps them apart.
+    1. The gradient of one segment's outputs with respect to another's data must be exactly 0, without a tolerance.
+    2. If it is not, the step on one segment alone is compared with the step on the batch, call by call. A kind of call
+       is the cause if nothing else of other segments comes in once its results are those of the segment alone. Losses
+       may join graphs, so there only a softmax, a reshape or a pooled statistic is named.
+    3. Numbers are judged by the data. Both ends of an edge must lie in one graph, and graphs in one axis never share a
+       number (docs/how-it-decides.md#segments-of-one-axis).
+    4. Documents that are separate train alone and behind others. The gradients must agree to 1e3 eps in float64, the
+       loss of the other documents left out.
+    5. Rewards of later episodes get another order. Weights of earlier steps must stay, or all get one factor and one
+       offset. What only one reading of the flags shows is not reported.
+    6. Declared means ``rows_interact=False`` or ``roles=Roles(segments=...)``: then advice of segments becomes a fault.
+       Segments found by values alone give advice.
+    7. It skips graphs that interact by other calls (declare ``rows_interact=``), numbers that nothing explains, and a
+       batch without segments.
 
-    Documents under names that are not known are found by their values: whole numbers for each token that are constant
-    within a document and count up by 1 at its end, or a mask of pairs of positions that keeps blocks of a row apart.
-    So are sets by a sorted vector of numbers from 0 and a tensor with one entry for each. Numbers that are embedded, or
-    are targets of a loss, are no such numbers, and documents that end at the same places in all rows are windows. What
-    is found so is advice, and a fault where rows_interact=False is declared. Other numbers that are the same for
-    several tokens in a row, and that nothing explains, are asked for.
-
-    Edges are judged by the data: both ends of each must lie in one graph. Where nodes are of several kinds nothing is
-    said. Numbers by which the model looks up nodes are judged in the same way: the edges of graphs that come in a list,
-    one node for each graph, places made of an adjacency's indices, the edges of one graph for several, sums by a number
-    of the document that begins again in each row. Graphs that follow each other in one axis never share a number.
-    The weight of a step in the loss must not depend on rewards of a later episode. These are put into another order,
-    which leaves every statistic over the rollout as it is, and weights of earlier steps that are all scaled by one
-    factor and shifted by one offset are standardised. Flags may mark the last step of an episode or the first of the
-    next: only what is wrong by both is reported. Rewards that are called intrinsic may run on.
+    | seen | cause | advice if |
+    |---|---|---|
+    | two tensors of the batch disagree on borders | ``borders_disagree`` |  |
+    | an edge joins two graphs, or numbers start at 0 in each | ``edges_across_graphs``, ``edges_not_offset`` |  |
+    | a number is looked up for two graphs or rows | ``numbers_shared`` |  |
+    | a reshape makes parts across the borders of graphs | ``cut_across_graphs`` |  |
+    | a softmax over the nodes of all graphs | ``softmax_over_graphs`` |  |
+    | a mean or statistic over the nodes of all graphs | ``pooled_over_graphs`` | of data without weights |
+    | a convolution, while attention keeps documents separate | ``convolution_across_documents`` |  |
+    | any other call | ``segments_interact`` | undeclared |
+    | a document's last target is the next one's first token | ``labels_across_documents`` | undeclared |
+    | the gradient agrees once tables are read as for one document | ``positions_run_on`` | undeclared |
+    | rewards of later episodes change earlier weights | ``returns_across_episodes`` | time limits, intrinsic |
+    | the target of a last step changes with the next observation | ``target_past_the_end`` | flags may be time limits |
 
 Faulty
     >>> class GraphNet(nn.Module):

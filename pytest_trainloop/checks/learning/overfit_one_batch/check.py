@@ -2,36 +2,40 @@
 
 What it does
     It runs the loop on one batch again and again, until its loss is halved. Where it is not, the same model, data and
-    loss are run with plain Adam in place of the loop's own steps, and once more with every row of the input the same.
+    loss are run with plain Adam in place of the loop's own steps. One more such run has equal rows of the input.
 
 Why is this bad?
     What cannot learn sixteen rows by heart will not learn a million. It takes seconds to see here, and days of curves
     that look merely slow elsewhere.
 
 How it decides
-    Batch i is run under seed i modulo 4, so that losses under one seed can be compared. The loop passes as soon as the
-    loss is half of what it was under each of the four; as soon as it went half of the way to where plain Adam comes to
-    (the better of two learning rates, 150 steps, from the same start); and, after 100 steps, if it still lowers its
-    loss by steps that change its weights: it is merely slow, as fine-tuning is. It fails by one of these observations.
-    The loss fell, and then it is NaN: the run is made again with every operation watched, and the first whose result is
-    not finite is named (a mean over no triplets, the logarithm of a probability that has come to 0). That is a fault,
-    as it is in ``finite``; a loop that leaves such a batch out backpropagates nothing there.
-    A clip leaves a hundredth of the gradient or less, the loss stands still, and higher learning rates learn the batch.
-    The learning rates of all steps add up to less than five at their peak, and held there they learn it. It stands
-    still, and without weight decay it learns. Every step finds the weights, bit for bit, where the first did: each
-    update is undone. Steps lead up the gradient. The learning rate is far too low or too high, as update_ratio says.
-    Plain Adam, too, stops above half of the first loss, at the very loss that it comes to when all rows of the input
-    are the same, and takes the same way there when every row stands in its neighbour's place: the model cannot use its
-    input. Curves alone are no fault: the loss of many a correct loop stands on a plateau for thousands of steps. A loss
-    is judged only where it is one. It must come again with its seed while no weight moves, and change by what its
-    gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
-    weights do not, and are skipped, as are loops with several losses for several optimizers. Option: ``steps`` (300 of
-    the loop's own at most): given, it declares in how many steps the batch is learned, and a loss that stands on a
-    plateau then is a fault, which is advice else. All searches end by steps and not by the clock, so that a busy
-    machine decides nothing: 150 of the faster plain Adam, 16 without any movement, 2 x 150 of both references, 2 x 24
-    and 2 x 150 to see whether the input is used, and 200 for each change that is tried (8 higher and 3 lower learning
-    rates, the rate held, another eps, no decay): 3,614 in all, and most of these runs end far earlier, at half of the
-    loss.
+    1. Batch i is run under seed i modulo 4. It passes as soon as the loss is half of what it was under each of the four
+       seeds.
+    2. It passes at half of the way to where plain Adam comes (the better of two learning rates, 150 steps). After 100
+       steps it passes if the loss still falls by steps that change its weights, and plain Adam halves it.
+    3. Otherwise one setting at a time is changed (docs/how-it-decides.md#one-fixed-batch). The first row of the table
+       that holds is reported. A curve alone is no fault.
+    4. The input is unused if plain Adam, too, stops above half of the first loss, at the loss of equal rows. It must
+       also go the same way with every row in its neighbour's place.
+    5. With ``steps`` given, at most 300, the project declares when the batch is learned: every row is a fault then.
+    6. It skips several losses for several optimizers, a ``fit`` that ends early, and a learning rate that still rises.
+       It skips a loss that does not repeat with its seed, or does not change as its gradients say (policy gradients,
+       moving targets).
+    7. All searches end by steps, not by the clock: 3,614 at most.
+
+    | first that holds | cause | advice if |
+    |---|---|---|
+    | the loss fell, then is NaN by an operation with finite inputs | ``nan_once_learned`` |  |
+    | an earlier check says why; the loss does not fall | ``not_learning`` |  |
+    | each step finds the weights of the first step, bit for bit | ``update_undone`` |  |
+    | step 4 | ``input_unused`` |  |
+    | the loop writes weights or gradients itself | ``learns_slowly`` | always |
+    | a clip leaves 1 % or less; higher learning rates learn it | ``gradients_clipped_away`` |  |
+    | without weight decay it learns | ``weight_decay_dominates`` |  |
+    | held at its peak, the learning rate learns it | ``lr_decays_too_early`` | all add up to 5 peaks or more |
+    | steps lead up the gradient, or the learning rate is 0 | ``not_learning`` |  |
+    | a usual eps, or a higher or lower learning rate, learns it | ``not_learning`` |  |
+    | none of these | ``learns_slowly`` | always |
 
 Faulty
     >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # meant for epochs

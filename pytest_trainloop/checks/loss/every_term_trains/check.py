@@ -10,30 +10,30 @@ Why is this bad?
     penalty, the auxiliary loss or the constraint that it represents is missing.
 
 How it decides
-    What is added without a history adds a constant: it trains nothing, whatever it is. Such a constant is a fault where
-    it moves with the weights that the loss trains: the first loss is computed again with these weights moved, the batch
-    and the draws the same, and no step taken. Silent are constants of the data or of another net (the real half of a
-    GAN's value), a value that is added in place of another's (x + (y - x).detach()), one that is trained by another
-    backward pass, and one of which a factor of the trained terms is made (responsibilities of a mixture, the choice of
-    examples in self-paced learning): such terms are at their optimum by another rule.
-    A term whose gradient goes only to weights that no step changes by it is a fault too, where it was cut off from the
-    weights that its backward pass does train: a detached picture in the discriminator, in the generator's step. Silent
-    are the real half of a critic's value, an optimizer that may step later, and weights that the loop moves by hand.
-    A term that compares two results of weights that nothing trains is a constant for ever: a fault where both sides
-    come from the same weights (a teacher with itself), else advice.
-    A number that was computed with a gradient and is in no loss of the run is a fault where a parameter that an
-    optimizer holds gets its gradient from nowhere else, and where the source shows that nothing can read a value of
-    that name. Read elsewhere it may be a measure: advice, for names of a loss or a penalty. Of the values that one name
-    takes in a loop, only the last may be backpropagated: a fault where the earlier ones were computed of other data.
-    A difference whose two sides are made by the same calls of the same tensors is 0 for every batch and all weights.
-    That is a fault where the loss would be another with another difference, at every turn of the line. Silent is one
-    that trains by its slope, since one side of it is detached (x + (y - y.detach()), a ratio of probabilities that is
-    1), and x - x in one line, which is a way to write 0. Values that are equal by their numbers alone, as two nets at
-    the start, are not one value.
-    An extreme that is taken of masked entries and gives the value of the mask in every row, where a hinge then cuts all
-    of it, is a fault: each row had entries of a finite size, which are never chosen.
-    A dict of terms and a dict of weights that have keys in common, where a term without a weight and a weight without a
-    term are of one thing, is a spelling.
+    1. It splits each loss into a sum of terms. Terms without a history are constants and train nothing
+       (docs/how-it-decides.md#terms-that-train-nothing).
+    2. It computes the first loss again with the trained weights moved, the batch and draws the same, and no step taken.
+       A constant that moves is a fault. If a watched run cannot be repeated it is advice.
+    3. Silent are constants of the data or of another net (the real half of a GAN's value), and a value added in place
+       of another's. Silent are also terms that another backward pass trains, and factors of trained terms
+       (responsibilities of a mixture).
+    4. A term whose gradient goes only to weights that no step changes by it is a fault, if it was cut off from weights
+       that its backward pass trains. Silent: an optimizer that may step later, and weights that the loop moves.
+    5. A number with a gradient that no backward pass reached is judged over the whole run.
+    6. Sides are equal if the same calls made them of the same tensors. Equal numbers alone prove nothing. Silent:
+       ``x - x`` in one line, and sides of which one is detached and that train by their slope.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | a constant, or a cut-off term, as in steps 2 and 4 | ``term_detached`` | not repeatable |
+    | a derivative without a graph is added and moves | ``penalty_off_graph`` | not repeatable |
+    | a derivative without a graph is added entry by entry | ``derivative_off_graph`` | always |
+    | a term compares results of weights that nothing trains | ``term_between_frozen`` | two nets |
+    | a lost number alone trains a parameter, or nothing can read its name | ``term_left_out`` | read elsewhere |
+    | of one name's values in a loop only the last counts; others had other data | ``term_overwritten`` |  |
+    | a difference is always 0, at every turn of the line, and should count | ``compared_with_itself`` |  |
+    | the extreme of masked entries is the mask's value in every row | ``fill_chosen`` |  |
+    | a term without a weight and a weight without a term name one thing | ``weight_of_another_name`` |  |
 
 Faulty
     >>> for x, y in batches:
@@ -55,9 +55,8 @@ Fixed
 
 Known limits
     The results of layers are each taken for a value of their own: a model called twice on the same rows is not seen to
-    be compared with itself. Penalties made of parameters alone are not looked into.
-    Terms inside compiled kernels and custom autograd functions are not split, and what is added within a product
-    or a root is no term.
+    be compared with itself. Penalties made of parameters alone are not looked into. Terms inside compiled kernels and
+    custom autograd functions are not split, and what is added within a product or a root is no term.
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad.html

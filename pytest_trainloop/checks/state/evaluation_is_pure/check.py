@@ -2,8 +2,10 @@
 
 What it does
     It runs ``fit`` twice on one loop, three optimizer steps each: once with ``evaluate()`` between the two calls, once
-    without. It compares the weights at the end. A third run calls ``evaluate()`` before the first step. Evaluations
-    that ``fit`` calls itself are taken out: two runs of ``fit`` are compared, one of which undoes what they change.
+    without. It compares the weights at the end. A third run calls ``evaluate()`` before the first step.
+
+    Evaluations that ``fit`` calls itself are taken out: two runs of ``fit`` are compared, one of which undoes what they
+    change.
 
 Why is this bad?
     An evaluation may leave averaged weights in the model, gradients in ``.grad``, batch norms in evaluation mode,
@@ -11,35 +13,33 @@ Why is this bad?
     then decides what is learned.
 
 How it decides
-    Evaluation may change what training does not use: histories, best weights, caches, generators that it draws from. So
-    the question is not what changed, but whether training comes out differently. Both runs have the same batches and
-    the same seeds after the cut. The check compares the weights that the second call of ``fit`` moves without
-    evaluation, up to rounding; bit for bit where a weight comes back rounded to a lower precision.
-    Where they differ, everything that differs right after ``evaluate()`` is put back: weights, gradients, buffers,
-    modes, attributes, optimizer state, data, switches of the process. If that restores training, all but one of them
-    are put back, one after another. What makes training differ alone is the cause. If nothing restores it, the check is
-    skipped.
-    Reseeding: where ``evaluate()`` leaves a global generator in one state, whatever it was before, runs with two
-    random states at the cut are compared. It is a fault where they train differently without evaluation and equally
-    with it. A seed of its own each time is advice; evaluation that only draws is nothing.
-    Dropout that acts in evaluation mode is a fault where its call leaves ``training=`` to the default or has no such
-    argument. It is advice where it is written out, or the same inputs come several times (samples).
-    Feedback: evaluation steers training on purpose where it sets what ``fit`` itself never changes, by the model's
-    score or with each call (a rate on a plateau, a curriculum, weights of classes): advice.
-    Inside fit: where evaluation changes modes, gradients or switches, and ``fit`` sets them again as it begins,
-    ``evaluate()`` is also called between two steps of one ``fit``. What differs only there is advice, but not a mode
-    that ``fit`` sets again later, at the start of an epoch.
-    Later: where evaluation changes a buffer that is no statistic of a norm, and training is the same after three steps,
-    both runs are made again with 18 steps before ``evaluate()`` and 6 after it.
-    Evaluations that ``fit`` calls: functions of the project in which every forward pass has gradients off and
-    evaluation mode on, of a model that trains elsewhere, with no backward pass and no step. Where there is none, such
-    forward passes are looked at one by one. As each returns, everything that it changed is put back, but for
-    generators; what it returns stays. Where training is another, one kind of change at a time is left.
-    Three things are a fault: a gradient that is cleared between a backward pass and its step, in the middle of a pass
-    over the batches; a buffer or an attribute of a module that a forward pass changes, in a function that training
-    calls too; weights of an average that are put in for these forward passes and stay.
-    Nothing is said where training depends on what the model computes there: samples, rollouts, pseudo labels, a score
-    that steers. Other weights inside the calls show that. With the knob ``accumulate`` the runs have windows of 4.
+    1. Both runs get the same batches and seeds after the cut. The weights that the second call of ``fit`` moves must
+       agree up to rounding; bit for bit if a weight comes back rounded to a lower precision. What training does not use
+       may change.
+    2. If they differ, everything that differs after ``evaluate()`` is put back. If that restores training, all but one
+       of them are put back, one after another. What alone makes training differ is the cause.
+    3. If evaluation changes modes, gradients or switches, ``evaluate()`` is also called between two steps of one
+       ``fit``. A difference only there is advice. A mode that ``fit`` sets again after steps is silent.
+    4. If evaluation changes a buffer that is no statistic of a norm, both runs are repeated with 18 steps before it and
+       6 after.
+    5. Inside ``fit``, an evaluation is a project function whose forward passes have gradients off and evaluation mode
+       on, without backward passes or steps. As it returns, everything that it changed is put back, except generators.
+       If training then differs, one kind of change at a time is left. Silent are samples, pseudo labels and scores that
+       steer: other weights inside the calls show that.
+    6. It skips a difference that nothing restores, and an evaluation that needs a missing file.
+
+    | what alone makes training differ | cause | advice if |
+    |---|---|---|
+    | weights (an optimizer stepped inside) | ``weights_left`` (``evaluation_trains``) |  |
+    | gradients; inside fit: cleared between backward and step | ``gradients_left``, ``window_cleared`` |  |
+    | buffers; modes | ``buffers_moved_by_evaluation``, ``mode_left`` |  |
+    | data; a switch of the process; other state | ``data_changed``, ``switch_left``, ``state_left`` |  |
+    | what ``fit`` never changes, set by a score or each call | ``feedback`` | always |
+    | training raises, and an inference tensor was kept | ``inference_tensor_kept`` |  |
+    | two random states train differently, and equally after it | ``reseeds`` | new seeds each time; nothing draws |
+    | dropout acts in evaluation mode | ``dropout_stays_on`` | ``training=`` written out; samples |
+    | nothing, but norm statistics or more hooks remain | ``norm_statistics_moved``, ``hooks_left`` | always |
+    | ``evaluate()`` raises after steps; before the first only | ``evaluation_raised`` | before the first step only |
 
 Faulty
     >>> def evaluate():
@@ -60,14 +60,17 @@ Fixed
 Known limits
     What ``evaluate`` returns is not compared. An evaluation that acts in its second call only (restoring best weights)
     is not seen. Streams that evaluation and training share cannot be put back: a skip. A ``fit`` that trains in its
-    first call only is judged between two of its steps. An evaluation inside ``fit`` that switches no module to
-    evaluation mode is not taken out; of one that is written out in a function that trains, its forward passes are.
-    Modes that an evaluation inside ``fit`` leaves are found by ``train_mode``.
-    Optimizer steps of the loop itself: 15 where nothing is found, 6 of them shared with ``resume_equivalence``; 12 more
-    where evaluation casts weights or sets switches, leaves gradients or modes, or runs inside ``fit``; 48 more where it
-    changes buffers. Where something is found: 6 to put all back, 6 for each thing that differs and 3 for its line: 21
-    to 50, in trainers of libraries up to 100. Evaluations that ``fit`` calls: 18, and 45 to 70 where they change
-    training.
+    first call only is judged between two of its steps.
+
+    An evaluation inside ``fit`` that switches no module to evaluation mode is not taken out. Of one that is written out
+    in a function that trains, its forward passes are taken out. Modes that an evaluation inside ``fit`` leaves are
+    found by ``train_mode``. With the knob ``accumulate`` the runs have windows of 4.
+
+    Optimizer steps of the loop itself: 15 where nothing is found, 6 of them shared with ``resume_equivalence``. It
+    makes 12 more where evaluation casts weights or sets switches, leaves gradients or modes, or runs inside ``fit``; 48
+    more where it changes buffers. Where something is found: 6 to put all back, 6 for each thing that differs and 3 for
+    its line. That is 21 to 50, in trainers of libraries up to 100. Evaluations that ``fit`` calls: 18, and 45 to 70
+    where they change training.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
