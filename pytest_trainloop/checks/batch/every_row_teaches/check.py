@@ -11,29 +11,31 @@ Why is this bad?
     is read and paid for in vain.
 
 How it decides
-    Rows left out: with any other rows in their place, losses, gradients and weights are the same, bit for bit, in
-    float64, with the loop's own random numbers and at moved weights. All torch calls up to the step are then compared.
-    Nothing is reported if rows end by their values (a mask, a clamp, a hardest example, a computed index), or are only
-    looked at without gradients (held out). It is a fault if rows of a batch of any size are left out, or all beyond a
-    constant number. Advice: too many rows for parts of one size, every other row, a constant share in front of the
-    model (the part of one process), rows that change the statistics of a batch norm only.
-    A class that costs a constant: on rows with 0 alone the loss is not 0, it is equal bit for bit at three states of
-    the weights, and every gradient is exactly 0. Each row costs the same before the reduction, more than 0 (a masked
-    row costs 0). Rows with 1 have gradients.
-    One input for two: the model makes two equal calls with one tensor of the batch, with gradients, and the same layers
-    follow both (different layers are two heads on one trunk). Nothing reads another tensor of that shape, dtype and
-    kind (no mask, no positions). With dropout it is advice: an input may pass twice for two views of it.
-    One target for all: the rows of a tensor differ, a constant index reads one row only, and that row meets a result of
-    the model with all rows in one call.
-    Flags as indices: whole numbers of the batch, one a row and never other than 0 and 1, index what has these rows, in
-    the loss of several steps. At least once a position that is pointed at points elsewhere: places of partners (the
-    anchor of each view) point at rows that point at themselves.
-    Weights cut to zero: an integer division or a cast makes some weights of classes 0 (picked by labels, or given as
-    ``weight=``), and they are not 0 with their fractions kept.
-    A loss that is always exactly 0, without any gradient, under five seeds: it is followed back to the call that made 0
-    of something else. A gradient must arrive with the clamp left out, the weights divided as fractions, or the target
-    moved. A clamp must also cut its input where all inputs are equal, so that no model could tell them apart: a correct
-    margin costs something there. All else (a reward of 0, a ramp that begins at 0) is a skip.
+    1. It first looks for a loss that is exactly 0, without any gradient, under five seeds. Whatever made 0 of something
+       else is left out. If a gradient then arrives, that is the cause. A clamp must also cut if all inputs are equal: a
+       correct margin costs something there. All other zero losses (a reward of 0, a ramp from 0) are skipped.
+    2. It puts another row in the place of the last row, then of the first. If losses, gradients and weights stay equal,
+       bit for bit, in float64, with the loop's own random numbers and at moved weights, the row is left out.
+    3. All torch calls up to the step are then compared. Silent are rows that end by their values (a mask, a clamp, a
+       hardest example, a computed index), and rows only looked at without gradients.
+    4. Constant indices, flags and weights are read from these calls (docs/how-it-decides.md#rows-that-teach-nothing).
+    5. It skips a batch whose rows may be positions (declare ``batch_dim=``), and loops that raise on its rows.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | without a clamp a gradient arrives | ``hinge_never_active`` |  |
+    | with fractions kept, weights made 0 by an integer division or cast are not 0 | ``weights_cut_to_zero`` |  |
+    | with the target moved a gradient arrives | ``compared_with_itself`` |  |
+    | the model makes two equal calls with one tensor; nothing reads a similar one | ``one_input_for_two`` | dropout |
+    | rows differ, one is read by a constant index and meets all outputs | ``one_target_for_all_rows`` |  |
+    | whole numbers, never other than 0 and 1, index rows in several steps | ``flags_as_indices`` |  |
+    | rows of label 0 alone have a constant loss above 0 and gradient 0 | ``class_costs_a_constant`` |  |
+    | rows are left out, in a batch of any size or beyond a number | ``rows_left_out`` | the next paragraph |
+
+    ``one_input_for_two`` needs one pair of layers after both calls, and no other tensor of that shape, dtype and kind.
+    ``rows_left_out`` is advice for a remainder of equal parts, every other row, a share cut in front of the model, and
+    rows that only change batch norm statistics. A constant class needs equal losses at three states of the weights,
+    each row above 0 before the reduction, and gradients for rows with 1.
 
 Faulty
     >>> for x, y in batches:

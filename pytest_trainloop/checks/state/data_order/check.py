@@ -10,30 +10,33 @@ Why is this bad?
     that each give the whole data set make an epoch twice as long. A shuffle that is the same in every epoch is none.
 
 How it decides
-    There are many right orders (with replacement, weighted, sorted by length, curricula, replay, streams without
-    end), so no order is called wrong for itself. A fault is what the stream contradicts in itself. Rows are compared
-    by their bits.
-    Labels come apart where all epochs hold the same rows and the same labels in other pairs. It is a fault if the
-    stream's own code stores a tensor of these inputs and one of these labels of the same length, and if the label is
-    the target of a loss function of torch that no prediction depends on. Else it is advice: captions in turn, unpaired
-    translation, times and classes that a model is conditioned on. A collate function separates labels where it gives
-    all rows and all labels of its items in other pairs; labels may be cut to the width of a row. Labels that are drawn
-    anew would seldom be as many of each kind: epochs and batches are read until that chance is below 1 in 1000. Labels
-    that are renamed entry by entry, or shifted, belong to their rows.
-    A shuffle is none where the same order comes in every epoch and was drawn for each. Where nothing is drawn the order
-    is the project's choice. A sampler that follows ``set_epoch`` is advice, since the project may call it outside of
-    ``fit``. It is a fault where ``fit`` trains two epochs of a loader in one order.
-    Workers duplicate where each row comes k times as often with k workers as with none. They share randomness where two
-    fetches of one item differ within a worker, and those of both workers are the same.
-    An item is changed in place where it is another one after further fetches of it, no other item is, and putting back
-    what the data set stores gives the first again. It is fetched under several random states, since a mask may be drawn
-    in each fetch. A counter of one entry and running statistics are no such case. What the fetches write must add up: a
-    cache keeps its first content, a buffer its last.
-    Weights are those of classes where a ``WeightedRandomSampler`` has as many as the data set stores different labels,
-    and draws other rows with one for each row.
-    One batch only is a fault where ``fit`` begins a ``DataLoader`` of several batches in one order again for each step.
-    Records share a tensor where all hold one object that was written in place once a record. A last batch raises where
-    ``fit`` raises on it and does not on full ones.
+    1. No order is wrong in itself: replacement, weights, curricula and replay are right. A fault is what the stream
+       contradicts in itself. Rows are compared by their bits.
+    2. An order is judged if all epochs hold the same rows. A shuffle is none if an order was drawn for each epoch and
+       all are equal. Without a draw the order is the project's choice.
+    3. Labels are judged if all epochs hold the same rows and labels in other pairs. It is a fault if the stream's own
+       code stores inputs and labels of one length, and the label is a torch loss's target that no prediction depends
+       on. A collate function separates labels if it gives all rows and all labels of its items in other pairs. Epochs
+       are read until new draws would explain that in less than 1 of 1000 cases. Labels renamed entry by entry, or
+       shifted, belong to their rows.
+    4. Items are fetched again, under several random states, and by workers. What fetches write must add up: a cache
+       keeps its first content, a buffer its last. Counters of one entry and running statistics are no fault.
+    5. It skips a single example batch without a DataLoader, and streams that cannot be read.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | labels have other pairs than stored or collated | ``labels_apart`` | not stored together, or no loss's target |
+    | every epoch has the same drawn order, or ``cycle()`` repeats it | ``shuffled_alike`` |  |
+    | the sampler follows ``set_epoch`` and nobody calls it | ``set_epoch_missing`` | ``fit`` trains no two epochs so |
+    | each row comes k times as often with k workers | ``workers_duplicate`` |  |
+    | both workers draw equal numbers, fetches in one differ | ``workers_share_randomness`` | only epochs are equal |
+    | putting back what is stored gives the first item again | ``changed_in_place`` |  |
+    | a weighted sampler has one weight for each label | ``weights_per_class`` |  |
+    | ``fit`` begins the loader again for each step | ``one_batch_only`` | only all batches are equal |
+    | all records hold one tensor, written in place each time | ``slots_share_tensor`` | a numpy array |
+    | ``fit`` raises on the last batch, and not on full ones | ``last_batch_raises`` |  |
+    | ``drop_last`` drops the only batch | ``no_batch`` |  |
+    | batches, labels, noise, rows or leaves repeat | ``batch_repeats`` and others | always |
 
 Faulty
     >>> x, y = torch.randn(64, 8), torch.arange(64) % 3
@@ -57,14 +60,16 @@ Fixed
 
 Known limits
     At most 400 batches and 4096 rows of an epoch are read; longer ones are judged by what was read of them. An order
-    that a generator of numpy's draws is seen only where the generator is made anew for it. Data that are made on
-    the fly never come twice: give the DataLoader itself. Collators that merge rows, leakage between splits, and what
-    labels mean are not judged. ``fit`` over its own loader is run for two epochs of at most 50 batches.
+    that a generator of numpy's draws is seen only where the generator is made again for it. Data that are made on the
+    fly never come twice: give the DataLoader itself.
 
-    Cost when green: no optimizer step of the loop; 2 where an epoch ends with a smaller batch; one further run (12
-    steps) where ``fit`` holds or makes loaders of its own, or fills a buffer that it samples from; two epochs of the
+    Collators that merge rows, leakage between splits, and what labels mean are not judged. ``fit`` over its own loader
+    is run for two epochs of at most 50 batches.
+
+    Cost when green: no optimizer step of the loop; 2 where an epoch ends with a smaller batch. One further run (12
+    steps) where ``fit`` holds or makes loaders of its own, or fills a buffer that it samples from. Two epochs of the
     loader (102 steps at most) where ``fit`` seeds torch and the loader shuffles. Red: the same, and 2 for the target of
-    labels that come apart. Under 0.1 s for small data, with workers 0.1 to 0.7 s.
+    labels in other pairs. Under 0.1 s for small data, with workers 0.1 to 0.7 s.
 
 References
     https://docs.pytorch.org/docs/stable/data.html

@@ -9,24 +9,29 @@ Why is this bad?
     error is raised, and the loss falls, since the rest of the model trains.
 
 How it decides
-    A fault needs all of: gradients other than zero that a step used, at a learning rate above zero, at least three
-    times; no change by user code in between (a projection, a restore); the same bits at the end. Then one of two.
-    Lost to rounding: float64 moves it, by less than half a ULP of its dtype at any learning rate that the schedule
-    leads to. In float32 that is advice: the learning rate is far too low, which is for update_ratio to judge. So it is
-    where the optimizer is not torch's own: it may keep what rounding takes (Kahan summation, stochastic rounding,
-    master weights); where copies of it show that it does, nothing is said. Left out: such an optimizer does not move it
-    by any means. Not in 156 steps from another start (it may stay at the bound of a projection), nor at 1e4 times the
-    learning rate (its steps may be kept elsewhere until they are large enough), while it moves others, or nothing moves
-    at all.
-    Held at zero: it starts at exactly 0 and stays there, under an optimizer that is not torch's. From starts of 1e-2
-    and 1e-5 the loop moves it by the same share of its own size: each step is as long as its norm (LARS, LAMB).
-    A projection and a proximal step come back to zero, and an ordinary step does not know the size.
-    Written to a copy: a parameter that got gradients in at least three backward passes and never changed, whoever
-    updates it, is run again with the same values in another layout: contiguous, or with its axes in reverse order. In
-    float64 it rests in its own layout and moves in the other one.
-    Entries are counted as well: one is lost if it never changed and half a ULP at its value is more than the largest
-    step on its tensor in float64. Half of all low-precision entries lost is a fault, whether a whole tensor stays or
-    not.
+    1. A fault needs three steps that used gradients other than zero at a learning rate above zero. User code changed
+       nothing in between (a projection, a restore), and the bits are equal at the end.
+    2. Then the first experiment of the table that holds names the cause
+       (docs/how-it-decides.md#whether-a-step-changes-a-parameter).
+    3. Rounding in float32 is advice: the learning rate is far too low, which ``update_ratio`` judges.
+    4. Zero as a start must be exact. Steps in proportion to the size (LARS, LAMB) never leave it; ordinary steps do not
+       know the size. The optimizer must not be torch's.
+    5. A copy needs gradients in three backward passes and no change, whoever updates the parameter. The other layout is
+       contiguous, or has its axes in reverse order.
+    6. An optimizer that does not update it must move other parameters, or none at all. The other start leaves the bound
+       of a projection.
+    7. Entries are counted too. An entry is lost if it never changed, and half a ULP at its value exceeds the largest
+       step on its tensor in float64. Half of all low-precision entries lost is a fault.
+    8. An optimizer that is not torch's may keep what rounding takes (Kahan summation, master weights): advice, or
+       silent if copies of it show that it does.
+    9. Parameters on which no loss depends are left out.
+
+    | experiment | cause | advice if |
+    |---|---|---|
+    | in float64 it rests in its own memory layout and moves in the other | ``written_to_a_copy`` |  |
+    | 156 steps from another start, and 1e4 times the learning rate, do not move it | ``not_updated`` |  |
+    | it starts and stays at 0; from 1e-2 and 1e-5 it moves by the same share of its size | ``stays_at_zero`` |  |
+    | float64 moves it, always by less than half a ULP of its dtype | ``lost_to_rounding`` | float32; not torch's |
 
 Faulty
     >>> model = Classifier().to(torch.bfloat16)

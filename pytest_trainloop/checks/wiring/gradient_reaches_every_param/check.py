@@ -1,8 +1,8 @@
 """A gradient reaches every parameter that an optimizer holds and the loss depends on.
 
 What it does
-    It records which gradients arrive at each held parameter over a watched run. Where none that is not zero ever does,
-    the loop is run again with that parameter moved: if what it backpropagates changes, the graph is cut, and a search
+    It records which gradients arrive at each held parameter over a watched run. Where none other than zero ever does,
+    the loop is run again with that parameter moved. If what it backpropagates changes, the graph is cut, and a search
     names the operation that cuts it.
 
 Why is this bad?
@@ -10,25 +10,36 @@ Why is this bad?
     the model keep its initial weights for ever, while the rest trains and the loss falls.
 
 How it decides
-    The loss depends on w, yet dL/dw is nothing at every point of training: code broke the chain rule. Dependence is
-    judged at the initial weights and at weights moved a little (behind a zero-initialised gate nothing depends at
-    first). No gradient and no dependence is no cut: an expert without tokens, another task's head, LoRA's A in its
-    first step, a teacher. Gradients that user code takes by ``torch.autograd.grad`` and assigns count as arrived.
-    A result that its module's parent drops is a fault. One that the model gives out beside others (a pooled state, the
-    head of another task) is one where the batch holds a target for it, a tensor of its shape and with a word of its
-    name that nothing reads. What takes no part is a fault where frozen= is given and does not name it, since all else
-    is then declared to train: of what no operation used at all (an expert, the head of another task) with batches= or
-    ``frozen=()``. Undeclared, both are advice. So is a module that ``model=`` names, that is never called and that no
-    loss depends on: a target network that the loop updates, or one that it does not touch at all (an average of weights
-    is updated and not called).
-    A zero gradient is a fault where one operation is shown to make it (with that operation passed through, the gradient
-    is there), or where the loss has a slope: central differences in float64 with two steps agree, and no hook of the
-    project's own is on the gradient. A flat loss is advice: a gate at zero, an expert without tokens. Where the loss
-    does not depend on the parameter at all, the first step is written down twice, with the parameter moved. A call
-    whose inputs change and whose result does not (a mask of zeros, a choice of other positions) leaves it out: advice,
-    and a fault where frozen= and batches= say that it must train. Advice is also a softmax
-    over one key, where the batch has no more (a memory that begins with one entry), and one number that its clamp
-    holds, in pretrained weights: it may have come there.
+    1. It takes each parameter that an optimizer holds and at which no gradient other than zero ever arrives. Gradients
+       that user code takes by ``torch.autograd.grad`` and assigns count as arrived.
+    2. It moves the parameter, at the initial weights and at weights moved a little. If what is backpropagated changes,
+       code broke the chain rule (docs/how-it-decides.md#whether-the-loss-depends-on-a-parameter). The operation is
+       named that lets a gradient arrive once it is passed through.
+    3. A missing gradient without dependence is no cut: an expert without tokens, another task's head, LoRA's A in its
+       first step, a teacher.
+    4. A zero gradient is a fault if one operation makes it: with the operation passed through, a gradient arrives. It
+       is a fault too if the loss has a slope, and no hook of the project is on the gradient. Then two central
+       differences in float64 agree. A flat loss is advice (a gate at zero).
+    5. A result that the model gives out is a fault if the batch holds an unread target for it. That is a tensor of its
+       shape, with a word of its name. If ``frozen=`` is given and does not name the parameter, it is a fault too.
+    6. Of what no operation used, ``frozen=`` declares this only with ``batches=`` or as ``frozen=()``. An expert or
+       another task's head may be used by other batches.
+    7. It skips a loop without a backward pass.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | the loss depends on it, and no gradient arrives | ``graph_cut``, ``no_grad_forward`` | it is a teacher |
+    | the same, behind a checkpoint | ``checkpoint_cut`` |  |
+    | an operation makes zeros, or the loss has a slope | ``gradient_vanished`` | softmax of one key; pretrained clamp |
+    | it makes a constant of everything, or zero times zero | ``dead_activation`` | softmax of one key |
+    | the loss is flat | ``gradient_vanished`` | always |
+    | a module's parent drops the result | ``parameter_unused`` |  |
+    | the model gives the result out | ``parameter_unused`` | step 5 does not hold |
+    | no operation used it, or a call's result does not change | ``parameter_unused`` | step 6 does not hold |
+    | a declared module is never called, and no loss depends on it | ``module_uncalled`` | always |
+    | weights of torch's layers are frozen, and ``frozen=`` does not name them | ``frozen_by_mistake`` |  |
+    | nothing requires grad | ``nothing_trainable`` |  |
+    | adapters are frozen, or train together with their base weights | ``adapters_frozen``, ``base_left_trainable`` |  |
 
 Faulty
     >>> def forward(self, x):

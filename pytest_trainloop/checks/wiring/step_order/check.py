@@ -1,9 +1,9 @@
 """zero_grad, backward, clipping and step come in an order in which each step uses just the gradients made for it.
 
 What it does
-    It follows every gradient through a watched run: what stood in ``.grad`` before each backward, what arrived, what
-    the innermost optimizer step read, and which call cleared it. Where the function has the knob ``accumulate``, a run
-    with windows of four micro-batches is judged as well.
+    It follows every gradient through a watched run: what was in ``.grad`` before each backward, what arrived, what the
+    innermost optimizer step read, and which call cleared it. Where the function has the knob ``accumulate``, a run with
+    windows of four micro-batches is judged as well.
 
 Why is this bad?
     A forgotten ``zero_grad()`` sums the gradients of all batches so far, a misplaced one throws away what backward
@@ -11,26 +11,35 @@ Why is this bad?
     model.
 
 How it decides
-    Only identities are faults. A step uses a residual that an earlier step has used already and that is still
-    bit-identical; steps find nothing although a backward pass produced something; in every accumulation window the
-    gradients of some micro-batches are cleared while those of the last are used. User code answers for gradients that
-    it assigns, except where one is assigned once and used by every step while backward passes bring others. Momentum
-    kept in ``.grad`` is scaled, not identical; SAM moves the weights between backward and zeroing; by-product
-    gradients of another network's parameters are cleared unused; batches skipped openly come in no regular windows.
-    A clip is a fault where none of its calls (two or more) clips a gradient that a step uses, and no other clip covers
-    what is stepped: before backward, after zeroing, handed gradients in place of parameters, an iterator that is used
-    up, the net of another optimizer or a copy of it; or where it takes one of two groups that differ in weight decay
-    only. What else it leaves out is advice: it may be meant. So is what a pass over the data leaves in ``.grad`` for
-    the next one, a fault with the project's own loader whose number of batches does not divide. Weights that are
-    pulled back to a point that never moves, so that they stay within four steps of it, cannot train.
-    A step that uses its own passes and one that another optimizer has stepped with already is advice: the gradients of
-    a generator's loss in the step of its discriminator, or an intended sum.
-    A loop trains nothing if 400 batches bring neither backward pass nor step. Weights or buffers that it changes itself
-    (closed forms, evolution), ``autograd.grad`` and tensors besides the model that get gradients excuse it.
-    An optimizer that steps a few times and then lets 64 backward passes (and 8 of its windows) go by has stopped. The
-    run is repeated from half and from twice the weights: where it stops after as many steps there, the losses did not
-    stop it, and it is a fault; else advice. With the knob ``accumulate``, 64 windows without a step are a fault for 1
-    and for 4 micro-batches, where the loop steps with its own value. The finding shows the condition of the step.
+    1. Only identities are faults (docs/how-it-decides.md#order-of-backward-zeroing-and-steps). User code answers for
+       gradients that it assigns, unless one assignment serves every step while backward passes bring others.
+    2. Silent are momentum kept in ``.grad`` (it is scaled), SAM (it moves weights before zeroing), gradients of another
+       network that are cleared unused, and openly skipped batches.
+    3. An optimizer has stopped if 64 backward passes, and 8 of its windows, pass without a step. The run is repeated
+       from half and twice the weights. If it stops after as many steps there, it is a fault: the losses did not stop
+       it. With the knob ``accumulate``, 64 windows without a step are a fault for 1 and 4 micro-batches.
+    4. A clip is useless if none of its calls (two or more) clips a gradient that a step uses, and no other clip covers
+       what is stepped.
+    5. A loop trains nothing (``nothing_trains``) if 400 batches bring neither backward pass nor step. Own changes of
+       weights or buffers, ``autograd.grad`` and trained tensors outside the model excuse it.
+    6. Gradients that an epoch leaves in ``.grad`` for the next are a fault if the project's own loader has a number of
+       batches that the windows do not divide.
+    7. It skips a loop whose weights change without backward passes and steps.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | a step uses a residual that an earlier step used, bit for bit | ``not_zeroed``, ``wrong_object_zeroed`` |  |
+    | one gradient is used twice, or an assigned one by every step | ``stepped_twice`` and others |  |
+    | steps find nothing, backward passes brought something | ``zeroed_before_step``, ``step_before_backward`` |  |
+    | steps without backward, or passes without step | ``backward_missing``, ``step_missing`` | step 3 is not shown |
+    | in every window some micro-batches are cleared | ``zeroed_inside_window`` |  |
+    | a clip or a scheduler is on the wrong side of its step | ``clip_after_step`` and another |  |
+    | a step uses passes that another optimizer stepped with | ``another_loss_kept`` | always |
+    | a clip is useless: too late, zeroed, another net | ``clips_nothing``, ``clips_another`` | a shared line |
+    | a clip takes one of two groups split by weight decay | ``clips_one_group`` |  |
+    | a clip leaves out other parts, or acts in a window | ``clip_leaves_out``, ``clip_inside_window`` | always |
+    | gradients are left after an epoch | ``leaks_into_next``, ``window_left_over`` | step 6 |
+    | weights are pulled back to a fixed point | ``step_taken_back`` | four steps away can be reached |
 
 Faulty
     >>> for x, y in batches:

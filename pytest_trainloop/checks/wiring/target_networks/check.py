@@ -11,29 +11,23 @@ Why is this bad?
     dropout gives another target for the same example at each call.
 
 How it decides
-    Copied into itself: all writes of a line take their values from the memory that they write to. Values that are put
-    back, which were taken before the weights changed last, are a fault at once; so are those of a line that took others
-    in an earlier step, which were kept until now. An update of a network is one if it does so in two steps. A network
-    that shares only some of its layers is none.
-    Average dropped: the average of each weight that trains and of one that never moves is computed in three steps or
-    more, no call of torch reads it, and nothing keeps it.
-    Average moves away: in three steps or more a tensor that no optimizer holds becomes itself and a multiple of
-    its difference from a weight that trains. Each such update multiplies that difference by a number above 1.
-    Anchor moves along: a penalty, or what is added to a gradient, holds the difference of a weight and of a tensor with
-    the same memory that was there before. Silent is ``w - w.detach()``, which has a slope.
-    Dropout in targets: no parameter of a network trains or moves, its results have no history, and nothing that is made
-    of them meets a weight that trains. Its passes are made again with dropout off, the draws after them the same: what
-    is backpropagated must change. Silent are a network on which train() was called by name, one that is given the same
-    rows several times (samples), and a copy of what trains that the code may bring up to date later.
-    Before ``fit`` dropout in passes without gradients is replaced by what it was given. With the same weights at the
-    start the loop must then backpropagate something else. It is a fault where the model that trains made the pass, else
-    advice.
-    An average that moves several times a step, with a backward pass in between, is advice.
-    Statistics left behind: after three updates of an average a batch norm of it is called in evaluation mode, inside
-    ``fit`` or in the declared ``evaluate``. Its statistics are, bit for bit, those that the network it follows began
-    with, and that one has left them. It is a fault where these are 0 and 1, as a batch norm is made. It is advice where
-    they are others, or where the file names ``update_bn``, which may be called behind the loop.
-    Silent are averages in training mode (momentum encoders), shared or copied buffers, and ``update_bn``.
+    1. ``copied_into_itself``: all writes of a line take values from the memory that they write to. Values put back that
+       were taken before the weights changed last are a fault at once. So are those of a line that took others in an
+       earlier step. Networks that share only some layers are silent.
+    2. ``average_dropped``: the average of each trained weight and of a resting one is computed in three steps. No call
+       of torch reads it, and nothing keeps it.
+    3. ``average_moves_away``: in three steps an average gets a multiple of its difference from a trained weight added.
+    4. ``anchor_moves_along``: a penalty, or what is added to a gradient, holds the difference of a weight and an older
+       tensor with its memory. ``w - w.detach()`` is silent.
+    5. ``dropout_in_targets``: nothing of a network trains or moves, its results have no history, and no trained weight
+       meets what is made of them. With dropout off and equal draws after it, what is backpropagated must change. Silent
+       are networks switched by a call of ``train()``, repeated rows (samples), and copies that may be updated later.
+    6. Passes before ``fit`` are tried in the same way: a fault if the trained model made them, else advice.
+    7. An average that moves several times a step, with backward passes between, is advice:
+       ``average_for_each_micro_batch``.
+    8. ``statistics_left_behind``: after three updates an average's batch norm is evaluated with the followed network's
+       first statistics, bit for bit. It is a fault if these are 0 and 1 and the file does not name ``update_bn``; else
+       advice. Silent are averages in training mode and shared buffers.
 
 Faulty
     >>> start = list(model.parameters())

@@ -1,31 +1,28 @@
 """Every pass reads the weights as they are, and the batch as it is.
 
 What it does
-    It notes in the first steps which weights the calls of torch are given, which parameters share their entries, which
-    are made inside a forward pass, and what later batches are computed with.
+    It notes in the first steps which weights the calls of torch are given, and which parameters share their entries. It
+    also notes which parameters are made inside a forward pass, and what later batches are computed with.
 
 Why is this bad?
     Gradients arrive, the optimizer moves the weights, and the loss is computed with others: with a copy that was taken
     once, with a layer that exists for one pass, or with the mask and the graph of the first batch. Nothing raises.
 
 How it decides
-    Read once: no call is given a weight, or a view of it, after the first step of its optimizer, though gradients go on
-    coming. Weights moved after that step must change nothing that is backpropagated, bit for bit: in 12 steps where
-    gradients arrive by backward passes; in 60 where they are assigned by hand (a copy that is brought up to date now
-    and then looks the same for a while), and weights moved before ``fit`` must change it then.
-    Tied by ``data``: two parameters in the optimizers have the same entries in memory. The loop is run in float64 with
-    one parameter in both places; where the losses of the first steps differ by more than rounding, the two are stepped
-    otherwise than one. (With plain SGD they are not: the two steps add up.)
-    Made anew: inside a call of the model a parameter is used that did not exist a step before, at the same line in each
-    step. Three things make it a fault: its entries are drawn, it is applied to what trained weights computed, and it
-    gets a gradient that is lost with it. A layer that augments the batch, a norm with its initial weights and a copy of
-    the net for an inner loop lack one of these: advice.
-    Kept from the first batch: a value made of the first batch alone meets two later batches row by row (a mask, a
-    product with an adjacency, an index), and the line that makes it does not run again. With another first batch it
-    must be another value; statistics over the rows, which no order of rows changes, are no such value.
-    Masters with other values: bfloat16 or float16 weights get the gradients, and float32 tensors of no module get the
-    steps. After the first step each weight is its master, rounded, bit for bit. Before it most entries of a weight
-    were more than one ULP away from its master: a checkpoint that was loaded after the masters were made is lost.
+    1. Read once: after the first step no call gets a weight or a view of it, though gradients go on. Weights moved then
+       must change nothing that is backpropagated, bit for bit. That takes 12 steps where backward passes bring
+       gradients. Where they are assigned by hand it takes 60, and weights moved before ``fit`` must change it.
+    2. Tied by ``data``: two parameters in the optimizers share their entries in memory. The loop is run in float64 with
+       one parameter in both places. It is a fault if the losses differ by more than rounding. With plain SGD they do
+       not: two steps add up.
+    3. Made in forward: a parameter is used that did not exist a step before, at one line in each step. It is a fault if
+       its entries are drawn, trained weights computed its input, and its gradient is lost with it; else advice.
+    4. Kept from the first batch: a value made of the first batch alone meets two later batches row by row, and its line
+       does not run again. With another first batch it must differ. Statistics that no order of rows changes are none.
+    5. Other masters: low-precision weights get the gradients, and float32 tensors of no module get the steps. After the
+       first step each weight is its master, rounded, bit for bit. Before it most entries were more than one ULP away: a
+       loaded checkpoint is lost.
+    6. It passes if none of these is seen (docs/how-it-decides.md#weights-and-batches-as-they-are).
 
 Faulty
     >>> joined = torch.cat([model.head.weight, model.head.bias[:, None]], 1)
