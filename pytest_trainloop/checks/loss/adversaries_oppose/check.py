@@ -1,10 +1,9 @@
 """Two networks that play against each other push the scores of what is made in opposite directions.
 
 What it does
-    Where two optimizers step, it looks for a module whose weights belong to one of them (a critic, a discriminator) and
-    which scores data as well as what the weights of the other one made. In one further run it notes in which direction
-    each step pushes these scores: the critic's own step on data, the critic's own step on what was made, and the
-    maker's step.
+    Where two optimizers step, it looks for a module whose weights belong to one of them (a critic, a discriminator). It
+    must score data, and what the weights of the other one made. One further run notes in which direction each step
+    pushes these scores: the critic's step on data, its step on what was made, and the maker's step.
 
 Why is this bad?
     A generator that is trained towards the label that its discriminator learns to give it gets worse with every step,
@@ -12,18 +11,25 @@ Why is this bad?
     what is made cannot distinguish the two.
 
 How it decides
-    By the sign of the gradient at the scores, never by a loss's value. In the further run a constant is added to the
-    scores, another one at each step, so that a direction which depends on the score is seen on both sides of its
-    target: least squares pushes a score of -3 up whether its target is 0 or 1, but not one of 0.5. It is a fault where
-    at every constant the maker's step pushes all scores of what it makes as the critic's own step does, while the
-    critic pushes those of data the other way. ``maximize`` turns a direction. Passes whose gradients both optimizers
-    step with say nothing of this, nor do classifiers that read both in the same way (auxiliary classes), as data is
-    then pushed the same way. A critic cannot tell where it pushes both the same way at every constant, and the maker
-    pushes the other way; or all three push one way. A batch whose labels are all one class looks the same: where a
-    tensor of the batch holds a single value, nothing is said. Where the critic sees data
-    together with what is made of it, the two may cooperate on purpose (an estimate of mutual information): advice.
-    Where the step of one side uses a pass of the other side's loss too, and that pass pushes the scores of what is made
-    against its own at every constant, its gradients were not cleared in between.
+    1. It judges the sign of the gradient at the scores, never the value of a loss
+       (docs/how-it-decides.md#two-networks-that-play-against-each-other).
+    2. In the further run a constant is added to the scores, another one at each step. So a direction that depends on
+       the score is seen on both sides of its target. Least squares pushes -3 up for a target of 0 or 1, but not 0.5.
+       ``maximize`` turns a direction.
+    3. Passes whose gradients both optimizers step with are left out. So are classifiers that both sides read in the
+       same way (auxiliary classes).
+    4. Nothing is said of a critic that cannot tell if a tensor of the batch holds a single value: one class of labels
+       looks the same.
+    5. It skips a loop in which no network scores what another trained network makes.
+
+    | at every constant | cause | advice if |
+    |---|---|---|
+    | maker and critic push what is made one way, the critic data the other | ``maker_helps_critic`` | below |
+    | the critic pushes both one way and the maker the other; or all three push one way | ``critic_cannot_tell`` |  |
+    | a pass of both sides opposes one side's own passes: gradients were not cleared | ``gradients_mixed`` |  |
+
+    ``maker_helps_critic`` is advice where the critic sees data together with what is made of it. The two may then
+    estimate mutual information together.
 
 Faulty
     >>> critic, critic_optimizer = model, optimizer

@@ -12,12 +12,15 @@ Why is this bad?
     entropy next to them respects. With an inverted mask only these places train.
 
 How it decides
-    A loss that leaves the places out is equal, to the last bit: its gradient does not change. Where the gradient
-    changes, each line that computes with the labels is tried alone. The first that changes it is named. If other labels
-    at all *other* places leave the gradient as it is there, the mask is inverted.
-    -100 and a declared ``ignore_index`` are promises. A -1 that is not declared may be mapped to a class on purpose
-    (uncertain findings as negatives): advice, and a fault only where the mask is inverted.
-    Labels that a decoder embeds are left as they are: they are inputs there.
+    1. The first step is repeated with labels of another class at the ignored places. Its gradient must not change, to
+       the last bit.
+    2. If it changes, each line that computes with the labels is tried alone. The first that changes it is named:
+       ``ignored_labels_count``.
+    3. If other labels at all *other* places leave the gradient as it is there, the mask is inverted:
+       ``only_ignored_labels_count``.
+    4. -100 and a declared ``ignore_index`` are promises. A -1 that is not declared may be mapped to a class on purpose
+       (uncertain findings as negatives). It is advice, and a fault only if the mask is inverted.
+    5. Labels that a decoder embeds are left as they are: they are inputs there.
 
 Faulty
     >>> batch = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([0, 1, -100, 2, -100, 1])

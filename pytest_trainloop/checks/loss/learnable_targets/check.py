@@ -9,24 +9,25 @@ Why is this bad?
     predicted, nor a value that its last function cannot give; a target that a cast has made 0 for every row teaches 0.
 
 How it decides
-    By what values were made of, and by data that contradict themselves; never by how the loss falls.
-    Noise: a target is the result of one draw of random numbers (or the difference of a draw and data), and of nothing
-    else: no batch, no weights, no sorting. The prediction depends on the batch and on trained weights, not on this draw
-    (with its numbers in another order the prediction is the same, bit for bit), but on another draw of the same shape:
-    the noise was drawn twice. Without another draw it is advice. A sum of data and a draw is silent: two noisy views of
-    one row look so.
-    Cut: a cast to whole numbers or an argmax makes the target; what it is given differs between rows, and what it
-    gives is one number, in all calls. An argmax over an axis of one entry can give nothing else.
-    Range: the last function before the comparison is a sigmoid, a tanh, a ReLU or the like, and targets of the batch
-    lie outside of what it can give. Where its best output is further from them than one constant number is, that is a
-    fault; where at least a quarter of them lie outside it is advice, since noise around the end of a range looks so.
-    Units: the mean of the targets, one constant for each output, is ten times nearer to them than the first outputs
-    are: advice. Where the targets of the batch are near the outputs (within three spreads), and a difference that the
-    loop itself divides takes them away, they were standardised before: a fault.
-    Contained: each column of a target of the batch is found in one input, entry by entry, which has other columns too,
-    and the prediction changes where these columns change rows: advice, since a task may be to copy.
-    Written in place: a function that computes a loss writes into a tensor of the batch that it was given, and what
-    comes after reads it. With the tensor put back when the function returns the loss that is backpropagated is another.
+    1. It judges by what values were made of and by data that contradict themselves, never by how the loss falls
+       (docs/how-it-decides.md#targets-that-can-be-learned).
+    2. Noise: a target is one draw of random numbers (or its difference to data) and of nothing else. The prediction
+       depends on the batch and on trained weights. With this draw's numbers in another order it stays the same, bit for
+       bit. A sum of data and a draw is silent: two noisy views look so.
+    3. Units are standardised twice if the batch's targets are near the outputs, within three spreads, and a difference
+       that the loop divides takes them away.
+    4. It passes if no comparison of a prediction and a target shows any row of the table.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | the prediction depends on another draw of that shape | ``target_is_other_draw`` |  |
+    | no draw reaches the prediction | ``noise_not_given`` | always |
+    | a cast or an argmax gives one number in all calls, of rows that differ | ``target_cut_to_one_value`` |  |
+    | a sigmoid, tanh or ReLU cannot reach it; a constant is nearer | ``target_out_of_reach`` | a quarter is out |
+    | step 3 | ``standardised_twice`` |  |
+    | the targets' mean is ten times nearer to them than the first outputs | ``target_in_other_units`` | always |
+    | each column of a target is in one input, and changes the outputs | ``input_contains_target`` | always |
+    | a loss function writes into the batch; put back, the loss differs | ``target_written_by_loss`` |  |
 
 Faulty
     >>> for x, y in batches:

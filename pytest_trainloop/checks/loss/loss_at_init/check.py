@@ -1,9 +1,9 @@
 """Before the first step the loss is at chance level.
 
 What it does
-    It records every call of a loss function of torch before the first optimizer step, and makes the same call with
-    an uninformed input: equal scores for all classes, even odds, zero or the mean of the targets. The loss of that
-    input is chance level.
+    It records every call of a loss function of torch before the first optimizer step. It makes the same call with an
+    uninformed input: equal scores for all classes, even odds, zero or the mean of the targets. The loss of that input
+    is chance level.
 
 Why is this bad?
     A net that begins far above chance is confident of wrong answers. The first thousand steps undo the effect of the
@@ -11,25 +11,26 @@ Why is this bad?
     enough to survive them is too low for the rest.
 
 How it decides
-    Chance comes from the call itself, so weights, smoothing, ignored labels, the number of negatives and the reduction
-    are the same in both calls. More than 10 times chance (10 times its root for squared errors) is a fault where it
-    comes from randomly initialised weights: the input of the loss must shrink by at least a third when the weights of
-    all layers are halved. Where it does not (a cosine with a fixed scale, a margin, a learned temperature) it is by
-    design, and advice. So is more than 3 times chance, and a high loss from pretrained weights, from torch's own tables
-    of embeddings (tied to the output, they have unit variance), or from inputs that are not of unit size. So are
-    outputs of at most unit size, as the usual initialisations (Glorot, He) give them: then not the weights are large,
-    but the targets are small. Targets that change with the weights (a target net, a codebook) are not judged. A loss
-    far below the entropy of the labels, by 5 standard errors of their mean and under five seeds, is advice: the input
-    may contain the labels.
-    ``expected_init_loss=`` is what the project expects of the first loss that it backpropagates, with or without its
-    constant factors (a loss scale, the number of micro-batches); half as much again, or as little, is a fault. Where 0
-    is expected, the mean over eight seeds is compared with it: ten standard errors, plus 1e3 eps of float32 for
-    rounding, are a fault.
-    A last layer's bias of one number, whose sign turned brings a binary loss below that of even odds, while as it is it
-    costs twice that or more, is a prior without its minus: a fault.
-    Of losses written by hand, chance is what the same calls give for zeros in place of the last layers' outputs. They
-    are at fault above ten times that (its root for losses that grow with the square) where weights are drawn wider than
-    any usual initialisation, and the loss comes down to three times once they have torch's own width.
+    1. Chance comes from the same call with an uninformed input. So weights, smoothing, ignored labels and the reduction
+       are equal in both calls.
+    2. Squared errors use the root of the factors in the table. Targets that change with the weights (a target net, a
+       codebook) are not judged.
+    3. ``expected_init_loss=`` replaces this. The first loss may have constant factors (a loss scale, the number of
+       micro-batches). Half as much again, or as little, is a fault.
+    4. Where 0 is expected, the mean over eight seeds must lie within ten standard errors, plus 1e3 eps of float32.
+    5. Losses written by hand are compared with the same calls on zeros. A fault needs ten times that, weights wider
+       than any usual initialisation, and three times or less with torch's own width.
+    6. It skips a loop without a loss whose chance level is known: declare ``expected_init_loss=``.
+
+    | first that holds | cause | advice if |
+    |---|---|---|
+    | the first loss is not as declared | ``not_as_declared`` |  |
+    | the bias's sign turned beats even odds; now it costs twice that | ``prior_inverted`` |  |
+    | over 3 times chance, and not with inputs of unit size | ``inputs_too_large`` | always |
+    | over 10 times chance; halved weights shrink the loss's input by a third | ``too_high`` | the next row holds |
+    | pretrained, torch's tables, outputs of unit size, or a fixed scale | ``above_chance`` | always |
+    | over 3 times chance | ``above_chance`` | always |
+    | 5 standard errors below the entropy of labels, under five seeds | ``below_chance`` | always |
 
 Faulty
     >>> for p in model.head.parameters():
@@ -40,8 +41,8 @@ Fixed
     ...     torch.nn.init.normal_(p, std=0.02)
 
 Known limits
-    Beside loss functions of ``torch.nn.functional`` (and the modules that call them), losses written by hand are judged
-    only where the loop calls no function of torch whose chance level is known.
+    Loss functions of ``torch.nn.functional`` are judged, also where a module calls them. Losses written by hand are
+    judged only where the loop calls no function of torch whose chance level is known.
 
 References
     https://karpathy.github.io/2019/04/25/recipe/

@@ -9,16 +9,23 @@ Why is this bad?
     the other terms move it. What the loop trains is not what is reported.
 
 How it decides
-    In float64, without dropout, both are functions of weights and batch. The gradient of the loss is written as a
-    weighted sum of the gradients of its parts, by least squares; what is left is below 1e-9, or the parts are not all.
-    The weights found are the diagnosis: 0 for a term that is left out, 0.1 for one that is declared at (1.0, value). A
-    term that is given without a weight may be a logged one, which the loop weights in its sum: a constant weight other
-    than 1 is advice, a weight of 0 or -1 a fault. A factor that all terms share (1/k under accumulation, the scale of a
-    scaler) is no fault, nor is a weight that moves from step to step (annealing, weights that are learned). A fault is
-    confirmed at further weights and batches, as many as there are parts and three more. A term that the value holds and
-    the gradient does not is detached.
-    Losses of one batch that are backpropagated one by one, or by rows, are added up first. Terms that are numbers
-    without a history are judged by their values alone.
+    1. In float64, without dropout, loss and parts are functions of weights and batch. Losses backpropagated one by one,
+       or by rows, are added up first.
+    2. Least squares write the gradient of the loss as a weighted sum of the gradients of its parts
+       (docs/how-it-decides.md#terms-that-add-up). What is left must be below 1e-9.
+    3. Further weights and batches must confirm a fault, as many as there are parts and three more.
+    4. A factor that all terms share (1/k, a scaler's scale) is no fault, nor is a weight that moves from step to step
+       (annealing).
+    5. Terms that are numbers without a history are judged by their values alone.
+
+    | weights found                                    | cause                    | advice if              |
+    |--------------------------------------------------|--------------------------|------------------------|
+    | more than 1e-9 is left                           | ``something_unreported`` |                        |
+    | 0                                                | ``part_left_out``        |                        |
+    | -1                                               | ``sign_differs``         |                        |
+    | 0.1 for one declared at (1.0, value)             | ``weight_differs``       | given without a weight |
+    | the value holds a term and the gradient does not | ``part_detached``        |                        |
+    | a part stays constant whatever the weights are   | ``part_constant``        | always                 |
 
 Faulty
     >>> centre = lambda model, batch: 0.01 * model(batch[0]).square().mean()

@@ -10,23 +10,28 @@ Why is this bad?
     them.
 
 How it decides
-    Only a move inside an optimizer's step, of a parameter that this optimizer holds, is the optimizer's doing: an
-    average, a target or a codebook that user code writes is not. A declared parameter that requires grad, gets
-    gradients and moves is still trainable. One that does not train and moves all the same was moved by weight decay if
-    the update runs along its own values, or if it stays in a run without weight decay; by an old gradient if what the
-    step reads is bit for bit an earlier one; else by momentum, where an earlier step used a gradient of it. One whose
-    gradient is set to zero before every step counts as frozen; a group of such with a larger decay of its own is to
-    shrink. A gradient that user code assigns is meant.
-    Running statistics are a fault where all weights of their norm are frozen and nobody writes these, and where the
-    norm belongs to what ``frozen=`` names, or was called within a model other parts of which train. Not so where only
-    norms are frozen, with no layer next to them, or where something that trains lies before the norm: these statistics
-    must follow. Other buffers are looked at only in what ``frozen=`` names.
-    A filter that is to freeze by names and matches none is advice. The names that ``named_parameters()`` hands out note
-    what they are asked (``in``, ``startswith``, ``endswith``, ``==``). A pattern that is true of none gets the answer
-    "yes" in a further build and step: for the names that it all but has (``embeddings.`` for ``bert.embeddings.``), or
-    for one, where nothing matches in that function. It is a filter of what is frozen where their parameters are frozen
-    then.
-    ``module.requires_grad = False`` is advice where its parameters are trained: nothing reads that attribute.
+    1. Only a move inside an optimizer's step, of a parameter that this optimizer holds, counts. Averages and codebooks
+       that user code writes do not.
+    2. A parameter whose gradient is set to zero before every step counts as frozen. A group of such parameters with a
+       larger decay of its own is to shrink. A gradient that user code assigns is intended.
+    3. Running statistics are a fault if all weights of their norm are frozen and nobody writes them. The norm must also
+       belong to what ``frozen=`` names, or run within a model whose other parts train.
+    4. Statistics are silent if only norms are frozen without a layer next to them, or if something that trains lies
+       before the norm.
+    5. Other buffers are judged only in what ``frozen=`` names.
+    6. Filters by name are tried. A pattern that no name of ``named_parameters()`` matches gets the answer "yes" in a
+       further build and step. It gets it for names that it nearly has (``embeddings.`` for ``bert.embeddings.``). It is
+       a filter if their parameters are frozen then.
+
+    | first that holds | cause | advice if |
+    |---|---|---|
+    | declared, requires grad, gets gradients and moves | ``still_trainable`` |  |
+    | the update runs along its own values, or ends without weight decay | ``weight_decay`` |  |
+    | the step reads, bit for bit, an earlier gradient | ``stale_gradient`` |  |
+    | an earlier step used a gradient of it | ``momentum`` |  |
+    | running statistics of a frozen norm change | ``statistics_drift`` | an undeclared net called on its own |
+    | a filter that freezes matches no name | ``freeze_matches_nothing`` | always |
+    | ``module.requires_grad = False``, and its parameters train | ``freeze_sets_an_attribute`` | always |
 
 Faulty
     >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data

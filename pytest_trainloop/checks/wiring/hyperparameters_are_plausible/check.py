@@ -9,13 +9,19 @@ Why is this bad?
     Torch takes each of them. The loop runs, and trains another model than the one that was written down.
 
 How it decides
-    Only values that no recipe uses are reported, and all as advice. eps of a norm is added to the variance: it is
-    1e-3 at most in published models, and is reported above 1e-2. Torch weighs the new batch by the momentum of a batch
-    norm, and Keras the old average: from 0.9 on the running statistics are those of the last batch. At 0 they never
-    change: reported where they are still 0 and 1, and not where a checkpoint has filled them (a freeze). Both need a
-    norm that keeps statistics and runs in training mode. A dropout with p=1 that runs in training mode passes nothing
-    on. A leaky ReLU with slope 1, as ``LeakyReLU(True)`` has it, is the identity. A momentum or dampening of SGD up to
-    0.01 beside no weight decay is that.
+    1. It builds the loop and compares options with the limits of the table. They lie outside of every published recipe.
+    2. Every finding is advice.
+    3. Norms count only if they keep statistics and run in training mode.
+    4. Torch's momentum weighs the new batch, Keras' the old average.
+
+    | seen | cause |
+    |---|---|
+    | eps of a norm, which is added to the variance, is above 1e-2 (recipes: at most 1e-3) | ``norm_eps_too_large`` |
+    | momentum of a batch norm is 0.9 or more | ``statistics_of_the_last_batch`` |
+    | it is 0, and statistics are still 0 and 1 (a checkpoint would have filled them) | ``statistics_never_move`` |
+    | a dropout with p=1 runs in training mode | ``dropout_passes_nothing`` |
+    | a leaky ReLU has slope 1, as ``LeakyReLU(True)`` | ``leaky_relu_is_the_identity`` |
+    | SGD has momentum or dampening up to 0.01 and no weight decay | ``weight_decay_given_as_momentum`` |
 
 Faulty
     >>> model = Classifier()

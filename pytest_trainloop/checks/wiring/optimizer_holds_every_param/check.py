@@ -8,19 +8,27 @@ Why is this bad?
     nothing were wrong: the loss falls a little, through the rest or not at all, and nothing is raised.
 
 How it decides
-    An optimizer counts from when it is built, also before its first step.
-    A parameter is missing iff it requires grad, a gradient that is not zero arrived at it, no optimizer holds it and
-    nothing else moved it. Not missing: what ``frozen=`` names; what is kept in eval mode while the rest trains (a fixed
-    perceptual net); targets that follow by an average; parameters that user code steps; a network that is called by
-    itself and had the values of trained parameters at some moment, bit for bit: a target network, an old policy, a
-    reference, however rarely the loop brings it up to date. A part of a model that is such a copy is advice, unless
-    frozen= is given, and so is a network that was loaded from a state dict as a whole (a teacher); layers of one list
-    are no copies of each other. Tensors that an optimizer holds beyond the model (a learned temperature, an image that
-    is optimised) are fine as long as gradients reach them. Where only such train (an image, a latent code) the model is
-    advice, unless frozen= is given, which does not name it, or user code assigned their gradients: then they are master
-    weights, and somebody must write them back.
-    Replaced in forward: a parameter that the optimizer holds is in no module any more, no gradient reaches it, and one
-    of its name and shape, first met inside of a forward pass, gets gradients and is in no optimizer.
+    1. An optimizer counts from when it is built, also before its first step.
+    2. A parameter is missing if it requires grad, a gradient other than zero arrived, no optimizer holds it, and
+       nothing else moved it.
+    3. Not missing are: what ``frozen=`` names, what stays in eval mode while the rest trains (a fixed perceptual net),
+       averages, and parameters that user code steps. So is a network called on its own that once had the values of
+       trained parameters, bit for bit (a target network, an old policy). Layers of one list are no copies of each
+       other.
+    4. Without ``frozen=``, four cases are advice. A part of a model is a copy of trained parameters. A network was
+       loaded from a state dict as a whole (a teacher). The network is not declared as the model, and others are. Only
+       tensors outside the model train (an image, a latent code), unless user code assigned their gradients: then they
+       are master weights.
+    5. It skips a loop without a torch optimizer, or without a backward pass.
+
+    | seen                                                                 | cause                       |
+    |----------------------------------------------------------------------|-----------------------------|
+    | no optimizer was given the parameter                                 | ``not_in_optimizer``        |
+    | the same, while an optimizer holds tensors that get no gradient      | ``swapped_after_optimizer`` |
+    | the same, and nothing that any optimizer holds gets one              | ``stale_copy``              |
+    | the same, met in forward, under the name of one that left its module | ``replaced_in_forward``     |
+    | a missing parameter is in no module                                  | ``not_registered``          |
+    | one parameter is held twice                                          | ``held_twice``              |
 
 Faulty
     >>> model = Classifier()

@@ -10,19 +10,25 @@ Why is this bad?
     mode measures noise and writes the validation data into the batch norms' statistics.
 
 How it decides
-    A training pass has gradients on, and its model's parameters are stepped. Modules in evaluation mode there are a
-    fault where the mode makes a difference: with those modules switched, the loop backpropagates something else. Norms
-    that stay in evaluation mode while their model trains are meant. So is any part that is switched by a call on that
-    part alone, or by a ``train()`` that the model defines, with no evaluation in between, the rest of a model of which
-    code puts parts back into training mode, and any part that runs in both modes for one loss. A model that makes its
-    own training data in evaluation mode (rollouts) is advice.
-    An evaluation inside ``fit`` is a forward pass in training mode that no backward pass follows. A number must be made
-    of its result, but no loss that trains: with other results in its place the loop backpropagates the same. Rollouts,
-    pseudo-labels, teachers and refreshed statistics are none. Results taken out of torch row by row count where the
-    same inputs are evaluated each time. In evaluation mode the first result must be another one: with the same values
-    nothing is said. It is advice where evaluation mode returns another structure (losses in training mode, boxes in the
-    other), or where neither dropout nor a norm of torch's was active. The same inputs several times in a row are
-    samples, for which dropout is wanted.
+    1. A training pass has gradients on, and its model's parameters are stepped. A module in evaluation mode there is a
+       fault if switching it changes what the loop backpropagates.
+    2. Silent are norms that stay in evaluation mode while their model trains, and a part that a call on that part
+       switches. So are a part that the model's own ``train()`` switches without an evaluation in between, and a part
+       that runs in both modes for one loss. If code puts parts back into training mode, the rest of the model is silent
+       too. A model that makes its own training data in evaluation mode (rollouts) is advice.
+    3. An evaluation inside ``fit`` is a forward pass in training mode that no backward pass follows. A number is made
+       of its result, or results leave torch row by row for the same inputs each time.
+    4. With other results in its place the loop must backpropagate the same. Otherwise it is a rollout, a pseudo-label
+       or a teacher.
+    5. In evaluation mode its first result must differ. Equal inputs several times in a row are samples: silent.
+    6. It skips a loop in which no module acts by mode.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | training passes run in evaluation mode from the start | ``trained_in_eval`` | rollouts |
+    | they do so after an evaluation | ``eval_left_on`` |  |
+    | an evaluation runs in training mode | ``evaluated_in_train`` | other structure; no dropout or norm |
+    | dropout acts in evaluation mode | ``dropout_stays_on`` | ``training=`` written out; samples |
 
 Faulty
     >>> for x, y in batches:
