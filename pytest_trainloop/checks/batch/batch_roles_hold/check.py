@@ -11,29 +11,27 @@ Why is this bad?
     falls, and the model learns from padding or from another graph.
 
 How it decides
-    ``roles=Roles(...)`` declares what a tensor is. A declared role is a promise, so that breaking it is a fault.
-    Gradients are compared to rounding (1e3 eps), weights and seeds are equal, and dropout is off.
+    1. ``roles=Roles(...)`` is a promise, so breaking it is a fault. Gradients are compared to 1e3 eps, with equal
+       weights and seeds and without dropout.
+    2. A declared tensor must change the gradient. Weights get factors of their own, since a common factor may be
+       normalised away. Masks lose a place in the middle of each row, since a causal model never reads the last key. A
+       tensor without effect is tried once more over two steps with its own random numbers.
+    3. Places that a declared mask, lengths or ``Padding(pad_id=...)`` leave out get other values from the same row. The
+       gradient must not change. A mask or lengths without effect are advice, and only if no such place can be tried: a
+       causal model padded on the right needs no mask.
+    4. The first place behind a row's end may end the text. It is left out, unless the last real ids are equal in all
+       rows. Then it must not be a target. A convolution may read it.
+    5. Ids are left if the loop may recognise padding by them: it compares with the id, or an embedding has it as
+       ``padding_idx``.
+    6. A graph is kept if three steps agree. The second step is equal with the first batch's graph; it changes with
+       another first graph; a first step on the second batch depends on its graph.
 
-    - A declared tensor must change the gradient. Weights get factors of their own, since a common factor is invisible
-      where weights are normalised. Masks lose a place in the middle of each row, since a causal model never reads the
-      last key. Only where every edit leaves the gradient as it is, the tensor has no effect. That is a fault of
-      weights, graphs and inputs. A mask or lengths without effect are advice, and only where it cannot be seen whether
-      what they leave out counts: a causal model that is padded on the right needs no mask.
-    - Where a declared mask or declared lengths leave places out, all tensors with an entry for each row and position
-      get other values there, taken from the same row. If the gradient changes, these places count. The same holds where
-      ``padding=Padding(pad_id=...)`` is declared, the id stands exactly at these places, and a mask or lengths say so.
-    - It is advice for floating-point values that are all 0 there, as a convolution pads with 0. It is advice where a
-      tensor may have the shape of the mask by chance: no single value stands at these places alone.
-    - The first place behind the end of a row may be trained as the end of the text. It is left as it is, unless the
-      last real ids are equal in all rows. Then it must not be a target: with the targets of the unchanged batch the
-      gradient is equal. A convolution may read it.
-    - A tensor without effect is tried once more over two steps, with random numbers as they are drawn: a condition may
-      be dropped at random, and a weight may count from the second step on.
-    - Ids are left as they are where the loop may tell padding by the id itself: it compares with it, or an embedding
-      has it as padding_idx.
-    - A graph is kept if three steps agree: the second step is the same with the graph of the first batch in the second
-      one; it changes with another graph in the first one, with weights put back; and a first step on the second batch
-      depends on its graph. This is a fault without a declaration.
+    | seen | cause | advice if |
+    |---|---|---|
+    | no edit of a declared tensor changes the gradient | ``role_without_effect`` | step 3 |
+    | every place is left out | ``nothing_counts`` |  |
+    | values at left out places change the gradient | ``left_out_places_count`` | zeros; a shape by chance |
+    | the graph of the first batch is kept (no declaration needed) | ``first_value_kept`` |  |
 
 Faulty
     >>> batch = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([0, 1, 2, 0, 1, 2]), torch.linspace(0.2, 1, 6)

@@ -2,7 +2,7 @@
 
 What it does
     Where the targets of a loss are the inputs of later positions, it makes one forward pass in training mode and one in
-    evaluation mode, and takes the gradient of outputs at single positions with respect to what came in at each.
+    evaluation mode. It takes the gradient of outputs at single positions with respect to what came in at each.
 
 Why is this bad?
     A language model without its causal mask, or with one that is off by one, copies the answer: its loss falls faster
@@ -10,15 +10,27 @@ Why is this bad?
     meaningless.
 
 How it decides
-    The loss call shows that the model predicts the next input: its targets are, bit for bit, the inputs one position
-    ahead (or a few) at all positions that count, and at no other offset; a sequence that is only rotated (its last
-    target is the first input) is another task. The position of an output is followed back through views, transposes and
-    slices to the layer that made it. Then the gradient of output t with respect to input t + 1 must be exactly 0:
-    masked softmax weights are exact zeros, and so are products with them. Only behind a Fourier transform, which
-    separates positions up to rounding, 1e3 machine epsilons of the largest gradient count as nothing. Positions whose
-    target is ignored are left out (a prefix may see itself).
-    The operation to blame is found by its own gradient, from its inputs to its outputs, and confirmed: without it
-    nothing leaks. Otherwise it is the first whose result depends on later inputs.
+    1. The loss call shows the task: its targets are, bit for bit, the inputs one to four positions ahead, at all
+       positions that count and at no other offset. A sequence that is only rotated is another task.
+    2. An output's position is followed back through views, transposes and slices to the layer that made it.
+    3. The gradient of output t with respect to input t + 1 must be exactly 0: masked softmax weights are exact zeros.
+       Behind a Fourier transform 1e3 eps of the largest gradient count as 0
+       (docs/how-it-decides.md#rows-and-positions-by-exact-gradients).
+    4. Positions whose target is ignored are left out: a prefix may see itself.
+    5. Each operation is judged by its own gradient. It is the cause if nothing leaks without it.
+    6. A leak in evaluation mode alone is advice unless the loop evaluates. A leak is advice too if outputs of another
+       loss do not see the answer (Tacotron 2).
+
+    | operation                                                    | cause                                  |
+    |--------------------------------------------------------------|----------------------------------------|
+    | an attention weights later keys                              | ``causal_mask_missing``                |
+    | it weights the next key only; later keys and no earlier ones | ``mask_off_by_one``, ``mask_inverted`` |
+    | a softmax sums later keys that the product leaves out        | ``masked_after_softmax``               |
+    | a softmax sums over the queries                              | ``softmax_over_queries``               |
+    | a view, where a transpose does not leak                      | ``view_mixes_positions``               |
+    | a recurrent layer; a convolution; a statistic                | ``bidirectional_layer`` and others     |
+    | nothing leaks in training mode                               | ``mask_missing_in_eval``               |
+    | none of these                                                | ``sees_the_future``                    |
 
 Faulty
     >>> class Language(nn.Module):
@@ -53,10 +65,9 @@ Fixed
     >>> batch = text[:, :-1], text[:, 1:]
 
 Known limits
-    Cross entropies and distances of torch are looked at; where the scores come from no one layer, or targets are no
+    Cross entropies and distances of torch are looked at. Where the scores come from no one layer, or targets are no
     inputs (a delay, differences), nothing is judged. What leaks without a gradient (a running mean, an argmax) is not
-    seen. A leak in evaluation mode alone is advice unless the loop evaluates: a model may then decode step by step. So
-    is one where outputs of another loss do not see the answer (a net that smooths a given output, as in Tacotron 2).
+    seen.
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html

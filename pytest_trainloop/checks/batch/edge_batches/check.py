@@ -1,10 +1,10 @@
 """One row, a row without labels, the loader's last batch: the loop takes what an epoch ends with.
 
 What it does
-    It runs the loop for two steps on each batch that may end an epoch, made from the example batch: one row alone; the
-    last batch of the project's ``DataLoader``, if it is smaller; a row in which nothing counts (all labels ignored, a
-    mask of zeros); a row of length one, cut to its length; a row that ends in the declared padding. No values are
-    invented: a batch that cannot be made from the project's own rows is not tried.
+    It runs the loop for two steps on each batch that may end an epoch. These are made from the example batch: one row
+    alone, and the last batch of the project's ``DataLoader``, if it is smaller. There is a row in which nothing counts
+    (all labels ignored, a mask of zeros). There is a row of length one, cut to its length, and a row that ends in the
+    declared padding. No values are invented: a batch that cannot be made from the project's own rows is not tried.
 
 Why is this bad?
     Such a batch comes once in an epoch, hours after the start. ``squeeze()`` then removes the row axis too: outputs of
@@ -12,19 +12,23 @@ Why is this bad?
     makes every weight NaN.
 
 How it decides
-    Many correct loops raise on one row or make NaN of it (batch norm, contrastive losses, a standard deviation over
-    rows), since their loaders never give one. It is a fault in two cases. The project's own ``DataLoader`` ends an
-    epoch with such a batch, and the loop raises or its weights become NaN. Or one row was meant to work: it is run
-    again with ``squeeze`` removing only what it removes from a full batch, the loop goes through, and in float64 the
-    gradient of two rows is the sum or a mean of the gradients of each row (see accumulation_equivalence).
-    ``drop_last`` gives no such batch, nor does a quasi-Newton method, which gets all data. It is advice if the loader's
-    last batch has more rows, or if the loop raises on one row and no loader is given.
-    A row in which nothing counts must exist in the example batch. NaN weights are a fault if such a row can be a batch:
-    the loader may leave any one row, or nothing counts in a quarter of the rows and ``accumulate`` splits them. Length
-    one is tried if such a row exists and the project's batches differ in width. It is a fault if the loader may leave
-    any one row. Both are advice otherwise.
-    A padding id beyond the table is a fault if the loop raises ``IndexError`` on it. What a loop does on purpose (a
-    batch that it skips, an ``assert``, an exception of its own) is correct.
+    1. Many correct loops raise on one row, or make NaN of it: their loaders never give one. So a fault needs the
+       project's own loader, or proof that one row should work.
+    2. ``drop_last`` gives no such batch, nor does a quasi-Newton method, which gets all data.
+    3. One row should work if it goes through once ``squeeze`` removes only what it removes from a full batch. In
+       float64 the gradient of two rows must also be the sum or a mean of each row's.
+    4. A row in which nothing counts can be a batch if the loader may leave any one row. It can be one too if it fills a
+       quarter of the rows and ``accumulate`` splits them.
+    5. Correct is what a loop does on purpose: a skipped batch, an ``assert``, an exception of its own.
+    6. It skips a loop that raises on one row if no loader is given and nothing else is found.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | step 3 | ``row_axis_squeezed`` | the last batch has more rows; no loader |
+    | the loader's last batch makes the loop raise, or weights NaN | ``leftover_batch`` |  |
+    | a row in which nothing counts makes weights NaN | ``nan_when_all_ignored`` | no batch; only the loss is NaN |
+    | a row of length one does, and batches differ in width | ``nan_at_length_one`` | the loader leaves no single row |
+    | a padding id beyond the table raises ``IndexError`` | ``index_out_of_table`` |  |
 
 Faulty
     >>> class Net(nn.Linear):

@@ -9,28 +9,25 @@ Why is this bad?
     of the labels, and its loss falls as far as that goes.
 
 How it decides
-    Seeds, weights and all other tensors are the same, so results are equal bit for bit or they depend on what was
-    replaced. Weights are moved a little first: nothing passes a layer that starts at zero.
+    1. Seeds, weights and all other tensors are equal. So results are equal bit for bit, or they depend on what was
+       replaced. Weights are moved a little first: nothing passes a layer that starts at zero.
+    2. Outputs are compared as long as the weights are equal. A discriminator may read the batch after the generator's
+       first step.
+    3. Not judged are a model called without the batch (an optimised picture), and one without weight matrices (a
+       baseline).
+    4. If a loop makes its own data, the inputs of its models take the place of the batch.
+    5. A single tensor without effect needs a second observation to be a fault. A trainable layer that takes such inputs
+       never runs. Or other values behind a mask (by its name, or of 0 and 1) change the loss. Or the project declares
+       it: ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. A declared tensor need not reach a
+       model.
+    6. It skips a batch whose rows are all equal.
 
-    It is a fault if no output of any model depends on the batch, although rows differ, and some tensor of the batch
-    changes no loss either. Outputs are compared as long as the weights are the same: a discriminator may read the batch
-    after a first step of the generator, which does not. A model that is called without the batch (a picture that is
-    optimised, equations at fixed points) is not judged, nor is one without weight matrices: it is a baseline.
-
-    A single tensor that a model is called with and nothing depends on is advice. Models are called with whole batches
-    that hold row ids, edge features or times of day, and need a part of them. It is a fault if a second observation
-    says that the tensor should be used: a trainable layer that takes such inputs never runs; other values behind a mask
-    (by its name, or of 0 and 1) change the loss; or the project declares it, as in
-    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. A declared tensor need not reach a model.
-
-    A tensor that no model is called with is advice if no call of torch is given it and its name is that of a part of a
-    loss: ``advantages``, and ``done`` where a next state is read.
-
-    A floating input of three or more dimensions that varies by less than a hundredth of its mean is advice where the
-    model's first outputs differ by less than a twentieth of their size between rows.
-
-    If a loop makes its own data (an environment, a ``get_batch()`` inside ``fit``), the inputs of its models take the
-    place of the batch.
+    | seen | cause | advice if |
+    |---|---|---|
+    | no output depends on the batch, and some tensor changes no loss | ``inputs_ignored`` |  |
+    | nothing depends on one tensor that a model is called with | ``input_ignored`` | step 5 does not hold |
+    | nothing reads ``advantages``, or ``done`` with a next state | ``input_ignored`` | step 5 does not hold |
+    | a float input of 3 or more axes varies under 1 %, outputs under 5 % | ``inputs_hardly_vary`` | always |
 
 Faulty
     >>> def forward(self, x):

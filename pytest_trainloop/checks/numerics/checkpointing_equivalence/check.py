@@ -1,7 +1,7 @@
 """Activation checkpointing changes what a step costs, and not its gradients.
 
 What it does
-    It runs the loop as it is, and with every checkpoint of torch's turned into a plain call of the same function, and
+    It runs the loop as it is, and with every checkpoint of torch's turned into a plain call of the same function. It
     compares the losses and the gradients that arrive: in float64, under one seed, from the same weights. With a knob
     ``checkpoint`` it compares both ways of the knob as well.
 
@@ -11,18 +11,23 @@ Why is this bad?
     gradient gives none to the parameters inside it. Nothing is raised, and the loss still falls.
 
 How it decides
-    Both runs make the same operations, so that their gradients agree to rounding. Where they do not, one thing at a
-    time is put right: checkpoints that no gradient can flow through become plain calls; then the states of all
-    generators (torch's, python's, numpy's, those that the loop creates) are restored for each recomputation. What makes
-    the gradients agree is the cause. Where nothing does, every call of torch under a checkpoint is compared with the
-    same call in the recomputation; where all of them agree, re-entrant checkpoints are replaced by others. Calls are
-    compared as well where torch refuses the plain ones because a tensor was changed before its backward pass: a
-    checkpoint hides that. The knob's other way is compared without dropout, since it may draw in another order.
-    Buffers that end with other values are advice: a batch norm that moves by its momentum twice a step forgets faster,
-    and some libraries leave it so (torchvision's memory-efficient DenseNet). They are a fault where a knob
-    ``checkpoint`` declares that checkpointing changes nothing. Nothing is said of a momentum of 1 - sqrt(1 - m) for an
-    m of at most two digits, which is made for two updates, nor of counts of batches where momentum is not None: torch
-    reads them for cumulative averages alone, and these come to the same.
+    1. Both runs make the same operations, so gradients must agree to rounding.
+    2. If they do not, one thing at a time is put right. What makes them agree is the cause.
+    3. If nothing does, every call of torch under a checkpoint is compared with the same call in the recomputation.
+       Calls are compared too if torch refuses the plain ones because a tensor was changed before its backward pass.
+    4. The knob's other way is compared without dropout, since it may draw in another order.
+    5. Buffers may end with other values. Silent are a momentum of 1 - sqrt(1 - m), with an m of two digits at most, and
+       counts of batches where momentum is not None.
+    6. It skips a loop without checkpoints and without the knob.
+
+    | first that holds | cause | advice if |
+    |---|---|---|
+    | checkpoints that no gradient can flow through, as plain calls | ``inputs_need_grad`` |  |
+    | states of all generators restored for the recomputation | ``rng_not_preserved`` |  |
+    | re-entrant checkpoints replaced by others | ``side_result_cut`` |  |
+    | a call differs in the recomputation | ``state_changed`` |  |
+    | the first forward pass differs | ``other_computation`` |  |
+    | only buffers end with other values | ``statistics_updated_twice`` | no knob ``checkpoint`` |
 
 Faulty
     >>> from torch.utils.checkpoint import checkpoint

@@ -10,15 +10,23 @@ Why is this bad?
     without the batch, and nobody knows how many batches were lost.
 
 How it decides
-    There are five kinds of fault. A trainable weight is not finite before the first step. Weights that were finite
-    before training are not after it. No loss that was backpropagated was finite, and nothing trained; or every batch is
-    skipped because no loss is finite, and no step is ever made. A loss, or a gradient, that is not finite is made
-    finite by an operation (``nan_to_num``, ``where``, an assignment) and a step is made all the same.
-    Loops that skip such a batch openly (no backward pass, or no step) are right, and so is a loss scaler that skips a
-    step. Infinities written as literals, as in masks, are intended, and so is what softmax makes of them.
-    The operation named is the first whose result is not finite while all its inputs are: in the forward pass, or, where
-    that is finite throughout, in the backward pass. Where a step leaves weights non-finite from finite gradients before
-    any operation does, that step is named. Where gradients had grown a hundredfold before, that is the cause.
+    1. It looks at weights before and after the watched run, at backpropagated losses, and at gradients that steps read.
+    2. If something is not finite, or the loop tests for that, the run is repeated with every operation watched. The
+       first operation is named whose result is not finite while all its inputs are.
+    3. Loops that skip such a batch openly (no backward pass, or no step) pass. So do loss scalers that skip a step,
+       infinities written as literals (masks), and what softmax makes of them.
+    4. A loop that skips every batch, because no loss is finite, is a fault.
+    5. A run that is only watched cannot be repeated. It skips what it cannot explain there.
+
+    | first that holds                                                      | cause                   |
+    |-----------------------------------------------------------------------|-------------------------|
+    | a trainable weight is not finite before the first step                | ``nonfinite_parameter`` |
+    | gradients had grown a hundredfold before                              | ``gradients_explode``   |
+    | a step leaves weights non-finite from finite gradients                | ``weights_lost``        |
+    | an operation makes such a loss or gradient finite, and a step is made | ``nonfinite_masked``    |
+    | an operation makes it in the forward pass                             | ``made_in_forward``     |
+    | forward is finite throughout, and an operation makes it in backward   | ``made_in_backward``    |
+    | the batch holds it                                                    | ``nonfinite_input``     |
 
 Faulty
     >>> start = [p.detach().clone() for p in model.parameters()]

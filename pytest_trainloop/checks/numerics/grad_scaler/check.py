@@ -1,9 +1,9 @@
 """Gradients reach the optimizer without the loss scale, and the scale settles.
 
 What it does
-    It follows the calls of every gradient scaler (``torch.amp.GradScaler`` and its subclasses) over a watched run:
-    which scale each loss got, where it was divided out again, which steps were skipped. A second and a third run, up to
-    the first step only, are made with the scale halved.
+    It follows the calls of every gradient scaler (``torch.amp.GradScaler`` and its subclasses) over a watched run. It
+    notes which scale each loss got, where it was divided out again, and which steps were skipped. A second and a third
+    run, up to the first step only, are made with the scale halved.
 
 Why is this bad?
     A gradient that keeps the loss scale is 65536 times too long, and clipping cuts that much too hard. Adam divides the
@@ -11,24 +11,29 @@ Why is this bad?
     without end skips more and more steps, and then every gradient underflows: the loss stands still and nothing raises.
 
 How it decides
-    A scaler that is disabled as the loop is run is judged in a further run: in float16 by the knob ``precision``, and
-    on the device that the loop is on (torch disables a scaler for CUDA on a CPU).
-    The gradient that a step reads must not depend on the loss scale. Halving a scale is exact in floating point, so the
-    gradient is the same bit for bit in both runs. Where it is not, three scales s, s/2 and s/4 separate a part that
-    grows with the scale (never unscaled: its differences halve) from one that falls with it (never scaled: they
-    double). Nothing else has these proportions, and scales that user code divides out leave no part of either kind.
-    A gradient that changes otherwise may have underflowed: it is asked again with every autocast block switched off,
-    where halving the scale changes no bit. What is left by then (2^-7 of the gradient or more) is a scaled gradient
-    that was used as if it were not: in a penalty on its norm, or in a step along it.
-    Of several scalers one alone is halved: a gradient that follows it is scaled by one and unscaled by another.
-    An update between a backward pass and its step is tested: with a scale that grows at this update, the gradient that
-    the step reads is half of what it is with a constant scale.
-    A scale that falls by 2^10 after the first step, or 24 skips in a row with no step at all, are only a suspicion:
-    large gradients do that as well. They are a fault where steps are skipped as often with the scale at 2^-24, at which
-    no gradient up to 1e12 overflows: what is not finite then does not depend on the scale. Where no loss is finite,
-    that is a fault for ``finite``, and where gradients have grown a hundredfold before, one of the learning rate
-    (``overfit_one_batch``). The first skips, while the scale is found, are as they should be.
-    What torch itself refuses (a second unscale_, a second update) is attributed to the two lines that clash.
+    1. A scaler that is disabled in the watched run is judged in a further run, in float16 by the knob ``precision``.
+    2. What the order of calls shows comes first. What torch refuses is attributed to the two lines that clash.
+    3. Halving a scale is exact, so gradients must be equal, bit for bit. Otherwise three scales s, s/2 and s/4 separate
+       a part that grows with the scale from one that falls with it (docs/how-it-decides.md#the-loss-scale).
+    4. A gradient that changes otherwise may have underflowed. It is asked again with every autocast block switched off.
+       What is left then, 2^-7 of the gradient or more, is a scaled gradient used as if it were not.
+    5. A scale that falls by 2^10, or 24 skips in a row, are only a suspicion. It is a fault if steps are skipped as
+       often at 2^-24, at which no gradient up to 1e12 overflows.
+    6. Losses that are never finite belong to ``finite``, and exploding gradients to the learning rate. It skips a loop
+       without a scaler.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | steps and no update | ``update_missing`` | scaler disabled |
+    | a second update, or a second ``unscale_`` | ``update_twice``, ``unscaled_twice`` |  |
+    | a backward pass after ``unscale_`` | ``unscaled_inside_window`` |  |
+    | a clip of scaled gradients | ``clip_before_unscale`` | scaler disabled |
+    | differences halve with the scale; they double | ``not_unscaled``, ``not_scaled`` |  |
+    | a scale that grows at an update halves the gradient read | ``update_between`` |  |
+    | of several scalers, one alone halved changes it | ``another_scaler`` |  |
+    | step 4 | ``scale_in_loss`` |  |
+    | each scaler makes one step only | ``scaler_recreated`` | fewer than half skipped |
+    | step 5 | ``scale_collapsed`` |  |
 
 Faulty
     >>> scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)

@@ -2,25 +2,30 @@
 
 What it does
     It copies a few entries of parameters, gradients and state at the first steps, and repeats these steps on the
-    copies: by every variant (for-loop, foreach, fused), in the dtype of the parameters and in float64, and on gradients
-    of zero.
+    copies. It repeats them by every variant (for-loop, foreach, fused), in the dtype of the parameters and in float64,
+    and on gradients of zero.
 
 Why is this bad?
     Adam divides by sqrt(v) + eps. In float16 eps = 1e-8 is 0, and so is v for gradients below 5e-3: the step is
     infinite. With the two betas swapped v decays faster than m, and steps grow where gradients vanish.
 
 How it decides
-    eps: a fault where a step leaves an entry non-finite, its second moment is 0, eps is 0 in the dtype of that, and
-    parameter and gradient were finite before. An eps that is 0 in its dtype and did no harm so far is advice. A fused
-    or capturable step adds eps in another way and is not judged.
-    Betas: without a gradient a step scales as (b1 / sqrt(b2))^k, so that b1 must be below sqrt(b2) (Reddi et al.).
-    Where it is not, copies are stepped without gradients 300 times. A fault needs one of these steps to be 10 times the
-    last one with a gradient, and b1^2 / sqrt(b2) >= 1, against Adam's own theorem; a step that grows less is advice.
-    With amsgrad nothing is reported.
-    The step count: in bfloat16 it stops at 256, in float16 at 2048.
-    Variants: in float64 from the same values, the for-loop step is the reference. A step rounds at most some thirty
-    times; a variant with an error above 32 eps of parameter and update is named. It is a fault where the loop uses the
-    fused step, its error is half the update or more, and the for-loop is right in the same dtype; else advice.
+    1. It repeats the first steps on copies of a few entries. Optimizers with step hooks of their own are not judged.
+    2. eps: a step leaves an entry non-finite, its second moment is 0, eps is 0 in its dtype, and parameter and gradient
+       were finite. A fused or capturable step adds eps in another way and is not judged.
+    3. Betas: without a gradient a step scales as (b1 / sqrt(b2))^k, so b1 must be below sqrt(b2) (Reddi and others).
+       Otherwise copies are stepped without gradients 300 times. With amsgrad nothing is reported.
+    4. Variants: the for-loop step in float64 is the reference. A step rounds some thirty times at most. A variant is
+       named if its error is above 32 eps of parameter and update.
+    5. It skips a loop without an optimizer step.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | step 2, with an eps that is not 0 in float64 | ``eps_underflows`` | no harm so far |
+    | step 2, with eps = 0 | ``eps_missing`` |  |
+    | the step count stops: at 256 in bfloat16, at 2048 in float16 | ``step_count_saturates`` |  |
+    | a step is 10 times the last one with a gradient, and b1^2 / sqrt(b2) >= 1 | ``betas_swapped`` | it grows less |
+    | the fused step is wrong by half the update, the for-loop right | ``variants_differ`` | other errors; not used |
 
 Faulty
     >>> model = Classifier()
@@ -32,7 +37,7 @@ Fixed
 
 Known limits
     Adadelta, Rprop, Adafactor, Muon, LBFGS and SparseAdam, optimizers of a project's own, and those with step hooks of
-    their own are not judged; nor are sparse gradients, and steps in which a gradient scaler takes part. Of a tensor the
+    their own are not judged. Nor are sparse gradients, and steps in which a gradient scaler takes part. Of a tensor the
     first 4096 entries are copied.
 
 References

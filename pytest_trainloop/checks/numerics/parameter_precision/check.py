@@ -3,8 +3,8 @@
 What it does
     It repeats each of the first 12 steps on low-precision weights in float64, from the same values, gradients and
     state, and counts the updates that moved nothing. An optimizer whose steps cannot be repeated entry by entry is
-    copied, and the copy makes many steps on the same gradient. Averages of weights that are kept in low precision are
-    judged as well.
+    copied, and the copy makes many steps on one gradient. Averages of weights that are kept in low precision are judged
+    as well.
 
 Why is this bad?
     bfloat16 has 8 significant bits: next to 0.1 lie 0.1001 and 0.0996. An update of 1e-4 is rounded away there, and so
@@ -12,24 +12,26 @@ Why is this bad?
     0.999 in bfloat16 never moves at all.
 
 How it decides
-    An update of an entry is lost if float64 moves the entry and its bits stay as they were. Updates are counted at the
-    largest size that they reach: at the learning rate that a warm-up leads to, and with all the momentum still to build
-    up; where a learning rate still rises to an unknown value, nothing is reported. Entries whose gradient is zero in a
-    step do not count. A fault needs one of two: more than half of all updates of such weights are lost, by number and
-    by summed size alike; or 99 % of those of a tensor on which the loss depends. The summed size is that of what is
-    missing in all: some updates are rounded up, and go farther than they should. From 10 % on it is advice: some are
-    lost at any learning rate. Tensors that are moved by anything but optimizers are not judged.
-    An optimizer of unknown arithmetic may keep what rounding takes (Kahan summation, stochastic rounding, master
-    weights). It is compared with a copy of itself that computes in float32, both on one gradient over and over, until
-    float32 has gone four ULPs: an optimizer that keeps or draws has moved the weight by then, and an entry with the
-    same bits is lost.
-    Master weights are at fault if each step finds them with the values of their low-precision copies, which are what
-    the step before left in them, rounded: whatever is below half a ULP is gone by then.
-    An average is at fault where most of its entries keep their bits, float64 moves it by a <- a + w (p - a) with some
-    trained weight p, exactly, and w is so small that they rest until p is as far away as a is large. A running value
-    that is held elsewhere (a dict of shadow weights, a buffer of statistics, a copy of the model) is at fault where it
-    keeps its bits and float64 moves it at every step, by this rule or another. Begun an eighth of its size away, with
-    the same ULP, it must still be there 60 steps later: one that is copied from a better average comes back.
+    1. An update of an entry is lost if float64 moves the entry and its bits stay. Updates are counted at the largest
+       size that they reach: at the end of a warm-up and with full momentum. If a learning rate rises to an unknown
+       value, nothing is reported. Entries with gradient zero do not count.
+    2. An optimizer of unknown arithmetic may keep what rounding takes (Kahan summation, stochastic rounding, master
+       weights). It is compared with a float32 copy of itself, both on one gradient, until float32 has gone four ULPs.
+       An entry with unchanged bits is lost.
+    3. An average must move in float64 by a <- a + w (p - a) with some trained weight p. It is lost if w is so small
+       that most entries rest until p is as far away as a is large.
+    4. A running value held elsewhere (a dict of shadow weights) must keep its bits while float64 moves it at every
+       step. Begun an eighth of its size away, it must still be there 60 steps later.
+    5. Tensors that anything but optimizers moves are not judged, nor tensors on which no loss depends. It skips a loop
+       without bfloat16 or float16.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | over half of all updates are lost, by number and by summed size | ``updates_lost`` |  |
+    | 99 % of a tensor's updates are lost | ``updates_lost`` |  |
+    | each step finds master weights with the values of their low-precision copies | ``updates_lost`` |  |
+    | 10 % or more are lost | ``updates_lost_in_part`` | always |
+    | steps 3 and 4 | ``average_lost`` |  |
 
 Faulty
     >>> model = Classifier()
@@ -45,8 +47,8 @@ Fixed
 Known limits
     Optimizers with step hooks of their own, LBFGS and others that need a closure, and tensors that need more than 256
     steps to go four ULPs are not judged. Of large tensors up to 128 entries are read. An average is seen where its
-    module is given as a model of the loop, and where the loop's functions hold it between steps; not where it is a
-    local variable of fit.
+    module is given as a model of the loop, and where the loop's functions hold it between steps. It is not seen where
+    it is a local variable of fit.
 
 References
     https://arxiv.org/abs/1710.03740 (Micikevicius et al., Mixed Precision Training, section 3.1: master weights)
