@@ -1,24 +1,34 @@
 """The loop makes the steps that were recorded before a refactor.
 
 What it does
-    It runs the loop for 24 optimizer steps, in float64 and in its own precision, and compares data, weights, outputs of
-    modules, losses, gradients, learning rates and updates with the baseline, a file that ``pytest --trainloop
-    --trainloop-update-new`` writes beside the test. A check alone never writes it.
+    It runs the loop for 24 optimizer steps, in float64 and in its own precision. It compares data, weights, outputs of
+    modules, losses, gradients, learning rates and updates with the baseline. That is a file which
+    ``pytest --trainloop --trainloop-update-new`` writes next to the test. A check alone never writes it.
 
 Why is this bad?
     A refactor that is meant to keep the mathematics and does not is found weeks later, as a run that is a little worse
     than the one before: an eps in a norm, a decayed bias, a mean that became a sum.
 
 How it decides
-    The gradients that a step reads, learning rates, and the weights and buffers after the step are compared in float64.
-    If they agree to rounding, the loop passes. The bound of each place is 1e3 times the difference that one unit in the
-    last place of the weights makes there. A place that such a change moves by any amount (the bias before a batch norm)
-    decides nothing, so another machine, thread count or version of torch passes. If they differ, the finding names the
-    first step and the first place in it: batch, output of a module, loss, gradient, learning rate, update. Tensors are
-    the same if they begin with the same values: renamed, moved, transposed, joined or split ones are a note. What
-    changed besides the numbers (a parameter that is in no optimizer, an option of a group, a call, a scheduler) is the
-    cause if it can make the first difference. The loop's own precision is compared on the environment of the baseline
-    only: dtypes, and the gradient of the first step.
+    1. Gradients that a step reads, learning rates, and weights and buffers after the step are compared in float64. If
+       they agree to rounding, the loop passes.
+    2. The bound of each place is 1e3 times the difference that one unit in the last place of the weights makes there
+       (docs/how-it-decides.md#a-baseline). A place that such a change moves by any amount (the bias before a batch
+       norm) decides nothing. So another machine, thread count or version of torch passes.
+    3. Otherwise the finding names the first step and the first place in it: batch, output of a module, loss, gradient,
+       learning rate, update.
+    4. Tensors are one if they begin with the same values. Renamed, moved, transposed, joined or split ones are a note.
+    5. The loop's own precision is compared on the environment of the baseline only: dtypes, and the gradient of the
+       first step.
+    6. It skips a run that is not comparable with its baseline.
+
+    | first that holds                                                                 | cause                      |
+    |----------------------------------------------------------------------------------|----------------------------|
+    | the weights differ before the first step                                         | ``initial_weights_differ`` |
+    | a parameter, option, call or scheduler differs and can make the first difference | ``setup_differs``          |
+    | nothing of the setup explains the first difference                               | ``steps_differ``           |
+    | float64 agrees, the loop's own precision does not                                | ``precision_differs``      |
+    | the values agree under other names (a note)                                      | ``renamed``                |
 
 Faulty
     >>> def forward(self, x):

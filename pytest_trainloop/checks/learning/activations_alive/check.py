@@ -9,13 +9,19 @@ Why is this bad?
     not scaled, a bias far below zero or one step that is too large leave most of a layer so, and the loss still falls.
 
 How it decides
-    A unit is dead if its output is one and the same number for all rows and positions of four or more different
-    batches; it is saturated if in nine of ten of them tanh is above 0.99 in size, or a sigmoid outside 0.005 to
-    0.995. In 426 layers of correct loops at most half of the units were dead after 25 steps (sparse codes,
-    one-sided inputs, detection heads with few positives), so it is advice from 60 % of a layer of 16 or more
-    units on, and where all units of a smaller one are dead. What gets no gradient from the first step on is a fault
-    of gradient_reaches_every_param.
-    Where as many were dead in the first six steps already, initial weights or inputs did it; else training did.
+    1. A unit is dead if its output is one number for all rows and positions of four or more different batches.
+    2. It is saturated if in nine of ten of them tanh is above 0.99 in size, or a sigmoid outside 0.005 to 0.995.
+    3. In 426 layers of correct loops at most half of the units were dead after 25 steps (sparse codes, one-sided
+       inputs, detection heads with few positives). So 60 % of a layer of 16 or more units is reported. Of a smaller
+       layer all units must be dead.
+    4. Every finding is advice. What gets no gradient from the first step on belongs to
+       ``gradient_reaches_every_param``.
+
+    | first that holds                               | cause                   |
+    |------------------------------------------------|-------------------------|
+    | 60 % are saturated                             | ``saturated``           |
+    | 60 % are dead, and were in the first six steps | ``dead_from_the_start`` |
+    | 60 % are dead                                  | ``dies_in_training``    |
 
 Faulty
     >>> def forward(self, x):

@@ -9,14 +9,15 @@ Why is this bad?
     classes starts at zero. The loss still falls, so nobody notices.
 
 How it decides
-    Chosen values come from ``load_state_dict``, ``from_pretrained``, ``copy_`` or an assignment. A constant counts as
-    chosen if it is not 0 or 1. Zeros count if they fill a matrix.
-    A chosen value is lost if random numbers, zeros or ones overwrite the whole parameter, and no code has read the
-    value. If another chosen value overwrites it, nothing is reported.
-    Nothing is reported either if one parameter keeps a value of the same line. The last layers of a pretrained model
-    are often initialised again on purpose.
-    The result is a fault if ``pretrained=`` names the part. It is a fault if the first loss is lower with the restored
-    values, by more than the factor of 1.5 that ``expected_init_loss`` allows. Otherwise it is advice.
+    1. Chosen values come from ``load_state_dict``, ``from_pretrained``, ``copy_`` or an assignment. A constant counts
+       as chosen if it is not 0 or 1. Zeros count if they fill a matrix.
+    2. A chosen value is lost if random numbers, zeros or ones overwrite the whole parameter, and no code has read the
+       value.
+    3. If another chosen value overwrites it, nothing is reported.
+    4. Nothing is reported either if one parameter keeps a value of the same line. The last layers of a pretrained model
+       are often initialised again on purpose.
+    5. It is a fault if ``pretrained=`` names the part. It is a fault if the first loss is lower with the restored
+       values, by more than the factor of 1.5 that ``expected_init_loss`` allows. Otherwise it is advice.
 
 Faulty
     >>> class Detector(nn.Module):

@@ -9,10 +9,14 @@ Why is this bad?
     good as one of 1. The loss still falls, so nothing shows.
 
 How it decides
-    A unit is a row of the weight with its bias. Equal weights at the start are no fault: those of LoRA, of a head that
-    starts at zero and of ICNR part with the first step. It is a fault if all units of a layer began equal, each
-    gradient was equal for all of them, and they differ by less than a thousandth of the way that they went; advice if
-    at least half of a layer's units are such copies of another one.
+    1. A unit is a row of the weight with its bias.
+    2. Equal weights at the start are no fault. Those of LoRA, of a head that starts at zero and of ICNR separate with
+       the first step.
+    3. Units stay copies if they began equal, each gradient was equal for all of them, and they differ by less than a
+       thousandth of the way that they went.
+    4. It is a fault if all units of a layer stay copies: ``all_units_alike``. It is advice if at least half of them are
+       copies of another one: ``units_repeated``.
+    5. It skips a loop without a linear or convolutional layer of two units.
 
 Faulty
     >>> for parameter in model.parameters():
@@ -25,8 +29,8 @@ Fixed
     ...         nn.init.zeros_(module.bias)
 
 Known limits
-    Dropout tells copies apart, slowly: such a layer is not reported. Of a row 64 entries are compared. Recurrent
-    layers, transposed convolutions, layers written by hand and those that the first batch makes are not seen.
+    Dropout separates copies slowly: such a layer is not reported. Of a row 64 entries are compared. Recurrent layers,
+    transposed convolutions, layers written by hand and those that the first batch makes are not seen.
 
 References
     https://cs231n.github.io/neural-networks-2/#init

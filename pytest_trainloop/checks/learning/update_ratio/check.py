@@ -9,18 +9,25 @@ Why is this bad?
     that is too high looks like a broken model.
 
 How it decides
-    Nine in ten correct loops that are small leave the textbook's band of 1e-4 to 1e-2, so it is not asked for. The
-    learning rate is too low where no measured step moves the weight matrices of a group by more than 2e-6 of their size
-    (a hundred thousand such steps, all in one direction, would move them by a fifth), where the loss of one batch falls
-    by less than a twentieth in 300 steps and plain Adam lowers it, and where a learning rate that is higher by a power
-    of ten, and nothing else, learns it. An eps above 1e-3 is too large if a usual one alone learns it.
-    The learning rate is too high where the loss of that batch ends above its start, or stands still after steps that
-    are as large as the weights, and a lower one learns it. Learning rates that still rise after 300 steps, schedules
-    that have ended by then, and loops that have no single loss to lower are left alone. A LambdaLR
-    whose largest factor is the base rate itself is named where the rate is too low. Each learning rate that is
-    tried gets 200 steps, whatever time they take: overfit_one_batch adds up what all searches may make.
-    Advice: pretrained weights (the same under another seed) train at the learning rate of a randomly initialised
-    head.
+    1. Nine in ten small correct loops leave the textbook's band of 1e-4 to 1e-2, so it is not asked for.
+    2. A loop whose one batch is halved, or whose loss still falls, passes. So does one whose schedule has ended, and
+       one that writes weights or gradients itself.
+    3. Otherwise learning rates are tried on fresh loops, 200 steps each. A finding needs one that learns the batch
+       where the loop's own does not (docs/how-it-decides.md#update-sizes-and-the-loss-at-initialisation).
+    4. Too low means: no measured step moves the weight matrices of a group by more than 2e-6 of their size. The loss
+       falls by less than a twentieth in 300 steps, and plain Adam lowers it.
+    5. Too high means: the loss ends above its start, or stops after steps as large as the weights.
+    6. It skips loops without one loss, learning rates that still rise after 300 steps, and a batch that plain Adam does
+       not learn. It skips a batch if an earlier check explains it.
+
+    | first that holds | cause |
+    |---|---|
+    | the learning rate is 0 throughout | ``lr_too_low`` |
+    | step 5, and a lower learning rate learns it | ``lr_too_high`` |
+    | step 4, and a usual eps alone learns it (now above 1e-3) | ``eps_too_large`` |
+    | step 4, a higher one learns it, and a LambdaLR's largest factor is the base rate | ``lambda_gives_the_rate`` |
+    | step 4, and a learning rate higher by a power of ten learns it | ``lr_too_low`` |
+    | pretrained weights train at a random head's learning rate (advice) | ``same_lr_for_pretrained_and_new`` |
 
 Faulty
     >>> for group in optimizer.param_groups:

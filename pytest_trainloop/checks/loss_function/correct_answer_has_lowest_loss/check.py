@@ -8,14 +8,23 @@ Why is this bad?
     read, the loss is finite and falls.
 
 How it decides
-    The wrong answer is the correct one with its classes permuted, so that both are equally confident: label smoothing,
-    focal weights, class weights, temperatures and margins treat them equally, and only the target separates them. A
-    loss that grows with the error then gives the correct one no more. Distributions are permuted in the same way. For
-    pairs of embeddings, matching orthogonal rows are compared with rows of the next pair; for labelled embeddings,
-    clusters by class with clusters across classes, where a rotation of all embeddings changes nothing (no proxies).
-    Values may lie on another scale than targets (a log-rate), so there only two things are faults: a loss that falls in
-    both directions away from the target, at all of three distances, and an output of (rows, 1) that is compared with
-    every target.
+    1. The wrong answer is the correct one with its classes permuted, so both are equally confident. Label smoothing,
+       focal weights, class weights, temperatures and margins treat them equally. Only the target separates them.
+    2. A loss that grows with the error gives the correct answer no more than the wrong one.
+    3. Distributions are permuted in the same way.
+    4. For pairs of embeddings, matching orthogonal rows are compared with rows of the next pair.
+    5. For labelled embeddings, clusters by class are compared with clusters across classes. A rotation of all
+       embeddings must change nothing (no proxies).
+    6. Values may lie on another scale than targets (a log-rate). So only two things are faults there. One is a loss
+       that falls in both directions away from the target, at all of three distances. The other is an output of (rows,
+       1) that is compared with every target.
+
+    | seen                                         | cause                |
+    |----------------------------------------------|----------------------|
+    | the correct answer costs more                | ``reversed``         |
+    | another class has the lowest loss            | ``other_class``      |
+    | the target changes nothing, in every example | ``target_unused``    |
+    | (rows, 1) is compared with every target      | ``rows_not_matched`` |
 
 Faulty
     >>> def loss(output, target):

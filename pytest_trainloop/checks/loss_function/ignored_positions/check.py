@@ -8,10 +8,19 @@ Why is this bad?
     predict padding.
 
 How it decides
-    In float64. The value must be the same when only outputs at ignored positions change, and no gradient may reach
-    them. It must also be the same when the ignored rows are removed (with several positions in a row: one position of
-    every row). Where it is not, and the two values are in the ratio of the two counts, ignored targets count in the
-    mean.
+    1. It compares values and gradients in float64.
+    2. If only outputs at ignored positions change, the value must stay, and no gradient may reach them.
+    3. If ignored rows are removed, the value must stay. With several positions in a row, one position of every row is
+       removed.
+    4. It skips a criterion that shifts targets against outputs inside.
+
+    | seen                                                        | cause                   |
+    |-------------------------------------------------------------|-------------------------|
+    | the call raises with an ignored target, and not without one | ``raises``              |
+    | step 2: the value changes                                   | ``not_ignored``         |
+    | step 2: a gradient arrives                                  | ``gradient_at_ignored`` |
+    | step 3: both values are in the ratio of the two counts      | ``counted_in_mean``     |
+    | step 3: they are in another ratio                           | ``removal_differs``     |
 
 Faulty
     >>> def loss(output, target):

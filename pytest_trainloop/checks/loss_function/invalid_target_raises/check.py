@@ -9,10 +9,18 @@ Why is this bad?
     falls. It is the most frequent silent fault of custom losses.
 
 How it decides
-    A loss that accepts the column silently is named where its value is exactly that of every output with every target,
-    and not that of each with its own (a loss that flattens first is correct). An exception or a warning is enough: most
-    of torch's own losses warn. A missing test gives no wrong loss as long as every caller gives the right shapes, so
-    all of it is advice (``loss_contract`` fails the loop that broadcasts).
+    1. An exception or a warning is enough: most of torch's own losses warn.
+    2. A missing test gives no wrong loss as long as every caller gives the right shapes. So every finding is advice
+       (``loss_contract`` fails the loop that broadcasts).
+
+    | accepted without exception or warning                                               | cause               |
+    |-------------------------------------------------------------------------------------|---------------------|
+    | (rows, 1) against (rows,), with exactly the value of every output with every target | ``broadcasts``      |
+    | fewer targets than rows                                                             | ``rows_unchecked``  |
+    | a class that does not exist                                                         | ``range_unchecked`` |
+    | class indices as floats                                                             | ``dtype_unchecked`` |
+
+    A loss that flattens both first, and so compares each output with its own target, is correct.
 
 Faulty
     >>> def huber(output, target):

@@ -8,14 +8,19 @@ Why is this bad?
     follow something else.
 
 How it decides
-    A central difference of step h is off by h squared (truncation) and eps / h (rounding); for a smooth loss both are
-    4e-11 of the slope at the step that makes them equal. Differences with two step sizes must agree to 1e-4, or there
-    is a kink and the point is not judged; a gradient that differs from the slope by more than 1e-3 is an error. No
-    gradient at all while the value depends on the output is a cut graph. A custom backward pass
-    (``torch.autograd.Function``) with another gradient is wrong; one that gives twice the loss the same gradient
-    ignores ``grad_output``. A gradient that is a fixed multiple of the slope may be reversed on purpose, and a detached
-    factor (a focal weight, a teacher) may be meant: advice. A constant value with a gradient is a straight-through
-    estimator, and passes.
+    1. A central difference of step h is off by h squared (truncation) and eps / h (rounding). For a smooth loss both
+       are 4e-11 of the slope at the step that makes them equal.
+    2. Differences with two step sizes must agree to 1e-4. Otherwise there is a kink, and the point is not judged.
+    3. A gradient that differs from the slope by more than 1e-3 is an error.
+    4. A constant value with a gradient is a straight-through estimator, and passes.
+
+    | seen                                                           | cause                   | advice if |
+    |----------------------------------------------------------------|-------------------------|-----------|
+    | no gradient, and the value depends on the output               | ``graph_cut``           |           |
+    | twice the loss has the same gradient, bit for bit              | ``grad_output_ignored`` |           |
+    | a custom backward pass gives another gradient                  | ``wrong_backward``      |           |
+    | it gives a fixed multiple of the slope (reversed on purpose)   | ``scaled_backward``     | always    |
+    | no custom backward pass takes part (a focal weight, a teacher) | ``part_detached``       | always    |
 
 Faulty
     >>> class SquaredError(torch.autograd.Function):

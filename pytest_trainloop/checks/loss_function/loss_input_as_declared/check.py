@@ -8,14 +8,24 @@ Why is this bad?
     and stays far from 0, or falls without bound.
 
 How it decides
-    Softmax of logits does not change when a number is added to all of them; neither does a loss on top of it. In
-    float64 both values agree to all but a few of 16 digits, relative to the size of the terms; half of the digits is
-    the limit. A loss that does change is a fault where it changes in an exact way: in proportion to the shift
-    (``nll_loss`` of logits), or not at all for a shift over another axis (softmax over the wrong one). Losses that
-    judge classes one against all pass; others (a penalty on the normaliser) get advice. Probabilities taken for logits
-    are recognised by the value: a confident answer then costs log(e + C - 1) - 1 if it is correct and log(e + C - 1)
-    if it is wrong, the cross-entropy of a one-hot vector. A divergence of probabilities in place of their logarithms
-    is recognised by its sum.
+    1. Softmax of logits does not change when a number is added to all of them. A loss on top of it does not change
+       either.
+    2. In float64 both values must agree to half of the digits, relative to the size of the terms.
+    3. Losses that judge classes one against all pass.
+    4. Probabilities taken for logits are recognised by the value. A confident correct answer then costs log(e + C - 1)
+       - 1, and a wrong one log(e + C - 1). That is the cross-entropy of a one-hot vector.
+    5. It skips values, embeddings and pairs of probabilities: no shift is known for them.
+
+    | seen                                                              | cause                           | advice if |
+    |-------------------------------------------------------------------|---------------------------------|-----------|
+    | confident answers cost what step 4 says                           | ``probabilities_as_logits``     |           |
+    | the change is in proportion to the shift (``nll_loss`` of logits) | ``linear_in_logits``            |           |
+    | a shift over another axis changes nothing                         | ``wrong_axis``                  |           |
+    | any other change (a penalty on the normaliser)                    | ``not_invariant``               | always    |
+    | a shift of log-probabilities changes nothing                      | ``normalised_again``            | always    |
+    | the value is a divergence with ``log_target=True``                | ``target_as_logarithm``         |           |
+    | the value is a divergence of probabilities, not logarithms        | ``probabilities_as_logarithms`` |           |
+    | the value is minus the target's probability                       | ``linear_in_probabilities``     | always    |
 
 Faulty
     >>> def loss(output, target):

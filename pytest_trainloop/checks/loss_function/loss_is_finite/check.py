@@ -1,22 +1,23 @@
 """A loss and its gradient are finite for every valid call.
 
 What it does
-    It calls the criterion in float32 with outputs and targets that have one special property: a single row,
-    one class only, all entries equal, zero vectors, entries around 200, probabilities that are exactly 0 and 1, an
-    output that equals its target, some or all targets ignored.
+    It calls the criterion in float32 with outputs and targets that have one special property. These are a single row,
+    one class only, all entries equal, zero vectors, and entries around 200. Also probabilities that are exactly 0 and
+    1, an output that equals its target, and some or all targets ignored.
 
 Why is this bad?
     Each of these turns up in a long run: a last batch of one row, a crop without the object, a dead embedding, a
     confident and wrong prediction. One NaN spreads to every weight within a step.
 
 How it decides
-    A non-finite value or gradient is a fault where float32 can represent the true one: the same call in float64, with
-    outputs halved until it is finite there, stays below float32's largest number. A loss that grows past it (an
-    exponential of 200) is infinite correctly. Each case has one special property, so the case that fails names the
-    cause; where ordinary values fail, no special property is needed. A loss of torch itself cannot be repaired by the
-    user (``nn.SoftMarginLoss`` overflows from 89 on): advice. All targets ignored under a mean is 0 / 0, which torch
-    documents as NaN: advice. So is a single row of embeddings, which has nothing to be compared with: ``min_rows=2``
-    says that it never occurs.
+    1. Each case has one special property, so the case that fails names the cause. Where ordinary values fail, no
+       special property is needed.
+    2. A non-finite value or gradient is a fault if float32 can represent the true one. The true one comes from the same
+       call in float64, with outputs halved until it is finite. It must stay below float32's largest number.
+    3. A loss that grows past that (an exponential of 200) is infinite correctly.
+    4. Three cases are advice. A loss of torch itself cannot be repaired by the user (``nn.SoftMarginLoss`` overflows
+       from 89 on). All targets ignored under a mean is 0 / 0, which torch documents as NaN. A single row of embeddings
+       has nothing to be compared with: ``min_rows=2`` says that it never occurs.
 
 Faulty
     >>> def cosine_loss(a, b):

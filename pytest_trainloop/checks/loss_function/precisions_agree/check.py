@@ -8,15 +8,20 @@ Why is this bad?
     loss is NaN, or far from its value in float32.
 
 How it decides
-    Inputs are rounded to the precision first and then widened, so both calls get the same numbers and the rounding of
-    the inputs is no part of the difference. Let u be half the distance from 1 to the next number. Each operation rounds
-    its result by u times its size, at most u M for M the largest of all results. There are n roundings: eight for each
-    kernel (the longest of torch's fused losses) and one for each entry of a sum. P is the change of the value when
-    every input is rounded by u: how much of a rounding reaches the value. The bound is n (u M + P), the forward error
-    of a stable loss, whatever the order of its operations. A non-finite result is a fault where the precision can
-    represent it and every intermediate number, as float64 shows them. Where an intermediate number is too large, every
-    way to compute the loss may meet such a number: advice. A precision for which torch has no such operation, or in
-    which the criterion raises, is left out.
+    1. Inputs are rounded to the precision first and then widened. So both calls get the same numbers.
+    2. Let u be half the distance from 1 to the next number. Each operation rounds by at most u M, with M the largest of
+       all results.
+    3. There are n roundings: eight for each kernel (the longest of torch's fused losses) and one for each entry of a
+       sum.
+    4. P is the change of the value when every input is rounded by u.
+    5. The bound is n (u M + P), the forward error of a stable loss, whatever the order of its operations. A larger
+       error is a fault: ``loses_digits``.
+    6. A non-finite result is a fault if the precision can represent it and every intermediate number, as float64 shows
+       them: ``not_finite``.
+    7. If an intermediate number is too large, every way to compute the loss may meet it: advice, ``out_of_range``.
+    8. Losses of torch itself get advice.
+    9. A precision without such an operation, or in which the criterion raises, is left out. It skips a criterion that
+       draws random numbers.
 
 Faulty
     >>> def loss(output, target):

@@ -9,12 +9,24 @@ Why is this bad?
     means, gives gradients that depend on how a batch was split.
 
 How it decides
-    In float64. Rows are examples: reordered together with their targets they give the same value. The result of sum is
-    the sum of the entries of none. The divisor of the mean may depend on the targets (their count, their weights), so
-    sum / mean must be the same for two outputs under one target; where it is not, the normaliser may be meant: advice.
-    A criterion without a ``reduction`` is a sum where twice the rows give twice the value and two halves add up to the
-    whole, and a mean where they give the same value: that must be what ``LossContract.reduction`` says. Where the
-    contract says nothing, it is advice.
+    1. Rows are examples. Reordered together with their targets they give the same value, in float64.
+    2. The result of sum is the sum of the entries of none.
+    3. The divisor of the mean may depend on the targets (their count, their weights). So sum / mean must be equal for
+       two outputs under one target.
+    4. A criterion without ``reduction`` is a sum if twice the rows give twice the value and two halves add up to the
+       whole. It is a mean if twice the rows give the same value. ``LossContract.reduction`` must say so. Where the
+       contract says nothing, it is advice.
+
+    | seen                                        | cause                  | advice if           |
+    |---------------------------------------------|------------------------|---------------------|
+    | another order of rows changes the value     | ``order_matters``      |                     |
+    | all reductions give one number              | ``reduction_ignored``  |                     |
+    | none gives one number                       | ``none_is_reduced``    |                     |
+    | sum is not the sum of none                  | ``sum_is_not_the_sum`` |                     |
+    | sum / mean differs between two outputs      | ``mean_is_no_mean``    | always              |
+    | the value is a sum and a mean is wanted     | ``mean_is_a_sum``      | nothing is declared |
+    | the value is a mean and the sum is declared | ``sum_is_a_mean``      |                     |
+    | several numbers come back                   | ``not_reduced``        | nothing is declared |
 
 Faulty
     >>> def loss(output, target, reduction="mean"):

@@ -1,7 +1,7 @@
 """A compiled loop trains as the eager one does.
 
 What it does
-    With a knob ``compile=False`` it runs the loop both ways, from the same weights and over the same batches, and
+    With a knob ``compile=False`` it runs the loop both ways, from the same weights and over the same batches. It
     compares what each optimizer step reads and leaves: gradients, weights, buffers, options of parameter groups.
 
 Why is this bad?
@@ -9,20 +9,30 @@ Why is this bad?
     gradients, the training that runs for weeks is not the one that was developed, and nothing is raised.
 
 How it decides
-    The loop is built in float64. The compiled run is made under no mode of this package, since torch compiles nothing
-    under one; gradients are read before each optimizer step, and after each the compiled run goes on from the eager
-    run's weights. Both make the same operations, so that gradients agree to rounding: 1e3 machine epsilons of the
-    lowest precision seen; below float64 a difference must also be ten times what rounding changes in the eager run.
-    Random numbers are those of the eager run (torch's ``fallback_random``); where the runs differ and something draws,
-    dropout is left out of both.
-    Where they differ, one thing is changed at a time. 1. The knob on and ``torch.compile`` disabled: if the loop still
-    differs, the compiler is not the reason. 2. Torch's wrapper around the model, with nothing compiled: it is the
-    wrapper; with plain names in it the loop agrees: it is the names. 3. Compiled again for each step: if the loop now
-    agrees, the graph held a value of an earlier step. 4. Backend ``eager``, then ``aot_eager``, then the loop's own:
-    the first that differs says whether the captured graph, the traced backward pass or the generated code is the
-    reason. The project's own operators are compared with what they declare. 5. Each module is compiled alone: the
-    innermost that differs is named.
-    Graph breaks, and functions that are compiled again in later steps, are advice with their line.
+    1. The loop is built in float64. The compiled run is made under no mode of this package: torch compiles nothing
+       under one. After each step it goes on from the eager run's weights.
+    2. Gradients must agree to 1e3 machine epsilons of the lowest precision seen. Below float64 a difference must also
+       be ten times what rounding changes in the eager run.
+    3. Random numbers are those of the eager run (``fallback_random``). If the runs differ and something draws, dropout
+       is left out of both.
+    4. If they differ, one thing is changed at a time. The first row of the table that holds is the cause. Modules
+       compiled alone show the innermost that differs.
+    5. A checkpoint of the compiled loop must be restored by its own ``load``; with compiling only is advice.
+    6. It skips loops whose rounding hides a difference, and backends that cannot be tried.
+
+    | first that holds | cause | advice if |
+    |---|---|---|
+    | it raises; not with ``torch.compile`` disabled | ``compiling_raises`` |  |
+    | the compiled copy's parameters are in no optimizer | ``copy_compiled`` |  |
+    | with ``torch.compile`` disabled it still differs | ``other_computation`` |  |
+    | torch's wrapper differs with nothing compiled; plain names heal it | ``prefix_hides_parameters`` |  |
+    | the wrapper differs with plain names too | ``wrapper_changes`` |  |
+    | compiled again for each step, it agrees | ``stale_value`` |  |
+    | the project's operator breaks its declaration | ``operator_misdeclared`` |  |
+    | backend ``eager``, ``aot_eager``, or the loop's own differs first | ``compiled_code_differs`` |  |
+    | ``load`` does not restore | ``checkpoint_not_restored`` | with compiling it does |
+    | nothing was compiled | ``never_runs`` | always |
+    | graph breaks; functions compiled again in later steps | ``graph_breaks``, ``recompilations`` | always |
 
 Faulty
     >>> if compile:

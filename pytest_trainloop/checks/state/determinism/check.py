@@ -1,7 +1,7 @@
 """Two runs under one seed are the same, bit for bit.
 
 What it does
-    It builds the loop and runs it a second time, with python's, numpy's and torch's generators seeded alike, and
+    It builds the loop and runs it a second time, with python's, numpy's and torch's generators under the same seeds. It
     compares weights, losses, gradients and learning rates of every step that was watched.
 
 Why is this bad?
@@ -9,12 +9,18 @@ Why is this bad?
     variants measures the noise as well.
 
 How it decides
-    Bits are equal or they are not. Where they are not, the run is made again with one thread and deterministic kernels:
-    if that is repeatable, and runs without these settings still differ, a kernel sums in another order each time
-    (advice, as CUDA's atomics do so by design; a fault where ``nondeterministic=False`` is declared). Then two child
-    processes make it from one and the same state: where they agree, something outside the function lives on from run to
-    run in one process (a generator at module level, a cache), which a fresh process does not have (advice; declared, a
-    fault). What is left draws from a source that no seed reaches; the first call of torch that differs is shown.
+    1. Bits are equal or they are not. If they are, it passes.
+    2. With one thread and deterministic kernels the run is made again. If it is repeatable now, and differs without
+       these settings, a kernel sums in another order each time: ``nondeterministic_kernel``.
+    3. If later runs are all equal, and only the first differs, something outside the function lives on:
+       ``state_outside_loop``.
+    4. Two child processes make the run from one state. If they agree, the reason is the same: ``state_outside_loop`` (a
+       generator at module level, a cache).
+    5. What is left draws from a source that no seed reaches: ``unseeded_random``, a fault. The first call of torch that
+       differs is shown.
+    6. The causes of steps 2 to 4 are advice. ``nondeterministic=False`` makes them faults, and
+       ``nondeterministic=True`` turns the check off.
+    7. It skips a difference whose source needs a forked process where none can be forked.
 
 Faulty
     >>> generator = torch.Generator()
@@ -36,9 +42,11 @@ Fixed
 
 Known limits
     Only the steps that are watched in full are compared. Where a process cannot be forked (Windows, CUDA in use) the
-    source is not looked for, and nothing is called a fault. What differs from one start of Python to the next (the
-    order of a set of strings, the process's number) is the same in both runs and is not seen; what depends on addresses
-    in memory (the order of a set of objects) differs here and not in the children: advice.
+    source is not looked for, and nothing is called a fault.
+
+    What differs from one start of Python to the next (the order of a set of strings, the process's number) is the same
+    in both runs and is not seen. What depends on addresses in memory (the order of a set of objects) differs here and
+    not in the children: advice.
 
 References
     https://docs.pytorch.org/docs/stable/notes/randomness.html

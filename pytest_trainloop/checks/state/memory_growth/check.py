@@ -10,16 +10,24 @@ Why is this bad?
     makes each backward pass longer than the one before, or raises in the second.
 
 How it decides
-    A graph that has been backpropagated is freed: nothing can go through it again, so nobody keeps it on purpose. It
-    must be gone three steps later. A mark lies in the node itself and goes with it: nothing is measured, and no bound
-    is guessed. Where the graphs of all steps but the last three are alive, the loop runs for 36 steps. Where those of
-    the first steps are still alive then, the tensors that Python holds tell why. One tensor that reaches all of these
-    graphs is a running sum. As many tensors as steps in one container were put there. Where the backward pass of each
-    step went through all earlier graphs, a tensor was carried over.
-    Graphs that are never backpropagated (an episode under way) carry no mark. What frees them in time passes: lists
-    that are emptied, windows, the output of the last step, cycles that Python's collector finds. It is advice where a
-    deque with ``maxlen`` holds them, where every pass retained them and they can still be used, and where the run ended
-    before step 36.
+    1. A graph that has been backpropagated is freed: nothing can go through it again, so nobody keeps it on purpose. It
+       must be gone three steps later.
+    2. A mark lies in the node itself and goes with it. Nothing is measured, and no bound is guessed
+       (docs/how-it-decides.md#graphs-that-stay).
+    3. If the graphs of all steps but the last three are alive, the loop runs for 36 steps. If those of the first steps
+       are still alive then, the tensors that Python holds show why.
+    4. Graphs that are never backpropagated (an episode under way) carry no mark. Lists that are emptied, windows, the
+       output of the last step, and cycles that Python's collector finds pass.
+    5. It is advice if a deque with ``maxlen`` holds them, if every pass retained them and they can still be used, or if
+       the run ended before step 36.
+    6. It skips a loop with fewer than six optimizer steps.
+
+    | what reaches the graphs                                        | cause                   |
+    |----------------------------------------------------------------|-------------------------|
+    | one tensor reaches all of them                                 | ``running_sum``         |
+    | as many tensors as steps, in one container                     | ``kept_tensors``        |
+    | the backward pass of each step went through all earlier graphs | ``carried_graph``       |
+    | nothing that Python can look into                              | ``held_outside_python`` |
 
 Faulty
     >>> total = 0.0
@@ -41,10 +49,12 @@ Fixed
 
 Known limits
     Only graphs that were backpropagated are looked at. Tensors without a history that pile up (outputs for a metric, a
-    replay buffer) are not, nor is an average of weights that is made outside ``torch.no_grad()``, whose graph no pass
+    replay buffer) are not. Nor is an average of weights that is made outside ``torch.no_grad()``, whose graph no pass
     goes through. Fewer than six optimizer steps are a skip. What is kept from one call of ``fit`` to the next is not
-    seen. Where nothing is kept no step is made for this check, or nine where the watched run made fewer; where graphs
-    are kept, 36 steps and about two seconds for the search through Python's objects.
+    seen.
+
+    Where nothing is kept no step is made for this check, or nine where the watched run made fewer. Where graphs are
+    kept, it makes 36 steps and takes about two seconds for the search through Python's objects.
 
 References
     https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory

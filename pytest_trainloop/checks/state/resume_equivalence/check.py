@@ -1,7 +1,7 @@
 """A run that stops, saves, loads and goes on is the run that never stopped.
 
 What it does
-    It trains for three steps, calls ``save``, and trains for three more. Then it builds the loop anew under the same
+    It trains for three steps, calls ``save``, and trains for three more. Then it builds the loop again under the same
     seed, calls ``load`` with a copy of what was saved, and makes the second three steps again.
 
 Why is this bad?
@@ -10,24 +10,33 @@ Why is this bad?
     training goes on a little worse and nobody knows why.
 
 How it decides
-    The weights and buffers at the end of both runs are equal up to rounding in float64; runs with a gradient scaler are
-    in the loop's own precision. Both second halves get the same batches and begin under the same random state. Where
-    they end apart, everything that differs after ``load`` is carried over from the first run, which must heal it; then
-    everything but one component: where the run ends apart again, that component is lost and matters. Histories, clocks
-    and caches differ too, and matter to no step: nothing is said.
-    What a few steps would not show is compared as it is: the count of a schedule that is flat so far, the scale of a
-    gradient scaler (which is halved before saving), which weights the optimizer holds, which share one tensor, and
-    whether weights come back in a lower precision. A
-    tensor that moves with training and that only ``evaluate`` reads (an average of the weights) is shown by what
-    ``evaluate`` returns with and without it. A random state in the checkpoint must be in place after ``load``. A number
-    that training has left as built and ``load`` sets (the epoch to start from) is for resuming alone, and set alike in
-    both runs; one that load restores to another value than it had is advice.
-    The fresh loop has the same seed since a project may load a base model, a teacher or data from elsewhere; what would
-    then be another one under another seed is advice. A loop that is built under another seed, and is given the same
-    batches, also shows what modules draw when they are built and keep as plain attributes: training must end elsewhere
-    for them alone. A permutation is a fault; other draws may stand for what is loaded from a file, and are advice.
-    What is meant to begin anew is declared, ``renews=("optimizer", "scheduler", "scaler", "rng")`` or by path
-    (``"model.bank"``); it is carried over, and the run is judged for the rest.
+    1. Weights and buffers at the end of both runs must agree up to rounding in float64; with a gradient scaler in the
+       loop's own precision. Both second halves get the same batches and random state
+       (docs/how-it-decides.md#a-resumed-run).
+    2. If they differ, everything that differs after ``load`` is carried over from the first run, which must heal it.
+       Then all but one component is carried over. What makes the run end elsewhere is lost. Histories, clocks and
+       caches matter to no step: silent.
+    3. Compared directly are schedule counts, the scaler's scale (halved before saving), weights that the optimizer
+       holds, tied tensors, and rounded weights. A random state in the checkpoint must be in place after ``load``.
+    4. An average that only ``evaluate`` reads is judged by what ``evaluate`` returns without it.
+    5. A loop under another seed shows what is neither saved nor made by training. Of attributes that modules draw when
+       built, a permutation is a fault, others are advice.
+    6. ``renews=("optimizer", "scheduler", "scaler", "rng")``, or a path (``"model.bank"``), names what begins again on
+       purpose.
+    7. It skips a difference that nothing heals, and files that are missing.
+
+    | lost or seen | cause | advice if |
+    |---|---|---|
+    | weights | ``weights_not_loaded``, ``weights_overwritten``, ``weights_rounded`` |  |
+    | what the optimizer holds; shared tensors | ``optimizer_detached``, ``untied`` |  |
+    | state of optimizer, schedule, scaler, learning rate, buffer | ``optimizer_state_lost`` and others |  |
+    | a number; other state | ``counter_lost``, ``state_lost`` | another value; outside a module |
+    | an average | ``average_lost`` | ``evaluate`` does not read it |
+    | the checkpoint's tensors change with training | ``live_references`` |  |
+    | a random state in the checkpoint | ``rng_not_put_back`` |  |
+    | no random state is saved; a generator of the loop's own | ``rng_not_saved``, ``own_generator`` | always |
+    | another seed gives other values | ``drawn_from_seed`` | no permutation |
+    | ``save`` changes training; ``save`` or ``load`` raises | ``save_changes``, ``save_raises``, ``load_raises`` |  |
 
 Faulty
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -48,8 +57,9 @@ Known limits
     Whether the data go on where they stopped is not judged: both runs are given the same batches. State that the walk
     cannot reach (at module level of a library, outside of the process) makes the check skip where it matters. What
     changes nothing within three steps and has no count of its own is not seen: a threshold that is reached later.
-    A green check makes 9 optimizer steps of the loop; one that fails 3 more, and 3 for each component that differs. Of
-    what was drawn at building only attributes are seen that still are what the call returned.
+
+    A green check makes 9 optimizer steps of the loop. One that fails makes 3 more, and 3 for each component that
+    differs. Of what was drawn at building only attributes are seen that still are what the call returned.
 
 References
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
