@@ -56,6 +56,19 @@ def test_every_page_has_all_headings_in_order_and_text_under_each():
         assert re.findall(r"https://\S+", section(check, "References")), name
 
 
+def test_how_every_check_decides_is_said_in_short_steps_and_one_short_table():
+    """At most 250 words of at most 30 in a sentence, and 12 rows: whoever is accused reads it once."""
+    for name, check in CHECKS.items():
+        lines = [line.strip() for line in section(check, "How it decides").splitlines()]
+        prose = "\n".join(line for line in lines if not line.startswith("|"))
+        lengths = [len(each.split()) for each in re.split(r"(?m)^\d+\. |(?<=[.!?])\s+", prose)]
+        assert lines[0].startswith("1. "), name
+        assert sum(lengths) <= 250, name
+        assert max(lengths) <= 30, name
+        assert sum(line.startswith("|") for line in lines) <= 2 + 12, name
+        assert "\n".join(lines).count("\n|--") <= 1, name
+
+
 def test_the_data_of_every_check_is_well_formed():
     known = {*CHECKS, *(f"{name}:{cause}" for name, cause in CAUSES)}
     of_losses = {f.name for f in dataclasses.fields(LossContract)}

@@ -27,6 +27,7 @@ How it decides
     | the weights differ before the first step                                         | ``initial_weights_differ`` |
     | a parameter, option, call or scheduler differs and can make the first difference | ``setup_differs``          |
     | nothing of the setup explains the first difference                               | ``steps_differ``           |
+    | gradients and updates agree, and only a loss's value differs (advice)            | ``steps_differ``           |
     | float64 agrees, the loop's own precision does not                                | ``precision_differs``      |
     | the values agree under other names (a note)                                      | ``renamed``                |
 

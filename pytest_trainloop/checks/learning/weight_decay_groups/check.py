@@ -9,26 +9,29 @@ Why is this bad?
     error says so: the gains are pulled towards zero for the whole run.
 
 How it decides
-    To decay everything is right in many recipes. It is advice that says what decays and by how much, where ``steps=``
-    tells that the whole run shrinks these weights by a twentieth or more, or where the optimizer has a group without
-    decay, be it an empty one.
-    A filter is at fault where all gains (or tables) of a kind decay, the optimizer keeps others from it, and an
-    experiment shows that the filter is for them: the loop is built again, for one step, and the filter gets the
-    answer "yes" for just these weights. They then stand in a group without decay. Three answers are tried: to
-    patterns that no name has (``in``, ``startswith``, ``endswith``, ``==`` on the names that ``named_parameters()``
-    hands out), by names with a usual segment put in ("ln_1.LayerNorm.weight": ``re``, ``fnmatch``, names that are
-    put together), and to ``isinstance(module, nn.LayerNorm)`` for the project's own class. Names are tried without
-    what stands before them, too (``re.match``, lists of whole names), and a module's own ``no_weight_decay()`` that
-    the outer module does not pass on. A list of spellings of which one matches, a filter for learning rates, and a
-    name that is looked for elsewhere do not pass this experiment. Where the pattern names another norm than the
-    model has (a list that several models share) it is advice.
-    Groups are swapped where norms and biases decay and no matrix does, in a model that trains as a whole. A group
-    decays by default where it holds the vectors only and gives no weight_decay, and the other group differs from it
-    in nothing else. Momentum and decay are swapped where each has the size of the other.
-    The step of an optimizer of the project's own is made with weight_decay 0 and 1. Where only the last weight of a
-    group ends elsewhere, and a line reads the variable of a loop behind it, the decay is on that line.
-    A key of a group that is named like the decay (``wd``, ``weight_deacy``) or a multiple of it (``decay_mult``) is at
-    fault where nothing looks it up in a further build and run of the loop: torch keeps any key, and reads its own.
+    1. To decay everything is right in many recipes. So a filter is accused only if an experiment shows that it is for
+       these weights (docs/how-it-decides.md#what-a-decay-filter-is-for).
+    2. The loop is built again, for one step, and the filter gets the answer "yes" for just the weights of a kind that
+       all decay. They must then lie in a group without decay.
+    3. Tried are patterns that no name has (``in``, ``startswith``, ``endswith``, ``==``), names with a usual segment
+       put in ("ln_1.LayerNorm.weight"), and names without their first segments. Tried are also
+       ``isinstance(module, nn.LayerNorm)`` for the project's own class, and a module's ``no_weight_decay()``.
+    4. A list of spellings of which one matches, and a filter for learning rates, do not pass this experiment.
+    5. It skips a loop without weight decay.
+
+    | seen | cause | advice if |
+    |---|---|---|
+    | a filter matches none of a kind, or only some | ``filter_matches_nothing`` and another | another norm's name |
+    | norms and biases decay, no matrix does | ``groups_swapped`` |  |
+    | the vectors' group gives no decay and differs in nothing else | ``decays_by_default`` |  |
+    | two groups decay equally | ``split_without_effect`` | always |
+    | ``steps=`` shows 5 % shrinkage, or some group does not decay | ``norms_and_biases_decay`` | always |
+    | Adam adds the decay to the gradient | ``decay_inside_adam`` | always |
+    | momentum and decay have each other's size | ``momentum_and_decay_swapped`` |  |
+    | lr * weight_decay is above 1 | ``decay_turns_weights_over`` |  |
+    | decay 0 and 1 differ at a group's last weight only | ``decay_on_last_only`` |  |
+    | a term of the loss shrinks the weights too | ``decayed_twice`` | always |
+    | nothing reads a key like ``wd`` or ``decay_mult`` | ``option_nobody_reads`` | no run shows it |
 
 Faulty
     >>> no_decay = ("bias", "BatchNorm.weight")                              # the model calls it encoder.1

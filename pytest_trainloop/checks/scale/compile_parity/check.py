@@ -22,13 +22,13 @@ How it decides
 
     | first that holds | cause | advice if |
     |---|---|---|
-    | it raises; not with ``torch.compile`` disabled | ``compiling_raises`` |  |
     | the compiled copy's parameters are in no optimizer | ``copy_compiled`` |  |
     | with ``torch.compile`` disabled it still differs | ``other_computation`` |  |
     | torch's wrapper differs with nothing compiled; plain names heal it | ``prefix_hides_parameters`` |  |
     | the wrapper differs with plain names too | ``wrapper_changes`` |  |
     | compiled again for each step, it agrees | ``stale_value`` |  |
     | the project's operator breaks its declaration | ``operator_misdeclared`` |  |
+    | it raises; not with ``torch.compile`` disabled | ``compiling_raises`` |  |
     | backend ``eager``, ``aot_eager``, or the loop's own differs first | ``compiled_code_differs`` |  |
     | ``load`` does not restore | ``checkpoint_not_restored`` | with compiling it does |
     | nothing was compiled | ``never_runs`` | always |
