@@ -7,6 +7,7 @@ A rule page is the docstring of a check's module: a headline, and sections whose
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ _WRAPPED_AT = 116
 
 _GUIDE = re.compile(r"\bdocs/(how-it-decides\.md#[\w-]+)")
 """A section of the guide, as a rule page names it: a link in the documentation, a path everywhere else."""
+
+_TABLE = re.compile(r"(?:^ +\|.*\n)+", re.MULTILINE)
 
 _NEEDS = {"fit": "`fit` or `step`", "run": "`fit`, `step` or `loss`"}
 _SUBJECTS = {"loop": "a [`TrainLoop`](../loops.md)", "loss": "a [`LossContract`](../loss-functions.md)"}
@@ -59,10 +62,25 @@ def page(name: str) -> str:
     found = known[check]
     if not colon:
         causes = "".join(f"  {slug}\n{_described(about)}" for slug, about in found.causes.items())
-        return f"{check} ({found.family})\n\n{found.page.strip()}\n\nCauses\n{causes}"
+        return f"{check} ({found.family})\n\n{_TABLE.sub(_in_columns, found.page.strip())}\n\nCauses\n{causes}"
     if cause not in found.causes:
         raise UsageError(f"{check} names no cause {cause!r}; {nearest(cause, found.causes)}")
     return f"{name}\n{_described(found.causes[cause])}\nThe whole page: pytest --trainloop-explain {check}\n"
+
+
+def _in_columns(table: re.Match[str]) -> str:
+    """The rows of a table in columns as wide as a page, with the cells of the widest ones on several lines."""
+    rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table[0].splitlines()]
+    del rows[1]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * len(widths) > _WRAPPED_AT:
+        widths[widths.index(max(widths))] -= 1
+    rows.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in rows:
+        cells = (textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths, strict=True))
+        lines += ["  ".join(["  ", *map(str.ljust, c, widths)]) for c in itertools.zip_longest(*cells, fillvalue="")]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def _no_such_name(name: str, known: Mapping[str, registry.Check]) -> str:
@@ -137,8 +155,8 @@ def markdown_page(check: registry.Check) -> str:
         f"| source | [{source}](../../{source}) |\n",
     ]
     for heading, body in _sections(check.page):
-        text = _section(heading, body, known.keys() - {check.name})
-        lines.append(f"## {heading}\n\n{_GUIDE.sub(r'[how it decides](../\1)', text)}")
+        text = _GUIDE.sub(r"[how it decides](../\1)", _section(heading, body, known.keys() - {check.name}))
+        lines.append(f"## {heading}\n\n{text}")
     lines.append("## Causes\n")
     for slug, cause in check.causes.items():
         lines.append(f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n")

@@ -20,6 +20,7 @@ from pytest_trainloop import LossContract, Roles, TrainLoop, checks
 from pytest_trainloop.core import registry
 from pytest_trainloop.core.registry import FAMILIES, Check
 from pytest_trainloop.frontends.api import check_loop, check_loss
+from pytest_trainloop.judging import explain
 from tests.helpers.findings import described
 from tests.loops.corpus import PAIRS
 from tests.losses.corpus import PAIRS as LOSS_PAIRS
@@ -67,6 +68,7 @@ def test_how_every_check_decides_is_said_in_short_steps_and_one_short_table():
         assert max(lengths) <= 30, name
         assert sum(line.startswith("|") for line in lines) <= 2 + 12, name
         assert "\n".join(lines).count("\n|--") <= 1, name
+        assert max(map(len, explain.page(name).splitlines())) <= 120, name
 
 
 def test_the_data_of_every_check_is_well_formed():
@@ -202,18 +204,13 @@ def test_the_faulty_example_has_one_root_cause(check):
     assert [r.check for r in failed if r not in consequences] in ([check.name], [])
 
 
-def test_every_cause_has_a_pair_that_shows_it():
+def test_every_cause_has_a_pair_that_shows_it_and_every_pair_is_of_a_declared_cause():
     """A pair(..., check, cause, ...) in a faults*.py of the check's test folder."""
     PAIRS.load_all()
     LOSS_PAIRS.load_all()
-    shown = {(p.check, p.cause) for p in (*PAIRS.values(), *LOSS_PAIRS.values())}
-    assert [each for each in CAUSES if each not in shown] == []
-
-
-def test_every_pair_is_of_a_declared_cause():
-    PAIRS.load_all()
-    LOSS_PAIRS.load_all()
     pairs = (*PAIRS.values(), *LOSS_PAIRS.values())
+    shown = {(p.check, p.cause) for p in pairs}
+    assert [each for each in CAUSES if each not in shown] == []
     assert [p.name for p in pairs if (p.check, p.cause) not in CAUSES] == []
 
 
