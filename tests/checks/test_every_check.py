@@ -63,7 +63,8 @@ def test_how_every_check_decides_is_said_in_short_steps_and_one_short_table():
         lines = [line.strip() for line in section(check, "How it decides").splitlines()]
         prose = "\n".join(line for line in lines if not line.startswith("|"))
         lengths = [len(each.split()) for each in re.split(r"(?m)^\d+\. |(?<=[.!?])\s+", prose)]
-        assert lines[0].startswith("1. "), name
+        steps = re.findall(r"(?m)^(?:\d+[.)]|[-*+]) ", prose)  # in Markdown, whatever wrapping puts first
+        assert steps == [f"{n}. " for n in range(1, len(steps) + 1)] != [], name
         assert sum(lengths) <= 250, name
         assert max(lengths) <= 30, name
         assert sum(line.startswith("|") for line in lines) <= 2 + 12, name

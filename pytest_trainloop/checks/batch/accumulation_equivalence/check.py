@@ -19,7 +19,8 @@ How it decides
        least 1e-3.
     3. Without such a pattern, one thing at a time is left out between the micro-batches. If windows and one batch then
        agree, it is the cause. Correct are statistics of each forward pass, and a scheduler called and built for
-       micro-batches.
+       micro-batches. An optimizer that steps with each micro-batch, next to one that waits for the window, is correct
+       too.
     4. Where the factor is 1/k, windows of k whole batches separate a loss divided twice from one divided by a constant,
        which is a skip.
     5. A loop without the knob that takes several batches a step is compared over windows in which every micro-batch is
@@ -29,7 +30,7 @@ How it decides
     | seen, if one batch has [.5, .5] | cause | advice if |
     |---|---|---|
     | a step before all micro-batches, or the last weighs 0 | ``stepped_inside_window`` |  |
-    | [1, 1]; or one term of the loss does | ``loss_not_divided`` |  |
+    | [1, 1]; or one term of the loss counts k times | ``loss_not_divided`` |  |
     | [.25, .25] | ``divided_twice`` |  |
     | [0, .5] | ``only_last_counts`` |  |
     | [.5, .5], and one batch has [.52, .48] | ``mean_of_means`` | counts of targets do not explain it |

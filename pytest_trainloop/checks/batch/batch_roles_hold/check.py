@@ -25,6 +25,7 @@ How it decides
        ``padding_idx``.
     6. A graph is kept if three steps agree. The second step is equal with the first batch's graph; it changes with
        another first graph; a first step on the second batch depends on its graph.
+    7. It skips data that ``fit`` makes itself, and steps that do not repeat.
 
     | seen | cause | advice if |
     |---|---|---|

@@ -20,6 +20,7 @@ How it decides
     5. Each operation is judged by its own gradient. It is the cause if nothing leaks without it.
     6. A leak in evaluation mode alone is advice unless the loop evaluates. A leak is advice too if outputs of another
        loss do not see the answer (Tacotron 2).
+    7. It skips a loop in which no loss of torch has the next inputs as targets.
 
     | operation                                                    | cause                                  |
     |--------------------------------------------------------------|----------------------------------------|

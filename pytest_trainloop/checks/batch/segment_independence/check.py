@@ -17,14 +17,15 @@ How it decides
     2. If it is not, the step on one segment alone is compared with the step on the batch, call by call. A kind of call
        is the cause if nothing else of other segments comes in once its results are those of the segment alone. Losses
        may join graphs, so there only a softmax, a reshape or a pooled statistic is named.
-    3. Numbers are judged by the data. Both ends of an edge must lie in one graph, and graphs in one axis never share a
-       number (docs/how-it-decides.md#segments-of-one-axis).
+    3. Numbers are judged by the data. Both ends of an edge must lie in one graph (not judged for several kinds of
+       nodes), and graphs in one axis never share a number (docs/how-it-decides.md#segments-of-one-axis).
     4. Documents that are separate train alone and behind others. The gradients must agree to 1e3 eps in float64, the
        loss of the other documents left out.
     5. Rewards of later episodes get another order. Weights of earlier steps must stay, or all get one factor and one
        offset. What only one reading of the flags shows is not reported.
     6. Declared means ``rows_interact=False`` or ``roles=Roles(segments=...)``: then advice of segments becomes a fault.
-       Segments found by values alone give advice.
+       Segments found by values alone give advice. Embedded numbers and targets of a loss number no segments, and
+       documents that end at equal places in all rows are windows.
     7. It skips graphs that interact by other calls (declare ``rows_interact=``), numbers that nothing explains, and a
        batch without segments.
 

@@ -31,7 +31,7 @@ How it decides
     | a scheduler moves a replaced optimizer; two share one | ``drives_another``, ``two_on_one`` | rates differ |
     | no call, and no function that ran could make one | ``never_called`` | one could come later |
     | two lines call it; it is built again; its rate is set again | ``called_twice`` and others |  |
-    | nothing reads the written rate, copy or key | ``rate_nobody_reads``, ``option_nobody_reads`` | no schedule runs |
+    | nothing reads the written rate, copy or key | ``rate_nobody_reads`` and others | of multiples: no schedule |
     | mode, metric, bound or milestones contradict themselves | ``plateau_mode`` and others |  |
     | a group has rate 0, or stays empty | ``group_at_zero`` and others | not 0 in the whole plan |
     | a group keeps its rate while others move | ``group_without_schedule`` | its rate was another |

@@ -12,12 +12,14 @@ How it decides
     1. To decay everything is right in many recipes. So a filter is accused only if an experiment shows that it is for
        these weights (docs/how-it-decides.md#what-a-decay-filter-is-for).
     2. The loop is built again, for one step, and the filter gets the answer "yes" for just the weights of a kind that
-       all decay. They must then lie in a group without decay.
+       all decay. They must then lie in a group without decay. The optimizer must keep other weights from decay already.
     3. Tried are patterns that no name has (``in``, ``startswith``, ``endswith``, ``==``), names with a usual segment
        put in ("ln_1.LayerNorm.weight"), and names without their first segments. Tried are also
        ``isinstance(module, nn.LayerNorm)`` for the project's own class, and a module's ``no_weight_decay()``.
     4. A list of spellings of which one matches, and a filter for learning rates, do not pass this experiment.
-    5. It skips a loop without weight decay.
+    5. Groups are swapped only in a model that trains as a whole. The last weight of a group is found by steps of the
+       project's own optimizer with weight_decay 0 and 1. A line must read a loop's variable after the loop.
+    6. It skips a loop without weight decay.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -31,7 +33,7 @@ How it decides
     | lr * weight_decay is above 1 | ``decay_turns_weights_over`` |  |
     | decay 0 and 1 differ at a group's last weight only | ``decay_on_last_only`` |  |
     | a term of the loss shrinks the weights too | ``decayed_twice`` | always |
-    | nothing reads a key like ``wd`` or ``decay_mult`` | ``option_nobody_reads`` | no run shows it |
+    | nothing reads a key like ``wd`` or ``decay_mult`` | ``option_nobody_reads`` | ``fit`` makes no epoch |
 
 Faulty
     >>> no_decay = ("bias", "BatchNorm.weight")                              # the model calls it encoder.1

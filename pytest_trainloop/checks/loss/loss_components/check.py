@@ -17,6 +17,7 @@ How it decides
     4. A factor that all terms share (1/k, a scaler's scale) is no fault, nor is a weight that moves from step to step
        (annealing).
     5. Terms that are numbers without a history are judged by their values alone.
+    6. It skips a single watched run, and a loss that cannot be differentiated together with its parts.
 
     | weights found                                    | cause                    | advice if              |
     |--------------------------------------------------|--------------------------|------------------------|

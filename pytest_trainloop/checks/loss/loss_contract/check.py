@@ -20,10 +20,11 @@ How it decides
     3. Entries without a gradient are not judged. A padded position counts only if the gradient at its prediction is not
        0.
     4. Padding must be proven: by a declared pad id, ``padding_idx``, or a mask or lengths beyond which all values of an
-       input are equal.
+       input are equal. Slots that only targets leave empty are none.
     5. Labels are compared with embedded ids and with the last input that an output depends on. Where embeddings are
-       frozen, a further run lets gradients reach them. A shift by two in one operation, a leading blank, or another
-       loss of the next id is intended.
+       frozen, a further run lets gradients reach them. If nothing shows that input, a shift is advice. A model that
+       sees later inputs may have any shift. A shift by two in one operation, a leading blank, or another loss of the
+       next id is intended.
     6. Functions of libraries are known by name. Flags (``from_logits``) are read from the call
        (docs/how-it-decides.md#losses-of-libraries).
     7. Each finding is a fault, with the exceptions of the table. A loss computed and left out counts if no call of its

@@ -16,15 +16,16 @@ How it decides
     5. For labelled embeddings, clusters by class are compared with clusters across classes. A rotation of all
        embeddings must change nothing (no proxies).
     6. Values may lie on another scale than targets (a log-rate). So only two things are faults there. One is a loss
-       that falls in both directions away from the target, at all of three distances. The other is an output of (rows,
-       1) that is compared with every target.
+       that falls in both directions away from the target, at all of three distances. The other is an output of
+       ``(rows, 1)`` that is compared with every target.
+    7. It skips values that are not finite, and labels of two embeddings: a high one may mean near or far.
 
-    | seen                                         | cause                |
-    |----------------------------------------------|----------------------|
-    | the correct answer costs more                | ``reversed``         |
-    | another class has the lowest loss            | ``other_class``      |
-    | the target changes nothing, in every example | ``target_unused``    |
-    | (rows, 1) is compared with every target      | ``rows_not_matched`` |
+    | seen                                               | cause                |
+    |----------------------------------------------------|----------------------|
+    | the correct answer costs more than every wrong one | ``reversed``         |
+    | only some wrong answers cost less                  | ``other_class``      |
+    | the target changes nothing, in every example       | ``target_unused``    |
+    | ``(rows, 1)`` is compared with every target        | ``rows_not_matched`` |
 
 Faulty
     >>> def loss(output, target):

@@ -12,13 +12,14 @@ How it decides
     1. An exception or a warning is enough: most of torch's own losses warn.
     2. A missing test gives no wrong loss as long as every caller gives the right shapes. So every finding is advice
        (``loss_contract`` fails the loop that broadcasts).
+    3. It skips contracts of which no invalid target is known, and values with more than one axis.
 
-    | accepted without exception or warning                                               | cause               |
-    |-------------------------------------------------------------------------------------|---------------------|
-    | (rows, 1) against (rows,), with exactly the value of every output with every target | ``broadcasts``      |
-    | fewer targets than rows                                                             | ``rows_unchecked``  |
-    | a class that does not exist                                                         | ``range_unchecked`` |
-    | class indices as floats                                                             | ``dtype_unchecked`` |
+    | accepted without exception or warning | cause |
+    |---|---|
+    | ``(rows, 1)`` against ``(rows,)``, with exactly the value of every output with every target | ``broadcasts`` |
+    | fewer targets than rows | ``rows_unchecked`` |
+    | a class that does not exist | ``range_unchecked`` |
+    | class indices as floats | ``dtype_unchecked`` |
 
     A loss that flattens both first, and so compares each output with its own target, is correct.
 

@@ -12,8 +12,8 @@ How it decides
        either.
     2. In float64 both values must agree to half of the digits, relative to the size of the terms.
     3. Losses that judge classes one against all pass.
-    4. Probabilities taken for logits are recognised by the value. A confident correct answer then costs log(e + C - 1)
-       - 1, and a wrong one log(e + C - 1). That is the cross-entropy of a one-hot vector.
+    4. Probabilities taken for logits are recognised by the value. With C classes, a confident correct answer then costs
+       ``log(e + C - 1) - 1``, and a wrong one ``log(e + C - 1)``. That is the cross-entropy of a one-hot vector.
     5. It skips values, embeddings and pairs of probabilities: no shift is known for them.
 
     | seen                                                              | cause                           | advice if |

@@ -16,6 +16,7 @@ How it decides
     4. A criterion without ``reduction`` is a sum if twice the rows give twice the value and two halves add up to the
        whole. It is a mean if twice the rows give the same value. ``LossContract.reduction`` must say so. Where the
        contract says nothing, it is advice.
+    5. It skips values that are not finite, and criteria that draw random numbers.
 
     | seen                                        | cause                  | advice if           |
     |---------------------------------------------|------------------------|---------------------|

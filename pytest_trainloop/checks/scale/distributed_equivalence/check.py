@@ -17,8 +17,8 @@ How it decides
        waits in a collective which another never enters is ``one_rank_waits``. What torch raises for parameters without
        a gradient is ``unused_parameters``, or ``parameters_not_in_wrapper`` if they came after the wrapper.
     2. It compares the gradients of equal shares with those of one process (``ranks=1``), in float64 to 1e3 eps. With
-       ``accumulate``, it compares windows of two micro-batches too. Loops with equal updates pass. So do loops that
-       share out the model or cut whole batches, if they agree on all rows.
+       ``accumulate``, it compares windows of micro-batches too. Loops with equal updates pass. So do loops that share
+       out the model or cut whole batches, if they agree on all rows.
     3. Where gradients differ, g_r is the gradient of rank r's rows in one process. Least squares write both gradients
        as sums of w_r g_r (docs/how-it-decides.md#accumulation-as-weights). The weights give the cause.
     4. Of step 1 it compares weights, rows, draws, buffers and files. Samplers that cut different orders, and a file

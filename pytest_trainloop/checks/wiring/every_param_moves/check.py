@@ -24,7 +24,7 @@ How it decides
        step on its tensor in float64. Half of all low-precision entries lost is a fault.
     8. An optimizer that is not torch's may keep what rounding takes (Kahan summation, master weights): advice, or
        silent if copies of it show that it does.
-    9. Parameters on which no loss depends are left out.
+    9. Parameters on which no loss depends are left out. It skips a loop without an optimizer step.
 
     | experiment | cause | advice if |
     |---|---|---|

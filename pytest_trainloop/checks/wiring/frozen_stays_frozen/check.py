@@ -22,11 +22,12 @@ How it decides
     6. Filters by name are tried. A pattern that no name of ``named_parameters()`` matches gets the answer "yes" in a
        further build and step. It gets it for names that it nearly has (``embeddings.`` for ``bert.embeddings.``). It is
        a filter if their parameters are frozen then.
+    7. It skips a loop in which nothing is frozen.
 
     | first that holds | cause | advice if |
     |---|---|---|
     | declared, requires grad, gets gradients and moves | ``still_trainable`` |  |
-    | the update runs along its own values, or ends without weight decay | ``weight_decay`` |  |
+    | the update runs along its values, or is gone without weight decay | ``weight_decay`` |  |
     | the step reads, bit for bit, an earlier gradient | ``stale_gradient`` |  |
     | an earlier step used a gradient of it | ``momentum`` |  |
     | running statistics of a frozen norm change | ``statistics_drift`` | an undeclared net called on its own |
