@@ -36,8 +36,8 @@ How it decides
     | (N, 1) and (N,) make a table that is only summed; one side may change places | ``all_pairs_of_rows`` |  |
     | a softmax along another axis keeps rows separate | ``softmax_over_rows`` |  |
     | a norm along another axis, or with constant statistics, does | ``normalised_over_rows`` | data, undeclared |
-    | a transpose in place of the view does; the other ``batch_first`` does | ``view_mixes_rows`` |  |
-    | in the loss: a similarity or a running sum along another axis does | ``similarity_over_rows`` |  |
+    | a transpose in place of the view does; the other ``batch_first`` does | ``view_mixes_rows`` and another |  |
+    | in the loss: a similarity or a running sum along another axis does | ``similarity_over_rows`` and another |  |
     | in the model: another operation lets rows interact | ``rows_interact`` | undeclared |
     | all rows, or declared groups, change places and the loss changes | ``order_matters`` | a running sum |
 

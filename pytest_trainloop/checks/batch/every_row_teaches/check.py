@@ -11,9 +11,10 @@ Why is this bad?
     is read and paid for in vain.
 
 How it decides
-    1. It first looks for a loss that is exactly 0, without any gradient, under five seeds. Whatever made 0 of something
-       else is left out. If a gradient then arrives, that is the cause. A clamp must also cut if all inputs are equal: a
-       correct margin costs something there. All other zero losses (a reward of 0, a ramp from 0) are skipped.
+    1. It first looks for a loss that is exactly 0, without any gradient, under five seeds. The call that made 0 of
+       something else is left out. If a gradient then arrives, that is the cause. A clamp must also cut if all inputs
+       are equal: a correct margin costs something there. All other zero losses (a reward of 0, a ramp from 0) are
+       skipped.
     2. It puts another row in the place of the last row, then of the first. If losses, gradients and weights stay equal,
        bit for bit, in float64, with the loop's own random numbers and at moved weights, the row is left out.
     3. All torch calls up to the step are then compared. Silent are rows that end by their values (a mask, a clamp, a

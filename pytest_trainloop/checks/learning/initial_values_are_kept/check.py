@@ -12,7 +12,7 @@ How it decides
     1. Chosen values come from ``load_state_dict``, ``from_pretrained``, ``copy_`` or an assignment. A constant counts
        as chosen if it is not 0 or 1. Zeros count if they fill a matrix.
     2. A chosen value is lost if random numbers, zeros or ones overwrite the whole parameter, and no code has read the
-       value.
+       value. The causes are ``loaded_values_overwritten`` and ``set_values_overwritten``.
     3. If another chosen value overwrites it, nothing is reported.
     4. Nothing is reported either if one parameter keeps a value of the same line. The last layers of a pretrained model
        are often initialised again on purpose.

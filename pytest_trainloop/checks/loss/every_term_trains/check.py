@@ -20,9 +20,9 @@ How it decides
     4. A term whose gradient goes only to weights that no step changes by it is a fault, if it was cut off from weights
        that its backward pass trains. Silent: an optimizer that may step later, and weights that the loop moves.
     5. A number with a gradient that no backward pass reached is judged over the whole run.
-    6. It skips a loop that backpropagates no single number.
-    7. Sides are equal if the same calls made them of the same tensors. Equal numbers alone prove nothing. Silent:
+    6. Sides are equal if the same calls made them of the same tensors. Equal numbers alone prove nothing. Silent:
        ``x - x`` in one line, and sides of which one is detached and that train by their slope.
+    7. It skips a loop that backpropagates no single number.
 
     | seen | cause | advice if |
     |---|---|---|

@@ -12,8 +12,8 @@ How it decides
     1. It judges by what values were made of and by data that contradict themselves, never by how the loss falls
        (docs/how-it-decides.md#targets-that-can-be-learned).
     2. Noise: a target is one draw of random numbers (or its difference to data) and of nothing else. The prediction
-       depends on the batch and on trained weights. With this draw's numbers in another order it stays the same, bit for
-       bit. A sum of data and a draw is silent: two noisy views look so.
+       depends on the batch and on trained weights. With this draw's numbers in another order the prediction stays the
+       same, bit for bit. A sum of data and a draw is silent: two noisy views look so.
     3. Units are standardised twice if the batch's targets are near the outputs, within three spreads, and a difference
        that the loop divides takes them away.
     4. It passes if no comparison of a prediction and a target shows any row of the table.
@@ -26,7 +26,7 @@ How it decides
     | a sigmoid, tanh or ReLU cannot reach it; a constant is nearer | ``target_out_of_reach`` | a quarter is out |
     | step 3 | ``standardised_twice`` |  |
     | the targets' mean is ten times nearer to them than the first outputs | ``target_in_other_units`` | always |
-    | each column of a target is in one input, and changes the outputs | ``input_contains_target`` | always |
+    | each column of a target is in an input that outputs depend on | ``input_contains_target`` | always |
     | a loss function writes into the batch; put back, the loss differs | ``target_written_by_loss`` |  |
 
 Faulty

@@ -12,8 +12,8 @@ How it decides
        are 4e-11 of the slope at the step that makes them equal.
     2. Differences with two step sizes must agree to 1e-4. Otherwise there is a kink, and the point is not judged.
     3. A gradient that differs from the slope by more than 1e-3 is an error.
-    4. It skips values that are not finite, a kink at every point, and criteria that draw random numbers.
-    5. A constant value with a gradient is a straight-through estimator, and passes.
+    4. A constant value with a gradient is a straight-through estimator, and passes.
+    5. It skips values that are not finite, a kink at every point, and criteria that draw random numbers.
 
     | seen                                                           | cause                   | advice if |
     |----------------------------------------------------------------|-------------------------|-----------|

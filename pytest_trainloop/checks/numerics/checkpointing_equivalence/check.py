@@ -20,7 +20,7 @@ How it decides
        counts of batches where momentum is not None.
     6. It skips a loop without checkpoints and without the knob.
 
-    | first that holds | cause | advice if |
+    | makes gradients agree, or is seen | cause | advice if |
     |---|---|---|
     | checkpoints that no gradient can flow through, as plain calls | ``inputs_need_grad`` |  |
     | states of all generators restored for the recomputation | ``rng_not_preserved`` |  |

@@ -23,8 +23,8 @@ How it decides
        scores change places (top-k, comparisons), float64 gets the choices of the low run.
     4. It then compares operations: the first whose output has ten times its explained error is named. In backward, it
        is the first that makes a wrong gradient of a right one.
-    5. It judges single tensors too, within ten roundings and ten times the error of seven rounded runs. A fault needs a
-       wrong operation whose module in float32 makes the tensor right.
+    5. A single tensor is judged if it is off by ten roundings, and by ten times the error of seven rounded runs. It is
+       a fault if an operation is wrong and its module in float32 makes the tensor right.
     6. It skips a loop that has no knob and computes nothing in low precision, if its gradient under an autocast is
        right. It skips precisions whose runs cannot be compared.
 

@@ -17,7 +17,8 @@ How it decides
        is left out of both.
     4. If they differ, one thing is changed at a time. The first row of the table that holds is the cause. Modules
        compiled alone show the innermost that differs.
-    5. A checkpoint of the compiled loop must be restored by its own ``load``; with compiling only is advice.
+    5. The compiled loop's ``load`` must restore its own checkpoint. If only the loop without compiling does not restore
+       it, that is advice.
     6. It skips loops whose rounding hides a difference, and backends that cannot be tried.
 
     | first that holds | cause | advice if |

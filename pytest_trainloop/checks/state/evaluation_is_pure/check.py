@@ -39,7 +39,7 @@ How it decides
     | two random states train differently, and equally after it | ``reseeds`` | new seeds each time; nothing draws |
     | dropout acts in evaluation mode | ``dropout_stays_on`` | ``training=`` written out; samples |
     | nothing, but norm statistics or more hooks remain | ``norm_statistics_moved``, ``hooks_left`` | always |
-    | ``evaluate()`` raises after steps; before the first only | ``evaluation_raised`` | before the first step only |
+    | ``evaluate()`` raises after steps; before the first only | ``evaluation_raised`` and another | before the first |
 
 Faulty
     >>> def evaluate():

@@ -11,7 +11,7 @@ Why is this bad?
 How it decides
     1. It builds the loop and compares options with the limits of the table. They lie outside of every published recipe.
     2. Every finding is advice.
-    3. Norms count only if they keep statistics and run in training mode.
+    3. Momentum is read of batch norms that keep statistics and run in training mode.
     4. Torch's momentum weighs the new batch, Keras' the old average.
 
     | seen | cause |

@@ -12,8 +12,8 @@ Why is this bad?
 
 How it decides
     1. ``copied_into_itself``: all writes of a line take values from the memory that they write to. Values put back that
-       were taken before the weights changed last are a fault at once. So are those of a line that took others in an
-       earlier step. Networks that share only some layers are silent.
+       were taken before the weights changed last are a fault at once. So are those of a line that took other values in
+       an earlier step. Networks that share only some layers are silent.
     2. ``average_dropped``: the average of each trained weight and of a resting one is computed in three steps. No call
        of torch reads it, and nothing keeps it.
     3. ``average_moves_away``: in three steps an average gets a multiple of its difference from a trained weight added.
