@@ -16,7 +16,9 @@ How it decides
        same, bit for bit. A sum of data and a draw is silent: two noisy views look so.
     3. Units are standardised twice if the batch's targets are near the outputs, within three spreads, and a difference
        that the loop divides takes them away.
-    4. It passes if no comparison of a prediction and a target shows any row of the table.
+    4. An argmax over an axis of one entry can give one number only. A target is contained only in an input that has
+       other columns too.
+    5. It passes if no comparison of a prediction and a target shows any row of the table.
 
     | seen | cause | advice if |
     |---|---|---|

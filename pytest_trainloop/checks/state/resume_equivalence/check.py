@@ -15,7 +15,8 @@ How it decides
        (docs/how-it-decides.md#a-resumed-run).
     2. If they differ, everything that differs after ``load`` is carried over from the first run, which must heal it.
        Then all but one component is carried over. What makes the run end elsewhere is lost. Histories, clocks and
-       caches matter to no step: silent.
+       caches matter to no step: silent. A number that training leaves as built and ``load`` sets (the epoch to start
+       from) is set equally in both runs.
     3. Compared directly are schedule counts, the scaler's scale (halved before saving), weights that the optimizer
        holds, tied tensors, and rounded weights. A random state in the checkpoint must be in place after ``load``.
     4. An average that only ``evaluate`` reads is judged by what ``evaluate`` returns without it.

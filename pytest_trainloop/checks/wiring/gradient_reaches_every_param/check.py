@@ -16,7 +16,7 @@ How it decides
        code broke the chain rule (docs/how-it-decides.md#whether-the-loss-depends-on-a-parameter). The operation is
        named that lets a gradient arrive once it is passed through.
     3. A missing gradient without dependence is no cut: an expert without tokens, another task's head, LoRA's A in its
-       first step, a teacher.
+       first step, a teacher. An average of weights that the loop updates is not reported as uncalled.
     4. A zero gradient is a fault if one operation makes it: with the operation passed through, a gradient arrives. It
        is a fault too if the loss has a slope, and no hook of the project is on the gradient. Then two central
        differences in float64 agree. A flat loss is advice (a gate at zero).
