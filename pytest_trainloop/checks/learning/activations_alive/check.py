@@ -14,7 +14,8 @@ How it decides
     3. In 426 layers of correct loops at most half of the units were dead after 25 steps (sparse codes, one-sided
        inputs, detection heads with few positives). So 60 % of a layer of 16 or more units is reported. Of a smaller
        layer all units must be dead.
-    4. It skips one fixed batch, on which an unneeded unit is not dead, and fewer than four different batches.
+    4. It skips one fixed batch, on which an unneeded unit is not dead, and fewer than four different batches. Where no
+       such activation is called in three steps, it does not apply.
     5. Every finding is advice. What gets no gradient from the first step on belongs to
        ``gradient_reaches_every_param``.
 
