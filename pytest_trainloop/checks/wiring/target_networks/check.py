@@ -14,9 +14,9 @@ How it decides
     1. ``copied_into_itself``: all writes of a line take values from the memory that they write to. Values put back that
        were taken before the weights changed last are a fault at once. So are those of a line that took other values in
        an earlier step. Networks that share only some layers are silent.
-    2. ``average_dropped``: the average of each trained weight and of a resting one is computed in three steps. Nothing
+    2. ``average_dropped``: the average of each trained and a resting weight is computed in three steps. Nothing
        reads or keeps it.
-    3. ``average_moves_away``: in three steps an average gets a multiple of its difference from a trained weight added.
+    3. ``average_moves_away``: in three steps an average adds a multiple of its difference from a trained weight.
     4. ``anchor_moves_along``: a penalty, or what is added to a gradient, holds the difference of a weight and an older
        tensor with its memory. ``w - w.detach()`` is silent.
     5. ``dropout_in_targets``: nothing of a network trains or moves, its results have no history, and no trained weight
