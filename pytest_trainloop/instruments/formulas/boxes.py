@@ -172,6 +172,18 @@ _OF_CENTRES = Aim(
 )
 
 
+def _in_order(p: torch.Tensor, t: torch.Tensor, **_: float) -> torch.Tensor | None:
+    """The overlap of each box with its target, of which the corners are put in order."""
+    if p.shape != t.shape:
+        return None
+    return _overlap(
+        p, torch.cat([torch.minimum(t[..., :2], t[..., 2:]), torch.maximum(t[..., :2], t[..., 2:])], -1), way=_Way()
+    )
+
+
+IN_ORDER = Aim("the IoU with a box whose corners are put in order", _in_order, rises=True, groups=True, alone=True)
+
+
 def _variants(kind: str) -> tuple[Variant, ...]:
     right = [_Way(kind, form, more=more) for form in _FORMS for more in (0.0, 1.0) if not (more and form != "corners")]
     right.append(_Way(kind, sides=0.0))

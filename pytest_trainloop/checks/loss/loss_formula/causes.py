@@ -74,6 +74,13 @@ CAUSES = {
             "the loss equals the form with boxes read by corners; read as centre, width and height all are boxes"
         ),
         repair="convert boxes from (centre, width, height) to corners before they are given to this function",
+        variants={
+            "reversed": {
+                "shown_by": "the loss equals the form with boxes read by corners; these boxes have a side below 0",
+                "repair": "keep the first corner the smaller one where boxes are changed. A flip swaps the two sides: "
+                "x1, x2 = width - x2, width - x1",
+            }
+        },
         source="https://github.com/stevebottos/owl-vit-object-detection/issues/14",
     ),
     "sign_flipped": _of_form(

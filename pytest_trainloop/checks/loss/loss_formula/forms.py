@@ -16,6 +16,7 @@ from pytest_trainloop.checks.loss.loss_formula.values import (
     slope_of,
     trained,
 )
+from pytest_trainloop.instruments.formulas.boxes import IN_ORDER
 from pytest_trainloop.instruments.formulas.catalogue import FORMS
 from pytest_trainloop.instruments.formulas.roles import class_axes, predicts, violates
 from pytest_trainloop.instruments.formulas.search import Match, Ruled, maker, matches
@@ -139,7 +140,10 @@ def _wrong_roles(match: Match, step: Step) -> Iterator[Finding]:
         entries, name = part.values[number].tensor, layer_of(part, number)
         facts = {"low": float(entries.min()), "high": float(entries.max()), "rows": _inverted(entries)}
         layer = f"module {name!r}" if name else "the model"
-        yield from _found(match, step, cause, variant, match.form.aim, layer=layer, **facts)
+        made = list(_found(match, step, cause, variant, match.form.aim, layer=layer, **facts))
+        if cause == "box_format" and not made:
+            made = list(_found(match, step, cause, "reversed", IN_ORDER, **facts))
+        yield from made
 
 
 def _all_count(match: Match, number: int) -> bool:

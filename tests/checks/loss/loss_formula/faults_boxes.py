@@ -23,7 +23,7 @@ class Boxes(nn.Module):
         return torch.cat([centre - size / 2, centre + size / 2], 1) if self.corners else torch.cat([centre, size], 1)
 
 
-def detector(loss_of, by_centre=False, corners=True):
+def detector(loss_of, by_centre=False, corners=True, changed=lambda boxes: boxes):
     def make():
         features = torch.randn(8, 6)
         centre = 0.3 + 0.4 * torch.sigmoid(features[:, :2])
@@ -38,7 +38,7 @@ def detector(loss_of, by_centre=False, corners=True):
                 loss_of(model(x), target).backward()
                 optimizer.step()
 
-        return TrainLoop(model=model, optimizer=optimizer, batch=(features, boxes), fit=fit)
+        return TrainLoop(model=model, optimizer=optimizer, batch=(features, changed(boxes)), fit=fit)
 
     return make
 
@@ -83,6 +83,26 @@ pair(
     quick=True,
     faulty=detector(lambda p, t: giou_loss(p, t), by_centre=True),
     fixed=detector(lambda p, t: giou_loss(p, corners_of(t)), by_centre=True),
+)
+
+
+def flipped(order):
+    """Every other box by a horizontal flip, whose sides come in the order that is given."""
+
+    def changed(boxes):
+        boxes[::2, [0, 2]] = 1 - boxes[::2, order]
+        return boxes
+
+    return changed
+
+
+pair(
+    "flipped_boxes_run_backwards",
+    "loss_formula",
+    "box_format",
+    mentions=("x1, x2 = width - x2, width - x1",),
+    faulty=detector(giou_loss, changed=flipped([0, 2])),
+    fixed=detector(giou_loss, changed=flipped([2, 0])),
 )
 
 
