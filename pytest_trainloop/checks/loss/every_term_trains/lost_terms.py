@@ -76,6 +76,7 @@ def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
         by_call[scalar.site, scalar.op, turns[here]].append(scalar)  # a line may compute several
         turns[here] += 1
     used = {(s.site, s.op) for s in survey.scalars if s.used}
+    lines = {s.site for s in survey.scalars if s.used}
     lost_calls = {}
     for (site, op, turn), scalars in by_call.items():
         last = [s for s in scalars if not s.consumed]
@@ -84,8 +85,9 @@ def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
         # torch's losses are loss_contract's; of the turns of a loop the last alone may be wanted
         own = not any(s.of_losses for s in scalars) and (site, op) not in used
         name, lost = name_at(site), functools.partial(never_read, site)
-        named = is_term(name) and (not all(s.of_used for s in last) or lost())
-        if (own and (named or (is_part(name) and lost()))) or _untrained(survey.record, last):
+        # on a line whose last value is used the name is that value's (SAC: log_alpha.exp().detach() * log_prob)
+        named = site not in lines and is_term(name) and (not all(s.of_used for s in last) or lost())
+        if (own and (named or (site not in lines and is_part(name) and lost()))) or _untrained(survey.record, last):
             lost_calls[site, op, turn] = last
     return lost_calls
 
