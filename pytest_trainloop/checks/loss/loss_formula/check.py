@@ -23,9 +23,9 @@ How it decides
     5. Then an experiment decides (docs/how-it-decides.md#losses-written-by-hand). The outputs take 40 steps along all
        that the loop backpropagates, in float64, from three starts.
     6. It is a fault if the form's quantity gets worse at every start, gets no better where the textbook form improves
-       it, runs away, or leaves its best value. Otherwise it is silent. It is advice if only a constant differs, nothing
-       can be tried, or pretrained weights get a wrong sign. ``mean_taken_early`` is a fault if a shuffling loader
-       stacks the rows or ``rows_interact=False`` is declared.
+       it, runs away, or leaves its best value. Otherwise it is silent; boxes are also tried by their term alone. It is
+       advice if only a constant differs, nothing can be tried, or pretrained weights get a wrong sign.
+       ``mean_taken_early`` is a fault if a loader shuffles the rows or ``rows_interact=False`` is declared.
     7. Values without a wrong form are compared entry by entry with the batch, as in the last rows. No agreement, or too
        many forms to try: silent.
 
