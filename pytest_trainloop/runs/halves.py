@@ -107,6 +107,7 @@ def halves(
     between: Between | None = None,
     *,
     double: bool,
+    at_end: Between | None = None,
     before: tuple[int, ...] = (0,),
     after: tuple[int, ...] = (1,),
     drawn_late: bool = False,
@@ -120,8 +121,9 @@ def halves(
     """Run the halves ``before`` the cut, then ``between(loop, watch)``, then those ``after`` it, on one fresh loop.
 
     ``((0,), (1,))`` is a run with something in its middle, ``((), (1,))`` one that resumes on a fresh loop, and
-    ``((), (0,))`` one with something before its first step. ``stage`` names what ``between`` calls ("evaluate"): what
-    that raises becomes a ``UserCodeError``; without it, it is raised as it is.
+    ``((), (0,))`` one with something before its first step. ``at_end`` is called after all of them, under the seed of
+    the half that would follow. ``stage`` names what ``between`` calls ("evaluate"): what that raises becomes a
+    ``UserCodeError``; without it, it is raised as it is.
 
     Generators are seeded before each half: by the seed of the runs plus the number of the half, after the cut plus
     ``cut_seed`` as well. Without ``seed_after`` that seed is set before ``between``, and not after it.
@@ -132,7 +134,7 @@ def halves(
     plan = evidence.plan()
     items = _items_of_a_half(evidence.run())
     made = Halves(record=evidence.run(), double=double, items=items)
-    run = _Run(made, between, before, after, drawn_late, seed_after, plan.seed, cut_seed, stage)
+    run = _Run(made, between, at_end, before, after, drawn_late, seed_after, plan.seed, cut_seed, stage)
     made.record = evidence.rerun(
         plan,
         seed=plan.seed + other_seed,
@@ -162,6 +164,7 @@ class _Run:
 
     made: Halves
     between: Between | None
+    at_end: Between | None
     before: tuple[int, ...]
     after: tuple[int, ...]
     drawn_late: bool
@@ -194,6 +197,9 @@ class _Run:
                     seed_all(self.seed + number + self.cut_seed)
                 self._half(fit, batches, number)
             self.made.end = self._tensors(loop)
+            if self.at_end is not None:
+                seed_all(self.seed + self.after[-1] + 1)
+                self.at_end(loop, self._watched())
             self.watch = None  # the run's own objects are let go of
 
         return run

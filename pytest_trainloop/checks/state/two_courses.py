@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pytest_trainloop.checks.learning.loss_curve import Losses
+from pytest_trainloop.core import places
+from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_trainloop.recording.events import Step
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.halves import Halves
@@ -64,3 +71,24 @@ def _apart(own: Record, mine: Step, reference: Record, theirs: Step) -> dict[str
             largest = max(size, others[name])
             found[name] = abs(size - others[name]) / largest if largest else 0.0
     return found
+
+
+def numbers_in(result: Any) -> Iterator[float]:
+    """The numbers in what ``evaluate`` returned."""
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    if isinstance(result, (list, tuple)):
+        for value in result:
+            yield from numbers_in(value)
+    elif isinstance(result, torch.Tensor):
+        yield from (float(n) for n in ([] if result.is_complex() else result.detach().flatten()[:1000].tolist()))
+    elif isinstance(result, (int, float)) or hasattr(result, "item"):
+        yield float(result)
+
+
+def line_of(function: object) -> str:
+    """The line where a function of the project's begins; empty for other callables."""
+    code = places.code_of(function)
+    if code is None or layer(code.co_filename) != 2:
+        return ""
+    return str(place_of(code.co_filename, places.first_line(code)))

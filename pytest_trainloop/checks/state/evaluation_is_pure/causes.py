@@ -92,6 +92,24 @@ CAUSES = {
         proof="with this put back after evaluate() training is as without it",
         summary="{evaluation} changes {what}, and training goes on with that",
         repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
+        variants={
+            "gathered": {
+                "summary": "evaluate() returns {now} in place of {was} if it was called before: {what} still holds the "
+                "values of the earlier evaluation",
+                "measured": "the first evaluate() of a model returns {was}; after one that returned {before} it is "
+                "{now}{how:?, their {how}|}",
+                "shown_by": "with {what} put back after the earlier evaluate() it returns {was} again",
+                "repair": "empty it at the start of evaluate(): {resets:?{what}.reset()|total = 0, values = []}; or "
+                "make it there",
+            },
+            "used up": {
+                "summary": "evaluate() evaluates once: {what} is at its end then, and a second call {raised:?raises "
+                "{raised}|calls no module}",
+                "measured": "{forwards:forward pass} in the first evaluate(), none in the second",
+                "shown_by": "the next item of {what} was asked for after the second call, and there is none",
+                "repair": "keep the loader, not its iterator: for batch in loader: inside evaluate()",
+            },
+        },
         source="https://github.com/NVIDIA/Megatron-LM/pull/411",
     ),
     "switch_left": _harmful(
@@ -172,6 +190,13 @@ CAUSES = {
         measured="after {steps:optimizer step}, which raised nothing",
         repair="mend the line that raised; what training passes on to it (a step, an epoch) is not there in evaluation "
         "unless evaluate passes it too",
+        variants={
+            "again": {
+                "summary": "evaluate raised {raised} when it was called again",
+                "measured": "one evaluate() before the first step raised nothing, and one after {steps:step} does",
+                "repair": "let evaluate() make what it uses up or closes, if the project evaluates more than once",
+            }
+        },
         source="https://github.com/facebookresearch/fairchem/pull/261",
     ),
     "norm_statistics_moved": _seen(

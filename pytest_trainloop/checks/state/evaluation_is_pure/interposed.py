@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
+import copy
 import functools
 import random
 import sys
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from pytest_trainloop.checks.state.two_courses import numbers_in
 from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import UserCodeError
 from pytest_trainloop.core.whose import present, reraise_ours
@@ -52,6 +55,9 @@ MOST_HELD, MOST_PATHS, MOST_WALKS = 4, 4, 400
 """Weights whose bits are looked for elsewhere; values whose line is looked for; lines at which the loop is walked for
 what was not there before."""
 
+WANTED = (OSError, ImportError)
+"""What an evaluation raises that wants something which is not there: a file that training writes, a package."""
+
 SEEDS = ("torch.manual_seed", "torch.set_rng_state", "random.seed", "numpy.random.seed")
 
 TORCH, NUMPY, PYTHON = "torch's generator", "numpy's generator", "python's generator"
@@ -76,6 +82,17 @@ class Call(NamedTuple):
     def generator(self) -> str:
         """The generator that it seeds."""
         return {"random": PYTHON, "np": NUMPY}.get(self.name.partition(".")[0], TORCH)
+
+
+@dataclass(slots=True)
+class Result:
+    """What one call of ``evaluate()`` gave."""
+
+    numbers: list[float] = field(default_factory=list)
+    forwards: int = 0
+    raised: EvaluateRaised | None = None
+    used_up: tuple[str, ...] = ()
+    """Paths of iterators that are at their end, where it called no module."""
 
 
 @dataclass(slots=True)
@@ -107,6 +124,9 @@ class Run:
     """Whether it entered inference mode and did not leave it: no one else can."""
     cut_short: str = ""
     """What the reach left out."""
+    result: Result = field(default_factory=Result)
+    again: Result | None = None
+    """Of another call, after the last step."""
     values: dict[str, Any] = field(default_factory=dict)
     """Copies of the leaves that were asked for, as they were before it (``value_of``)."""
     where: str = ""
@@ -150,13 +170,15 @@ class Cut:
         to_cut: bool = False,
         times: int = 1,
         displaced: bool = False,
+        again: bool = False,
         **options: Any,
     ) -> Run:
         """One run, with those of the differences put back of which ``put_back`` says so.
 
         ``watched`` are paths: it is noted which line changes the first of them. ``to_cut`` leaves out what comes after
         the cut, where ``fit`` is called anew there. ``times`` is how often ``evaluate()`` is called, ``displaced``
-        whether the weights are scaled before. Raises ``EvaluateRaised``.
+        whether the weights are scaled before, ``again`` whether it is also called after the last step. Raises
+        ``EvaluateRaised``.
         """
         seen = Run()
 
@@ -173,12 +195,8 @@ class Cut:
             seen.began, seen.entering = watch.tick(), global_states()
             line = ChangedAt(Probe(watched, before, watch).changed)
             with _noted(seen), line.watching() if watched else contextlib.nullcontext():
-                try:
-                    for _ in range(times):
-                        present(loop.evaluate, "TrainLoop.evaluate")()
-                except (Exception, SystemExit) as error:  # of the project's evaluate
-                    reraise_ours(error)
-                    raise EvaluateRaised(error, watch.record.steps) from error
+                for _ in range(times):
+                    seen.result = evaluated(loop, watch)
             seen.ended, seen.leaving, seen.where = watch.tick(), global_states(), line.where
             seen.inference_mode = torch.is_inference_mode_enabled()
             forwards = [f for f in watch.record.root_forwards() if f.at > seen.began]
@@ -198,6 +216,16 @@ class Cut:
                 seen.holders = {path: reach.holders(reach.value(path)) for path in written[:MOST_HELD]}
                 before.put_back([d.leaf.path for d in seen.differences if put_back(d)])
 
+        def at_end(loop: TrainLoop, watch: Watch) -> None:
+            try:
+                seen.again = evaluated(loop, watch)
+            except EvaluateRaised as error:
+                seen.again = Result(raised=error)
+            if not seen.again.forwards:
+                with _ours(watch, seen):
+                    seen.again.used_up = tuple(_used_up(loop))
+
+        options |= {"at_end": at_end} if again else {}
         given = {"double": self.without.double, "drawn_late": self.drawn_late, **OPTIONS[self.moment], **options}
         if to_cut and self.moment != "inside":
             given["after"] = ()
@@ -206,6 +234,29 @@ class Cut:
         if seen.broken is not None:
             raise seen.broken
         return seen
+
+
+def evaluated(loop: TrainLoop, watch: Watch) -> Result:
+    """Call ``evaluate()``."""
+    began = watch.tick()
+    try:
+        returned = present(loop.evaluate, "TrainLoop.evaluate")()
+    except (Exception, SystemExit) as error:  # of the project's evaluate
+        reraise_ours(error)
+        raise EvaluateRaised(error, watch.record.steps) from error
+    with watch.suspended():
+        return Result(list(numbers_in(returned)), sum(f.at > began for f in watch.record.root_forwards()))
+
+
+def _used_up(loop: TrainLoop) -> Iterator[str]:
+    """The iterators that ``evaluate`` leads to and that give nothing more."""
+    bare = copy.copy(loop)
+    bare.fit = bare.step = bare.loss = bare.batches = None
+    for path, place in Reach.of(bare).walked.places.items():
+        if isinstance(place.value, collections.abc.Iterator):
+            with contextlib.suppress(Exception):  # of the project's iterator
+                if next(place.value, path) is path:
+                    yield path
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.state.evaluation_is_pure import causes
+from pytest_trainloop.checks.state.evaluation_is_pure.called_again import called_again
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
-from pytest_trainloop.checks.state.evaluation_is_pure.interposed import OPTIONS, Cut, EvaluateRaised
+from pytest_trainloop.checks.state.evaluation_is_pure.interposed import OPTIONS, WANTED, Cut, EvaluateRaised
 from pytest_trainloop.checks.state.evaluation_is_pure.naming import (
     Group,
     acting,
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.reach.snapshot import Difference
-
-WANTED = (OSError, ImportError)
-"""What an evaluation raises that wants something which is not there: a file that training writes, a package."""
 
 UNRESOLVED = (
     "training differs after evaluate(), and putting back all that could be reached does not restore it: evaluate and "
@@ -122,12 +120,13 @@ class Judgement:
         if cut.moment == "between":
             first, early = Cut(evidence, "first", cut.without), None
             try:
-                early = first.run()
+                early = first.run(again=True)
             except EvaluateRaised as error:
                 if not issubclass(error.kind, WANTED):
                     self.findings.append(_raised("raises_before_first_step", error))
             if early is not None and not differs and not self.findings:
                 self._attribute(first, early)
+                self.findings += called_again(first, run, early)
             self.findings += seeded_between(cut, run, early)
         for active in dropout.between(run.began, run.ended):
             facts = {"dropout": active.summary, "measured": active.measured, "level": active.level}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from pytest_trainloop.checks.state.resume_equivalence.causes import RENEWABLE
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
@@ -23,14 +20,13 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     tensors_of,
     weights_of,
 )
-from pytest_trainloop.core import places
+from pytest_trainloop.checks.state.two_courses import line_of, numbers_in
 from pytest_trainloop.core.errors import CannotDecide, UsageError
 from pytest_trainloop.core.whose import present, project_may_raise, reraise_ours
 from pytest_trainloop.declare import nested
 from pytest_trainloop.declare.knobs import nearest
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.shards import address
-from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
@@ -41,6 +37,8 @@ from pytest_trainloop.runs.user_traceback import raised as as_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    import torch
 
     from pytest_trainloop.checks.state.two_courses import TwoCourses
     from pytest_trainloop.declare.loop import TrainLoop
@@ -305,7 +303,7 @@ class Resumed(Run):
             if evaluate and loop.evaluate is not None:
                 seed_all(self.seed)
                 with project_may_raise():  # evaluation_is_pure says so
-                    self.numbers = list(_numbers(loop.evaluate()))
+                    self.numbers = list(numbers_in(loop.evaluate()))
             if not steps:
                 raise Over
             self._begin(loop)
@@ -443,23 +441,3 @@ def _names_by_weight(loop: TrainLoop) -> dict[int, list[str]]:
 def ties_of(loop: TrainLoop) -> list[tuple[str, ...]]:
     """Groups of names that share one weight."""
     return [tuple(names) for names in _names_by_weight(loop).values() if len(names) > 1]
-
-
-def _numbers(result: Any) -> Iterator[float]:
-    if isinstance(result, Mapping):
-        result = list(result.values())
-    if isinstance(result, (list, tuple)):
-        for value in result:
-            yield from _numbers(value)
-    elif isinstance(result, torch.Tensor):
-        yield from (float(n) for n in ([] if result.is_complex() else result.detach().flatten()[:1000].tolist()))
-    elif isinstance(result, (int, float)) or hasattr(result, "item"):
-        yield float(result)
-
-
-def line_of(function: object) -> str:
-    """The line where a function of the project's begins; empty for other callables."""
-    code = places.code_of(function)
-    if code is None or layer(code.co_filename) != 2:
-        return ""
-    return str(place_of(code.co_filename, places.first_line(code)))

@@ -346,3 +346,61 @@ pair(
     faulty=reloaded(kept=False),
     fixed=reloaded(kept=True),
 )
+
+
+# A metric that is never reset, and a loader's iterator that is kept: the second evaluation is not that of its model.
+# https://github.com/JetBrains-Research/code2seq/pull/112, https://github.com/hushell/pmf_cvpr22/issues/41
+
+
+class Mean:
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.total, self.rows = 0.0, 0
+
+    def update(self, values):
+        self.total, self.rows = self.total + values.sum().item(), self.rows + len(values)
+
+
+def evaluated_in_batches(*, reset=True, loader=True):
+    def make():
+        model, metric = mlp(6, 16, 3), Mean()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        rows = torch.utils.data.TensorDataset(*data.labelled(rows=24, seed=5))
+        held_out = torch.utils.data.DataLoader(rows, batch_size=8)
+        held_out = held_out if loader else iter(held_out)
+
+        @torch.no_grad()
+        def evaluate():
+            if reset:
+                metric.reset()
+            for x, y in held_out:
+                metric.update(F.cross_entropy(model(x), y, reduction="none"))
+            return metric.total / metric.rows
+
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+    return make
+
+
+pair(
+    "metric_gathers_over_evaluations",
+    CHECK,
+    "state_left",
+    culprits=("metric",),
+    where="self.total + values.sum()",
+    mentions=("metric.reset()", "their mean"),
+    faulty=evaluated_in_batches(reset=False),
+    fixed=evaluated_in_batches(),
+)
+
+pair(
+    "held_out_batches_come_once",
+    CHECK,
+    "state_left",
+    culprits=("held_out",),
+    mentions=("ZeroDivisionError",),
+    faulty=evaluated_in_batches(loader=False),
+    fixed=evaluated_in_batches(),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ class WithMeter(nn.Module):
         return self.net(x)
 
 
-@odd(notes="metrics are buffers of the model and pile up; training never reads them")
+@odd(notes="metrics of all evaluations pile up in buffers of the model; training never reads them")
 def evaluating_counts_in_buffers():
     model, (x, y) = WithMeter(), points(16)
 
@@ -166,7 +167,7 @@ def evaluating_counts_in_buffers():
         model.metric.hits += (predicted == y).sum()
         model.metric.total += len(y)
         model.meter.update(predicted, y)
-        return (model.metric.hits / model.metric.total).item()
+        return (predicted == y).float().mean().item()
 
     return classifier(model, evaluate)
 
@@ -353,5 +354,41 @@ def evaluating_weighs_the_classes():
         right = model(x).softmax(1).gather(1, y[:, None]).squeeze(1)
         weights["classes"] = torch.stack([2.0 - right[y == c].mean() for c in range(4)]).nan_to_num(1.0)
         return right.mean().item()
+
+    return classifier(model, evaluate, loss_of=loss_of)
+
+
+@odd(notes="evaluation returns its best score, a smoothed one, one over the last five calls and that of the next batch")
+def evaluating_by_its_history():
+    model, (x, y) = relu_mlp(8, 16, 4), points(24)
+    best, smoothed, last, reads = [float("inf")], [], collections.deque(maxlen=5), [0]
+
+    @torch.no_grad()
+    def evaluate():
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        start, reads[0] = reads[0] % 24, reads[0] + 8
+        loss = losses.mean().item()
+        best[0] = min(best[0], loss)
+        smoothed[:] = [0.9 * smoothed[0] + 0.1 * loss if smoothed else loss]
+        last.append(loss)
+        return best[0], smoothed[0], sum(last) / len(last), losses[start : start + 8].mean().item(), len(last)
+
+    return classifier(model, evaluate)
+
+
+@odd(notes="the metric of evaluation is reset where an epoch begins")
+def evaluating_into_a_metric_that_fit_resets():
+    model, (x, y), metric = relu_mlp(8, 16, 4), points(24), {"total": 0.0, "rows": 0}
+
+    @torch.no_grad()
+    def evaluate():
+        for rows in torch.arange(24).split(8):
+            metric["total"] += F.cross_entropy(model(x[rows]), y[rows], reduction="sum").item()
+            metric["rows"] += len(rows)
+        return metric["total"] / metric["rows"]
+
+    def loss_of(inputs, targets):
+        metric.update(total=0.0, rows=0)
+        return F.cross_entropy(model(inputs), targets)
 
     return classifier(model, evaluate, loss_of=loss_of)
