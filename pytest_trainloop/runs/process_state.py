@@ -16,9 +16,12 @@ import torch
 
 from pytest_trainloop.core.whose import reraise_raised
 from pytest_trainloop.recording.autocast import leave_open, open_blocks
+from pytest_trainloop.recording.source import layer
 from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 from pytest_trainloop.runs.framework_logs import frameworks_quiet
+from pytest_trainloop.runs.reach.copies import set_state, state_of
+from pytest_trainloop.runs.reach.sorts import sort_of, sort_of_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,15 +35,27 @@ _FP32 = (
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Restore, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
-    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters.
-    Meanwhile frameworks log no more than warnings.
+    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters,
+    and generators that a module of the project's keeps: whoever builds a loop again in another process finds those as
+    they were. Meanwhile frameworks log no more than warnings.
     """
-    before = _states()
+    before, kept = _states(), [(generator, state_of(generator)) for generator in _of_modules(len(sys.modules))]
     try:
         with warnings.catch_warnings(), gradient_state_kept(), frameworks_quiet():
             yield
     finally:
+        for generator, state in kept:
+            set_state(generator, state)
         _restore(before)
+
+
+@functools.lru_cache(maxsize=1)
+def _of_modules(_known: int) -> list[Any]:
+    """The generators among the variables of the project's modules; looked for where there are more modules."""
+    files = ((module, getattr(module, "__file__", None)) for module in list(sys.modules.values()))
+    own = [module for module, file in files if isinstance(file, str) and layer(file) == 2]
+    held = (value for module in own for value in list(vars(module).values()))
+    return [value for value in held if sort_of_class(type(value)) == "generator" == sort_of(value)]
 
 
 def seed_all(seed: int) -> None:
