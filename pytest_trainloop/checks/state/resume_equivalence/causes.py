@@ -34,6 +34,9 @@ _ALONE = (
 )
 _EVALUATED = "evaluate() was called after load, once with {what} carried over and once without"
 _SET = "save {what} and set it in load"
+OF_EVERY_CALL = frozenset("told lost held changed".split())
+"""What ``told`` gives to the texts of what was lost."""
+
 _lost = partial(Cause, measured="{told}", shown_by=_ALONE)
 
 CAUSES = {
@@ -191,6 +194,15 @@ CAUSES = {
                 "repair": "register_buffer({attribute!r}, ...) where it belongs to a module; else " + _SET,
             },
             "value": {"repair": _SET},
+            "position": {
+                "summary": "a run that resumes in its second epoch gets batches in another order: load restores how "
+                "far the epoch has come, and not which epoch it is",
+                "measured": "saved after {first:batch}, the next {epoch} are those of the uninterrupted run; saved "
+                "after {second:batch}, {others} of {epoch} are not",
+                "shown_by": "an epoch has {epoch:batch}; after load {what} differ from the uninterrupted run",
+                "repair": "give the loader the epoch that was saved before it skips the batches already seen: "
+                "loader.set_epoch(epoch); and the same to the loader that skips them",
+            },
             "gradient": {
                 "summary": "a resumed run loses the gradients of a window that was under way",
                 "repair": "save at the end of a window, after optimizer.step()",

@@ -55,7 +55,7 @@ Fixed
     ...     optimizer.load_state_dict(state["optimizer"])
 
 Known limits
-    Whether the data go on where they stopped is not judged: both runs are given the same batches. State that the walk
+    Both runs are given the same batches: an epoch that begins again after a resume is no fault. State that the walk
     cannot reach (at module level of a library, outside of the process) makes the check skip where it matters. What
     changes nothing within three steps and has no count of its own is not seen: a threshold that is reached later.
 
@@ -132,7 +132,9 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
 def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     """What two runs that came to their end show. Raises ``CannotDecide`` or ``Unreliable`` where the resumed run ends
     elsewhere for no known reason."""
-    from pytest_trainloop.checks.state.resume_equivalence.lost import averages, drawn_attributes, losses, steered
+    from pytest_trainloop.checks.state.resume_equivalence.drawn import drawn_attributes
+    from pytest_trainloop.checks.state.resume_equivalence.lost import averages, losses, steered
+    from pytest_trainloop.checks.state.resume_equivalence.positions import data_go_on
 
     if apart := [*_detached(a, b), *_untied(a, b)]:
         lost, known, undecided = apart, set[str](), None
@@ -146,6 +148,7 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
         yield from averages(a, b, known)
         if not b.unequal():
             yield from steered(a, b)
+            yield from data_go_on(a, b)
     yield from _random_states(a, b)
     if a.drifting:
         entry, kept = next(iter(a.drifting.items()))

@@ -7,9 +7,7 @@ weight depends on is shown by ``evaluate``, or by where an average ends.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,19 +16,15 @@ import torch
 from pytest_trainloop.checks.state.resume_equivalence.causes import found
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
-from pytest_trainloop.recording.function_mode import FunctionMode
-from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.runs.reach.leaves import same_value
-from pytest_trainloop.runs.reach.snapshot import Reach
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from pytest_trainloop.checks.state.resume_equivalence.checkpoint import StateDictCall
     from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
     from pytest_trainloop.core.finding import Finding, Level
-    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.reach.snapshot import Difference
 
 OTHER_INPUTS = (
@@ -207,7 +201,7 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
         )
     if kind in ("gradient", "requires_grad", "switch", "hooks"):
         return lose("state_lost", {"gradient": "gradient", "requires_grad": "requires_grad"}.get(kind, ""))
-    certain = kind == "tensor" and (_in_a_module(a, lost.differences) or _as_weights(a, differences))
+    certain = kind == "tensor" and (in_a_module(a, lost.differences) or _as_weights(a, differences))
     variant = "attribute" if "." in what else "value"
     variant = variant if kind in ("tensor", "array", "length") or window else ""
     return lose("state_lost", variant, level="fault" if certain else "advice", attribute=what.rpartition(".")[2])
@@ -284,7 +278,7 @@ def _as_weights(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
     return bool(lost) and 2 * sum(shape in shapes for shape in lost) > len(lost)
 
 
-def _in_a_module(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
+def in_a_module(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
     """Whether one of these is an attribute of a module."""
     for d in differences:
         place = a.saved.places.get(d.leaf.path)
@@ -430,64 +424,3 @@ def _averages_apart(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:
         and isinstance(before := mine.value(path), torch.Tensor) and before.shape in shapes
         and not same_value(before, other.value(path))
     }  # fmt: skip
-
-
-def drawn_attributes(a: Uninterrupted, b: Resumed, other: Resumed) -> Iterator[Finding]:
-    """What a module draws when it is built, that no checkpoint holds and that training reads.
-
-    ``other`` is resumed in a loop built under another seed. With everything that differs there carried over it must end
-    as the uninterrupted run, and with everything but these attributes it must not. Only what a call that draws has
-    returned is looked at: other attributes may follow from the data (an order of frequencies). A permutation is at
-    fault; other draws may stand for what is loaded from elsewhere (an embedding, an assignment to clusters).
-    """
-    as_built = [
-        d
-        for d in other.lost
-        if d.leaf.kind in ("tensor", "array") and d.how == "changed" and not b.renewed.covers(d.leaf)
-        if d.leaf.path in b.built.leaves and d.leaf.path in other.built.leaves
-        if "model" in d.leaf.reached_from and _in_a_module(a, (d,))  # a data set's order is the task, not the model
-        # neither load nor training has set it
-        if same_value(b.built.value(d.leaf.path), d.before) and same_value(other.built.value(d.leaf.path), d.after)
-    ]
-    mine: dict[bool, list[Difference]] = {True: [], False: []}
-    if as_built:
-        fresh, drawn = _draws(a.evidence)
-        for d in as_built:
-            value = fresh.value(d.leaf.path) if d.leaf.path in fresh.leaves else None
-            calls = [name for name, held in drawn if value is not None and (held is value or same_value(held, value))]
-            if calls:
-                mine[calls[-1] in ("randperm", "permutation")].append(d)
-    everything = {d.leaf.path for d in other.lost if d.leaf.reached_from != {"batches"}}
-    if not any(mine.values()) or b.again(everything, other_seed=1).unequal():
-        return
-    for permutes, some_of_them in mine.items():
-        paths = [d.leaf.path for d in some_of_them]
-        unequal = b.again(everything - {*paths}, other_seed=1).unequal() if paths else []
-        if unequal:
-            facts: dict[str, Any] = {"what": some(paths), "unequal": tuple(unequal)}
-            facts |= {"level": "fault" if permutes else "advice", "permutes": permutes}
-            yield told(a, "drawn_from_seed", some_of_them, "attribute", **facts)
-
-
-_DRAW = frozenset("randperm randint randn rand randint_like randn_like rand_like bernoulli multinomial normal".split())
-
-
-def _draws(evidence: Evidence) -> tuple[Reach, list[tuple[str, Any]]]:
-    """What a fresh loop holds, and what calls that draw returned while it was built."""
-    drawn: list[tuple[str, Any]] = []
-
-    def kept(name: str, out: Any) -> Any:
-        drawn.append((name, out))
-        return out
-
-    class Draws(FunctionMode):
-        def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            out = super().call(name, func, args, kwargs)
-            return kept(name, out) if name in _DRAW else out
-
-    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: kept("permutation", original(*given))
-
-    numpy = sys.modules.get("numpy")
-    with Draws(), patched(numpy.random, "permutation", noted) if numpy else contextlib.nullcontext():
-        return Reach.of(evidence.fresh_loop()), drawn

@@ -444,6 +444,29 @@ def projected(persistent):
     return model, lambda x, y: F.cross_entropy(model(x), y)
 
 
+class Coded(nn.Module):
+    """Replaces rows by the nearest of fixed codes, and hashes them into a table."""
+
+    def __init__(self, persistent):
+        super().__init__()
+        codes, factor = F.normalize(torch.randn(5, 6), dim=1), random.randrange(1, 97)
+        self.table, self.head = nn.Embedding(16, 6), nn.Linear(12, 3)
+        if persistent:
+            self.register_buffer("codes", codes)
+            self.register_buffer("factor", torch.tensor(factor))
+        else:
+            self.codes, self.factor = codes, factor
+
+    def forward(self, x):
+        nearest = torch.cdist(x, self.codes.to(x)).argmin(1)
+        return self.head(torch.cat([self.codes.to(x)[nearest], self.table((nearest + 1) * self.factor % 97 % 16)], 1))
+
+
+def coded(persistent):
+    model = Coded(persistent)
+    return model, lambda x, y: F.cross_entropy(model(x), y)
+
+
 def trained(build, hold, lr=0.1):
     def make():
         model, loss = build(hold)
@@ -470,6 +493,16 @@ pair(
     quick=True,
     faulty=trained(projected, False),
     fixed=trained(projected, True),
+)
+
+pair(
+    "codes_and_hash_drawn_at_every_build",
+    "resume_equivalence",
+    "drawn_from_seed",
+    level="advice",
+    culprits=("model.codes", "model.factor"),
+    faulty=trained(coded, False),
+    fixed=trained(coded, True),
 )
 
 
@@ -529,6 +562,61 @@ for name, build, order in (
         faulty=trained(build, lambda module, drawn: setattr(module, "order", drawn), 0.01),
         fixed=trained(build, lambda module, drawn: module.register_buffer("order", torch.as_tensor(drawn)), 0.01),
     )
+
+
+# A loader that can be resumed in the middle of an epoch: what skips the batches already seen counts epochs from zero.
+# https://github.com/huggingface/accelerate/pull/4071
+
+
+class Resumable:
+    def __init__(self, rows, skips_in_epoch):
+        self.rows, self.skips_in_epoch, self.epoch, self.done, self.coming = rows, skips_in_epoch, 0, 0, []
+
+    def order(self, epoch):
+        return torch.randperm(32, generator=torch.Generator().manual_seed(5 + epoch)).split(8)
+
+    def take(self, n):
+        for _ in range(n):
+            if not self.coming:
+                self.coming = list(self.order(self.epoch))[self.done :]
+            chosen = self.coming.pop(0)
+            self.epoch, self.done = (self.epoch, self.done + 1) if self.coming else (self.epoch + 1, 0)
+            yield self.rows[0][chosen], self.rows[1][chosen]
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "done": self.done}
+
+    def load_state_dict(self, state):
+        self.epoch, self.done = state["epoch"], state["done"]
+        self.coming = list(self.order(self.epoch if self.skips_in_epoch else 0))[self.done :]
+
+
+def resumable(skips_in_epoch):
+    def make():
+        model, loader = mlp(6, 16, 3), Resumable(data.labelled(rows=32), skips_in_epoch)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        functions = checkpoint(model, optimizer, loader=loader)
+        return TrainLoop(model=model, optimizer=optimizer, batches=loader.take, fit=fit, **functions)
+
+    return make
+
+
+pair(
+    "batches_skipped_in_the_order_of_the_first_epoch",
+    "resume_equivalence",
+    "state_lost",
+    where="def load(state)",
+    mentions=("second epoch",),
+    faulty=resumable(skips_in_epoch=False),
+    fixed=resumable(skips_in_epoch=True),
+)
 
 
 # Averaged weights are swapped in to be saved, and stay.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import io
+import itertools
 import json
 
 import numpy as np
@@ -387,9 +388,31 @@ def resumed_with_an_order_saved_by_hand():
     return trainer.declared(save=lambda: {**trainer.save(), "order": trainer.model.order}, load=load)
 
 
-@odd(notes="the order that the model draws is the same in every build: it has a seed of its own")
+ORDERS = torch.Generator().manual_seed(0)
+
+
+@odd(notes="the order that the model draws is the same in every process: the module's generator has a seed of its own")
 def resumed_with_an_order_of_a_fixed_seed():
-    return Ordered(torch.randperm(6, generator=torch.Generator().manual_seed(0))).declared()
+    return Ordered(torch.randperm(6, generator=ORDERS)).declared()
+
+
+@odd(notes="a run that resumes begins its epoch again: which one it is is all that the checkpoint holds of the data")
+def resumed_at_the_start_of_an_epoch():
+    trainer, (x, y), epoch = Trainer(model := mlp(6, 16, 3), adam(model)), data.labelled(rows=32), [0]
+
+    def stream():
+        while True:
+            order = torch.randperm(32, generator=torch.Generator().manual_seed(5 + epoch[0]))
+            yield from ((x[rows], y[rows]) for rows in order.split(8))
+            epoch[0] += 1
+
+    def load(state):
+        trainer.load(state)
+        epoch[0] = state["epoch"]
+
+    coming = stream()
+    save = lambda: {**trainer.save(), "epoch": epoch[0]}  # noqa: E731
+    return trainer.declared(batches=lambda n: itertools.islice(coming, n), save=save, load=load)
 
 
 @odd(notes="the order follows from the data, which is the same whenever it is read")
