@@ -61,7 +61,17 @@ CAUSES = {
                 "i in order]}",
                 "do_not": "{sorting:?sort the labels by a key of their own|draw an order for each field: they part in "
                 "every batch}",
-            }
+            },
+            "mixed": {
+                "summary": "{function}() of {stream} mixes the inputs of two items and {shares:?exchanges the shares "
+                "of their labels|the labels of other items}: {changed} of {rows} rows of {labels} contradict {inputs}",
+                "measured": "each row of {inputs} is a mixture of two items; {changed} rows of {labels} "
+                "{shares:?give the first of them the share of the second|have the class of a third}",
+                "shown_by": "the items of one batch of {stream}, before {function}() and after it",
+                "repair": "{shares:?lam * y + (1 - lam) * y[order], as in lam * x + (1 - lam) * x[order]|draw the "
+                "order once: order = torch.randperm(len(x)), and x[order], y[order] with it}",
+                "do_not": "fix a seed before each of two orders: they part as soon as one draws once more",
+            },
         },
         settle="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
         explains=("loss_contract:labels_misplaced",),
@@ -226,6 +236,15 @@ CAUSES = {
         summary="{missing} of {rows} rows of {names} are never drawn",
         measured="{draws} rows drawn, all of them among the same {drawn}",
         repair="draw from the whole range: torch.randint(len(data), (batch_size,))",
+        variants={
+            "the last ones": {
+                "summary": "the last {missing} of {rows} rows of {names} are in no batch of any epoch",
+                "measured": "{epochs} epochs hold the same {drawn} of {rows} rows, {shuffled:?in other orders|in one "
+                "order}; a batch has {size}",
+                "repair": "{shuffled:?shuffle all rows and cut the order to whole batches afterwards|drop_last=False, "
+                "or shuffle=True, which drops other rows in each epoch}",
+            }
+        },
         source="https://github.com/BlackHC/batchbald_redux/pull/6",
     ),
     "weights_per_class": Cause(

@@ -137,7 +137,7 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Finding]:
-    from pytest_trainloop.checks.state.data_order import items, orders, streams
+    from pytest_trainloop.checks.state.data_order import items, mixed, orders, streams
 
     rules = [
         orders.of_epochs(stream),
@@ -151,6 +151,8 @@ def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Findin
         rules += [
             items.weights_per_class(stream),
             items.collated(stream),
+            mixed.mixed(stream),
+            streams.last_rows_never_drawn(stream),
             items.changed_in_place(stream),
             items.one_noise_for_all(stream),
         ]

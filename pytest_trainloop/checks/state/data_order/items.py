@@ -433,7 +433,7 @@ def collated(stream: Stream) -> Iterator[Finding]:
     at, rows, changed, bits, cut = stream.with_loader(_collated_apart) or (None, 0, 0, 0.0, False)
     if at is None:
         return
-    own = _of_project(collate)
+    own = of_project(collate)
     sure = bits >= ENOUGH and source.as_trained and is_target(stream.evidence, at[1])
     sorting = bool(Held.by(("collate_fn", collate)).names & SORTING)
     facts = {"inputs": at[0], "labels": at[1], "rows": rows, "changed": changed, "cut": cut, "sorting": sorting}
@@ -511,10 +511,10 @@ def _entries(value: Any) -> list[Any] | None:
     return None if array is None or array.dtype.kind not in "iub" else array.flatten().tolist()
 
 
-def _of_project(collate: Any) -> Any:
+def of_project(collate: Any) -> Any:
     """The collate function of the project that a library's object calls, as the Trainer of transformers wraps it."""
     if isinstance(collate, functools.partial):
-        return _of_project(collate.func)
+        return of_project(collate.func)
     if line_of(collate) or inspect.isroutine(collate) or not hasattr(collate, "__dict__"):
         return collate
     held = (one.func if isinstance(one, functools.partial) else one for one in vars(collate).values())

@@ -26,6 +26,7 @@ from pytest_trainloop.checks.state.data_order.reading import (
     Leaf,
     Reading,
     digest,
+    epoch_setter,
     read,
     rows_of,
 )
@@ -55,6 +56,9 @@ T = TypeVar("T")
 
 DRAWN = 48
 """Batches that are asked of ``batches(n)``."""
+
+EPOCHS = 4
+"""Epochs in which the same rows are left out: one row of 50 is so by chance in one of 125,000 shuffles."""
 
 MOST_LOADERS = 4
 """Loaders that are judged."""
@@ -369,6 +373,26 @@ def rows_never_drawn(stream: Stream) -> Iterator[Finding]:
             facts: dict[str, Any] = {"missing": rows - len(seen), "rows": rows, "draws": epoch.rows, "drawn": len(seen)}
             yield found("rows_never_drawn", stream.source, (path,), level="advice", **facts)
             return
+
+
+def last_rows_never_drawn(stream: Stream) -> Iterator[Finding]:
+    """The indices that a loader hands out in some epochs leave out the same last rows, fewer than a batch has."""
+
+    def work(loader: Any, _streams: Streams) -> list[list[int]]:
+        batches = [list(itertools.islice(loader.batch_sampler, MOST_BATCHES + 1)) for _ in range(EPOCHS)]
+        return [[] if len(epoch) > MOST_BATCHES else list(itertools.chain.from_iterable(epoch)) for epoch in batches]
+
+    loader = stream.source.of
+    if not stream.source.as_trained or loader.batch_size is None or epoch_setter(loader)[0]:
+        return
+    epochs, rows, size = stream.with_loader(work) or [[]], len(loader.dataset), loader.batch_size
+    drawn = set(epochs[0])
+    missing = rows - len(drawn)
+    if 0 < missing < size and drawn == set(range(rows - missing)) and all(set(epoch) == drawn for epoch in epochs):
+        shuffled = any(epoch != epochs[0] for epoch in epochs)
+        facts = {"missing": missing, "rows": rows, "drawn": len(drawn), "size": size, "epochs": EPOCHS}
+        names, level = (stream.source.name,), "advice"
+        yield found("rows_never_drawn", stream.source, names, "the last ones", level=level, shuffled=shuffled, **facts)
 
 
 def _length(value: Any) -> int:

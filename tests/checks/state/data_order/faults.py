@@ -661,6 +661,66 @@ pair(
 )
 
 
+# Mixup in the collate function, with an order for the inputs and another one for the labels, or the shares exchanged.
+# https://github.com/xudonmao/VMT/issues/1
+
+
+def mixes(orders, share=0.8):
+    def collate(rows):
+        x, y = torch.stack([x for x, _ in rows]), F.one_hot(torch.stack([y for _, y in rows]), 3).float()
+        order = torch.randperm(len(x))
+        other = torch.randperm(len(x)) if orders == 2 else order
+        return 0.8 * x + 0.2 * x[order], share * y + (1 - share) * y[other]
+
+    return trains_on(lambda: DataLoader(TensorDataset(*stored(48)), 12, shuffle=True, collate_fn=collate))
+
+
+for name, faulty, said in (
+    ("mixup_of_two_orders", mixes(2), "the labels of other items"),
+    ("mixup_with_shares_exchanged", mixes(1, 0.2), "exchanges the shares"),
+):
+    pair(
+        name,
+        "data_order",
+        "labels_apart",
+        culprits=("batch[0]", "batch[1]"),
+        change="def collate",
+        mentions=(said,),
+        faulty=faulty,
+        fixed=mixes(1),
+    )
+
+
+# A sampler that cuts the rows to whole batches before it shuffles them. https://github.com/NVlabs/VILA/pull/123
+
+
+class WholeBatches(Sampler):
+    def __init__(self, rows, size, cuts_first):
+        self.rows, self.size, self.cuts_first = rows, size, cuts_first
+
+    def __len__(self):
+        return self.rows // self.size * self.size
+
+    def __iter__(self):
+        order = torch.randperm(len(self) if self.cuts_first else self.rows)
+        return iter(order[: len(self)].tolist())
+
+
+def cut_to_batches(cuts_first):
+    return trains_on(lambda: DataLoader(TensorDataset(*stored(45)), 12, sampler=WholeBatches(45, 12, cuts_first)))
+
+
+pair(
+    "last_rows_cut_before_the_shuffle",
+    "data_order",
+    "rows_never_drawn",
+    level="advice",
+    mentions=("the last 9 of 45 rows",),
+    faulty=cut_to_batches(cuts_first=True),
+    fixed=cut_to_batches(cuts_first=False),
+)
+
+
 # drop_last over a data set that does not fill a batch.
 
 

@@ -183,3 +183,33 @@ def mixed_in_the_step():
     dataset = TensorDataset(stored()[0], torch.arange(ROWS) % 2)
     loader = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=mix)
     return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+
+@odd(notes="mixup with smoothed labels: every class has a weight, and two have more")
+def mixup_of_smoothed_labels():
+    def mixed(rows):
+        x, y = parts(rows)
+        order, share = torch.randperm(len(x)), torch.distributions.Beta(0.4, 0.4).sample((len(x), 1))
+        soft = 0.9 * F.one_hot(y, 3).float() + 0.1 / 3
+        return share * x + (1 - share) * x[order], share * soft + (1 - share) * soft[order]
+
+    return classifies(mixed, 3)
+
+
+@odd(notes="CutMix: some features are those of another row, and the label has as large a share of it")
+def features_cut_from_another_row():
+    def cut(rows):
+        x, y = parts(rows)
+        order, soft = torch.randperm(len(x)), F.one_hot(y, 3).float()
+        return torch.cat([x[:, :4], x[order][:, 4:]], 1), (4 * soft + 2 * soft[order]) / 6
+
+    return classifies(cut, 3)
+
+
+@odd(notes="another row is mixed in as background, and has no part in the label")
+def another_row_as_background():
+    def noisy(rows):
+        x, y = parts(rows)
+        return 0.9 * x + 0.1 * x[torch.randperm(len(x))], F.one_hot(y, 3).float()
+
+    return classifies(noisy, 3)
