@@ -108,6 +108,13 @@ CAUSES = {
                 "measured": _RAN,
                 "shown_by": _RAISES,
             },
+            "replaced": {
+                "summary": "{names} came into the model after it was wrapped: DistributedDataParallel reduces the "
+                "gradients of those that they replaced, and each of {ranks} ranks trains on its own rows alone",
+                "shown_by": _BY_RANK + "; the wrapped module holds other parameters than when it was wrapped",
+                "repair": "wrap the model after the line that replaces its parameters (moved to another device or "
+                "dtype, loaded with assign=True, merged), or wrap it again",
+            },
             "script": {
                 "measured": "",
                 "summary": "{names} {names:get} the gradient of each rank's own rows alone, and "
@@ -313,6 +320,12 @@ CAUSES = {
             "uneven": {
                 "repair": "give all ranks the same number of batches (DistributedSampler, drop_last=True), or train "
                 "under torch.distributed.algorithms.Join([model])"
+            },
+            "bare": {
+                "summary": "rank {rank} waits for ever in {names}: rank {alone} calls the bare model in {bare} of "
+                "{steps:step}, the first in step {first}, and there its gradients are in no {names}",
+                "repair": "call the wrapper in every step of all ranks: loss = criterion(ddp_model(x), y); a rank that "
+                "leaves it out lends its next all_reduce to another step's gradients",
             },
             "building": {
                 "summary": "rank {rank} builds DistributedDataParallel and waits for ever in its {names}: another rank "

@@ -148,6 +148,9 @@ class _Judge:
         by_rank = ", ".join(f"rank {rank} {listed(each)}" for rank, each in enumerate(ranks))
         if pattern == "own" and others:
             return self._found("parameters_not_in_wrapper", wrong, others=others, several=others > 1, by_rank=by_rank)
+        late = {name for r in self._own for name in r.late}
+        if pattern == "own" and late and all(any(f".{n}".endswith(f".{name}") for name in late) for n in wrong):
+            return self._found("parameters_not_in_wrapper", wrong, "replaced", by_rank=by_rank)
         if pattern == "own" and any(r.wrappers for r in self._own) and not any(r.wrapper_calls for r in self._own):
             return self._found("wrapper_bypassed", by_rank=by_rank)
         if pattern == "own" and (bare := bypassed_steps(self._own, wrong)):

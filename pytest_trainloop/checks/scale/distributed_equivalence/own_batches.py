@@ -57,6 +57,8 @@ ROUNDING = {"float64": 2.2e-13, "float32": 1.2e-4}
 """A thousand machine epsilons: numbers that ranks reduce in another order may part by so much of their size. In lower
 precision nothing is judged."""
 
+_NO_PART = "its gradients are in no all_reduce: that of the others sums gradients of other steps"
+
 SAME = 2
 """Backward passes that must be the same before the rows are called so."""
 
@@ -222,7 +224,8 @@ def of_ending(launched: Launch) -> Finding | None:
                 "a rank made all the steps that it was to make, and another was in the middle of one: the ranks step "
                 "unequally often"
             )
-        return of_hang(hang)
+        bare = next(filter(None, itertools.starmap(_bare_steps, enumerate(results))), None)
+        return of_hang(hang, "bare", **bare) if bare and hang.collective.in_backward else of_hang(hang)
     ended = next((rank for rank in launched if rank.ended), None)
     if ended is not None:
         raise CannotDecide(f"the process of rank {ended.number} of {len(launched)} ended early: {ended.ended}")
@@ -245,9 +248,17 @@ def of_unreduced(result: RankResult, what: Raised) -> Finding | None:
     return found("unused_parameters", what.place, without, kind=what.kind)
 
 
-def of_hang(hang: Hang, variant: str = "") -> Finding:
+def _bare_steps(rank: int, result: RankResult) -> dict[str, Any] | None:
+    """The steps of a rank that are made without a call of DistributedDataParallel, where it calls it in others."""
+    without = [before == after for before, after in itertools.pairwise([0, *result.called])]
+    if not any(without) or all(without):
+        return None
+    return {"alone": rank, "bare": sum(without), "steps": len(without), "first": without.index(True) + 1}
+
+
+def of_hang(hang: Hang, variant: str = "", **more: Any) -> Finding:
     """A rank that waits for others which never come."""
-    facts = {
+    facts = more | {
         "rank": hang.rank,
         "others": "; ".join(_other(other, hang) for other in hang.others),
         "call": str(hang.collective),
@@ -390,7 +401,12 @@ def parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[st
             return f"the learning rates part at step {number + 1}{shown}", line
         if first := read_apart(records, at_once, names):
             what = f"at step {number + 1} the ranks read different gradients of {some(first, most=2)}"
-            return what, str(at_once[0].place)
+            calls = [result.called[number] - (result.called[number - 1] if number else 0) for result in results]
+            if any(calls) and not all(calls):
+                return f"{what}: rank {calls.index(0)} calls the bare model there, and {_NO_PART}", ""
+            zero = [who for who, (r, s) in enumerate(zip(records, at_once, strict=True)) if _all_zero(r, s, first[0])]
+            lost = f", all zero on rank {zero[0]}: what was reduced is lost there" if zero else ""
+            return f"{what}{lost}", str(at_once[0].place)
     return f"after step {until} they differ, though rates and gradients are the same on all ranks until then", ""
 
 
@@ -409,6 +425,10 @@ def read_apart(records: Sequence[Record], steps: Sequence[Step], names: Sequence
             if any(bool(((other - held[0]).abs() > limit).any()) for other in held[1:]):
                 apart.append(name)
     return apart
+
+
+def _all_zero(record: Record, step: Step, name: str) -> bool:
+    return bool(step.reads) and not entries_of(record, step.reads[0].grads)[name].any()
 
 
 def by_rank(numbers: Sequence[float], unit: str = "") -> str:

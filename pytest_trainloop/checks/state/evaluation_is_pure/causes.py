@@ -93,6 +93,12 @@ CAUSES = {
         summary="{evaluation} changes {what}, and training goes on with that",
         repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
         variants={
+            "kept": {
+                "summary": "{evaluation} keeps {what}, which is made without gradients, and training goes on with it: "
+                "{stopped} {several:?are|is} not trained any more",
+                "repair": "keep it where gradients are off alone, and make it again in training: if self.training: "
+                "compute it; or clear it in train()",
+            },
             "gathered": {
                 "summary": "evaluate() returns {now} in place of {was} if it was called before: {what} still holds the "
                 "values of the earlier evaluation",

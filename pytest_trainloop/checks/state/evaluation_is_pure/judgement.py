@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop.checks.state.evaluation_is_pure import causes
 from pytest_trainloop.checks.state.evaluation_is_pure.called_again import called_again
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
@@ -304,10 +306,11 @@ class Judgement:
             cause, where = _cause_of(group, run), next(filter(None, run.stepped), "")
             if cause != "evaluation_trains" or not where:
                 where = self._line(cut, group.paths)
-            if cause == "state_left" and cut.moment == "between" and self._steers(cut, group):
+            stopped = _stopped(cut, run) if cause == "state_left" and any(map(_is_kept, group.differences)) else []
+            if cause == "state_left" and cut.moment == "between" and not stopped and self._steers(cut, group):
                 cause = "feedback"
             cause = "matters_inside_fit" if within else cause
-            variant = "frozen parts" if cause == "mode_left" and first.after else ""
+            variant = "frozen parts" if cause == "mode_left" and first.after else "kept" if stopped else ""
             variant = "attack" if cause == "gradients_left" and "backward(" in where else variant
             was, now = (in_words(value, first.leaf.kind) for value in (first.before, first.after))
             names = names_of(group, loop)
@@ -319,6 +322,8 @@ class Judgement:
                 "what": some(names),
                 "now": now,
                 "mode": group.kind == "mode",
+                "stopped": some(stopped),
+                "several": len(stopped) > 1,
                 "steps": len(run.stepped),
                 "holder": holder_of(run.holders) if cause == "weights_left" else "",
                 "measured": self._measured(cut, run, names[0], was, now),
@@ -406,6 +411,17 @@ def _cause_of(group: Group, run: Run) -> str:
     if group.kind in ("tensor", "array") and all(map(_is_data, group.differences)):
         return "data_changed"
     return KINDS.get(group.kind, ("", "state_left"))[1]
+
+
+def _is_kept(difference: Difference) -> bool:
+    """Whether it is a tensor where there was nothing."""
+    return difference.before is None and isinstance(difference.after, torch.Tensor)
+
+
+def _stopped(cut: Cut, run: Run) -> list[str]:
+    """The weights that training moves without ``evaluate()`` and leaves with it; none where it leaves all of them."""
+    left = cut.trained - run.halves.trained()
+    return sorted(left) if left != cut.trained else []
 
 
 def _is_data(difference: Difference) -> bool:

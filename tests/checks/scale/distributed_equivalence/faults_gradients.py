@@ -222,6 +222,48 @@ pair(
     fixed=partly_bare(lambda step: False),
     where="net(x)",
 )
+pair(
+    "bare_on_one_rank_in_turn",
+    "distributed_equivalence",
+    "one_rank_waits",
+    faulty=partly_bare(lambda step: dist.is_initialized() and (step + dist.get_rank()) % 2 == 0),
+    fixed=partly_bare(lambda step: False),
+    mentions=("calls the bare model", "in no all_reduce"),
+)
+
+
+def replaced(first):
+    """Parameters are made again, as where a module is moved to another device and back."""
+
+    def make(ranks=1):
+        model = Regressor()
+        called = model if first else wrapped(model, ranks)
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+        called = wrapped(model, ranks) if first else called
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(called(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(  # https://github.com/pytorch/pytorch/issues/104336
+    "parameters_replaced_after_wrapping",
+    "distributed_equivalence",
+    "parameters_not_in_wrapper",
+    faulty=replaced(first=False),
+    fixed=replaced(first=True),
+    culprits=("body.0.weight", "head.weight"),
+    mentions=("came into the model after it was wrapped",),
+)
 
 
 # parameters that the wrapper does not know

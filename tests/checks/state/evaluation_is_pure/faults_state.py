@@ -167,6 +167,53 @@ class Rotated(nn.Module):
         return self.head(self.project(x) * self.table[: len(x)])
 
 
+class Prototypes(nn.Module):
+    """Compares rows with a table that is computed from weights, and kept where no gradients are needed."""
+
+    def __init__(self, asking):
+        super().__init__()
+        self.classes, self.project, self.encoder = nn.Embedding(3, 8), nn.Linear(8, 8), nn.Linear(6, 8)
+        self.asking, self.table = asking, None
+
+    def forward(self, x):
+        table = self.project(self.classes.weight) if self.table is None else self.table
+        if self.training and self.asking:
+            table, self.table = self.project(self.classes.weight), None
+        elif not torch.is_grad_enabled():
+            self.table = table
+        return self.encoder(x) @ table.T
+
+
+def prototypes(asking):
+    def make():
+        model = Prototypes(asking)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        x, y = data.labelled(rows=24, seed=5)
+
+        def evaluate():
+            model.eval()
+            with torch.no_grad():
+                score = F.cross_entropy(model(x), y).item()
+            model.train()
+            return score
+
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+    return make
+
+
+pair(
+    "table_of_prototypes_kept_from_evaluation",
+    CHECK,
+    "state_left",
+    culprits=("model.table",),
+    where="self.table = table",
+    mentions=("classes.weight", "not trained any more"),
+    faulty=prototypes(asking=False),
+    fixed=prototypes(asking=True),
+)
+
+
 def cached(no_grad):
     def make():
         model = Rotated()
