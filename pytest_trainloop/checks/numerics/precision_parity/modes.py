@@ -64,6 +64,8 @@ class Choices:
     """The low-precision dtypes of results."""
     products: list[tuple[str, bool]] = field(default_factory=list)
     """Each product, and whether it was made in low precision."""
+    refused: str = ""
+    """The line of the first product that was made in float32 inside an autocast, be it one that is switched off."""
     angles: bool = False
     """Whether sin or cos was computed."""
     complete: bool = False
@@ -87,7 +89,10 @@ class RecordChoices(OperationMode):  # type: ignore[no-untyped-call]
         choices.low.update(t.dtype for t in given if t.dtype in LOW)
         choices.angles |= name in ("sin", "cos")
         if name in ATEN_PRODUCTS:
-            choices.products.append((name, any(t.dtype in LOW for t in given)))
+            low = any(t.dtype in LOW for t in given)
+            choices.products.append((name, low))
+            if not low and not choices.refused and open_blocks():
+                choices.refused = str(here()[0])
         elif redraw is not None:
             choices.draws.append((name, redraw))
         elif _draws(func, name):

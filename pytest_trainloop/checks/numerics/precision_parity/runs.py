@@ -246,6 +246,15 @@ class LowPrecisionRuns:
         """The least precise dtype of what was computed; None where nothing was in low precision."""
         return next((dtype for dtype in LOW if dtype in self.choices.low), None)
 
+    def refused(self, nothing: str) -> str:
+        """Where a model is called under autocast and no product heeds it: that, with the line of the first; else
+        empty."""
+        line = self.choices.refused if any(f.autocast for f in self.record.root_forwards()) else ""
+        return line and (
+            f"{nothing}, although the model is called under autocast: the product at {line} is made in float32, in an "
+            "inner autocast(enabled=False) or a function that casts its inputs; take that out, or leave autocast out"
+        )
+
     def again(self, contexts: Contexts = plain, rounds: int = 1) -> Record:
         """The run in low precision once more, from the same start, to so many steps, inside these contexts."""
         outer = self._plan.contexts
@@ -361,17 +370,16 @@ def low_precision_runs(evidence: Evidence) -> Iterator[LowPrecisionRuns | Cannot
             name, changed = f"with {knob}={value!r}", replace(plan, knobs={**plan.knobs, knob: value})
             try:
                 runs = LowPrecisionRuns(name, changed, changed, rerun)
-            except (UserCodeError, UsageError) as refused:
-                yield CannotDecide(f"{name} {refused}")
+            except (UserCodeError, UsageError) as error:
+                yield CannotDecide(f"{name} {error}")
                 continue
             if runs.low:
                 yield runs
             elif runs.record.raised is not None:
                 yield CannotDecide(f"{name} the loop raises {runs.record.raised.summary}")
             else:
-                yield CannotDecide(
-                    f"{name} nothing is computed in low precision: pass the knob on to the loop's autocast"
-                )
+                nothing = f"{name} nothing is computed in low precision"
+                yield CannotDecide(runs.refused(nothing) or f"{nothing}: pass the knob on to the loop's autocast")
     elif not as_it_is.low and as_it_is.record.raised is None:
         device = next((p.device for p in evidence.run().parameters), "cpu").partition(":")[0]
         name, outer = f"under autocast({device!r}, torch.bfloat16)", plan.contexts
@@ -383,8 +391,9 @@ def low_precision_runs(evidence: Evidence) -> Iterator[LowPrecisionRuns | Cannot
 
         imposed = replace(plan, contexts=under_autocast)
         runs = LowPrecisionRuns(name, imposed, plan, rerun, imposed=True)
-        none = DoesNotApply(f"nothing of this loop is computed in low precision, {name} neither")
-        yield runs if runs.low else none
+        nothing = f"nothing of this loop is computed in low precision, {name} neither"
+        refused = as_it_is.refused(nothing)
+        yield runs if runs.low else CannotDecide(refused) if refused else DoesNotApply(nothing)
 
 
 class TensorError(NamedTuple):

@@ -181,6 +181,24 @@ def test_a_loop_that_refuses_autocast_gives_the_reason():
     assert result.reason.startswith("nothing of this loop is computed in low precision")
 
 
+def test_a_model_that_ignores_autocast_is_told_with_its_line():
+    def in_float32(model, x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16), calls_switched_off(model):
+            return F.cross_entropy(model(x), y)
+
+    @contextlib.contextmanager
+    def calls_switched_off(model):
+        forward = model.forward
+        model.forward = torch.autocast("cpu", enabled=False)(forward)
+        yield
+        del model.forward
+
+    result = only(lambda: loop(in_float32))
+    assert result.outcome == "skipped"
+    assert "although the model is called under autocast" in result.reason
+    assert "F.cross_entropy(model(x), y)" in result.reason
+
+
 def test_draws_without_a_seed_are_no_fault():
     def make(precision="bf16"):
         def loss_of(model, x, y):
