@@ -237,13 +237,20 @@ CAUSES = {
         measured="{draws} rows drawn, all of them among the same {drawn}",
         repair="draw from the whole range: torch.randint(len(data), (batch_size,))",
         variants={
+            "the first one": {
+                "summary": "{function}() of {stream} gives {lost} of the first item alone: a batch has nothing of the "
+                "{others} others there, and {kept} of all {rows}",
+                "measured": "{lost} has 1 row, that of the first item, and {kept} has {rows}",
+                "shown_by": "the items of two batches of {stream}, before {function}() and after it",
+                "repair": "stack those of all items, padded to one width: torch.stack([item[...] for item in items])",
+            },
             "the last ones": {
                 "summary": "the last {missing} of {rows} rows of {names} are in no batch of any epoch",
                 "measured": "{epochs} epochs hold the same {drawn} of {rows} rows, {shuffled:?in other orders|in one "
                 "order}; a batch has {size}",
                 "repair": "{shuffled:?shuffle all rows and cut the order to whole batches afterwards|drop_last=False, "
                 "or shuffle=True, which drops other rows in each epoch}",
-            }
+            },
         },
         source="https://github.com/BlackHC/batchbald_redux/pull/6",
     ),

@@ -152,6 +152,7 @@ def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Findin
             items.weights_per_class(stream),
             items.collated(stream),
             mixed.mixed(stream),
+            mixed.first_alone(stream),
             streams.last_rows_never_drawn(stream),
             items.changed_in_place(stream),
             items.one_noise_for_all(stream),

@@ -1,4 +1,4 @@
-"""Rows that a collate function mixes (mixup, CutMix): whether inputs and targets are mixed of the same two items."""
+"""What a collate function makes of its items: rows that are mixed (mixup, CutMix), and fields of one item alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from pytest_trainloop.checks.state.data_order.causes import found
 from pytest_trainloop.checks.state.data_order.items import line_of, of_project, some_batches
 from pytest_trainloop.checks.state.data_order.orders import is_target
-from pytest_trainloop.checks.state.data_order.reading import array_of, values_of
+from pytest_trainloop.checks.state.data_order.reading import array_of, digest, values_of
 from pytest_trainloop.runs.process_state import seed_all
 
 if TYPE_CHECKING:
@@ -66,6 +66,38 @@ def _mixed_apart(loader: Any, streams: Streams) -> dict[str, Any] | None:
                             facts = {"inputs": x, "labels": y, "rows": len(verdicts), "changed": changed}
                             return {**facts, "shares": verdict == "share"}
     return None
+
+
+def first_alone(stream: Stream) -> Iterator[Finding]:
+    """A field of which a batch has the value of its first item alone, while it has another field of all items."""
+    own = of_project(stream.now.of.collate_fn)
+    facts = stream.with_loader(_first_alone) if line_of(own) else None
+    if facts is not None:
+        facts |= {"function": getattr(own, "__name__", type(own).__name__), "change": line_of(own)}
+        where, names = stream.source, (facts["lost"],)
+        yield found("rows_never_drawn", where, names, "the first one", level="advice", stream=where.name, **facts)
+
+
+def _first_alone(loader: Any, streams: Streams) -> dict[str, Any] | None:
+    known: dict[str, Any] | None = None
+    seed_all(streams.loop.seed)
+    for indices in some_batches(loader, 2):
+        items = [loader.dataset[index] for index in indices]
+        if len(items) < 3 or not isinstance(items[0], (tuple, dict)):
+            return None
+        batch = loader.collate_fn(copy.deepcopy(items))
+        single, whole = (
+            {path: [digest(row, streams.pads) for row in rows] for path, rows in values_of(batch, count=n).items()}
+            for n in (1, len(items))
+        )
+        fields = [[digest(row, streams.pads) for row in rows] for rows in values_of(items).values()]
+        own = [rows for rows in fields if len(set(rows)) == len(rows)]
+        kept = next((path for path, rows in whole.items() if rows in own), "")
+        lost = [p for p, (row,) in single.items() if any(row == rows[0] and rows not in whole.values() for rows in own)]
+        if not kept or not lost:
+            return None
+        known = known or {"lost": lost[0], "kept": kept, "rows": len(items), "others": len(items) - 1}
+    return known
 
 
 def _stacked(rows: Any) -> Array | None:

@@ -358,11 +358,12 @@ def rows_of(batch: Any, axis: int = 0, pads: Collection[int] = PADS) -> dict[str
     return leaves
 
 
-def values_of(batch: Any, axis: int = 0) -> dict[str, Any]:
-    """The values of a batch that have rows, by path, each as a sequence of its rows."""
+def values_of(batch: Any, axis: int = 0, count: int = 0) -> dict[str, Any]:
+    """The values of a batch that have rows, by path, each as a sequence of its rows: those of ``count`` rows, or of as
+    many as most have."""
     found = dict(_values(batch, axis))
     lengths = [len(rows) for rows in found.values()]
-    count = max(dict.fromkeys(lengths), key=lengths.count, default=0)
+    count = count or max(dict.fromkeys(lengths), key=lengths.count, default=0)
     return {path: rows for path, rows in found.items() if count and len(rows) == count}
 
 

@@ -691,6 +691,51 @@ for name, faulty, said in (
     )
 
 
+# The words of the first item are those of all. https://github.com/huggingface/transformers/issues/34204
+
+
+class WordsAndPixels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.pixels, self.head = nn.Embedding(20, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, ids, x):
+        return self.head(torch.tanh(self.words(ids).mean(1) + self.pixels(x)))
+
+
+def with_words(all_items):
+    def collate(items):
+        ids, x, y = (torch.stack(field) for field in zip(*items, strict=True))
+        return (ids if all_items else ids[:1]), x, y
+
+    def make():
+        model, words = WordsAndPixels(), torch.randint(20, (48, 5), generator=torch.Generator().manual_seed(2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def step(batch):
+            ids, x, y = batch
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids, x), y).backward()
+            optimizer.step()
+
+        loader = DataLoader(TensorDataset(words, *stored(48)), 8, shuffle=True, collate_fn=collate)
+        return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+    return make
+
+
+pair(
+    "words_of_the_first_item_alone",
+    "data_order",
+    "rows_never_drawn",
+    level="advice",
+    change="def collate",
+    mentions=("of the first item alone",),
+    faulty=with_words(all_items=False),
+    fixed=with_words(all_items=True),
+)
+
+
 # A sampler that cuts the rows to whole batches before it shuffles them. https://github.com/NVlabs/VILA/pull/123
 
 
