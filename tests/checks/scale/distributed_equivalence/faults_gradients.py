@@ -215,14 +215,6 @@ pair(
     where="net(x)",
 )
 pair(
-    "bare_after_the_first_steps",
-    "distributed_equivalence",
-    "wrapper_bypassed",
-    faulty=partly_bare(lambda step: step > 2),
-    fixed=partly_bare(lambda step: False),
-    where="net(x)",
-)
-pair(
     "bare_on_one_rank_in_turn",
     "distributed_equivalence",
     "one_rank_waits",

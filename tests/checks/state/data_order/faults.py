@@ -239,15 +239,6 @@ pair(
     faulty=iterates_its_own(itertools.cycle),
     fixed=iterates_its_own(endless),
 )
-pair(
-    "cycle_of_a_shuffled_loader_made_before_fit",
-    "data_order",
-    "shuffled_alike",
-    culprits=("cycle()",),
-    where="early = iter(repeat(loader))",
-    faulty=iterates_its_own(itertools.cycle, before_fit=True),
-    fixed=iterates_its_own(endless, before_fit=True),
-)
 
 
 # A sampler for several processes, whose epoch nobody sets.
@@ -465,49 +456,6 @@ pair(
     faulty=normalised(in_place),
     fixed=normalised(lambda x: (x - 3) / 4),
     quick=True,
-)
-
-
-class Stack(Dataset):
-    """Arrays, as an image folder that was read into memory."""
-
-    def __init__(self, copy):
-        x, y = stored()
-        self.images, self.labels, self.copy = list(x.numpy() * 50 + 100), y.tolist(), copy
-
-    def __len__(self):
-        return ROWS
-
-    def __getitem__(self, index):
-        image = self.images[index].copy() if self.copy else self.images[index]
-        image -= 100
-        image /= 50
-        return {"image": torch.from_numpy(image.copy()), "label": self.labels[index]}
-
-
-def from_arrays(copy):
-    def make():
-        model = mlp(6, 24, 3)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-
-        def step(batch):
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch["image"]), batch["label"]).backward()
-            optimizer.step()
-
-        return TrainLoop(
-            model=model, optimizer=optimizer, batches=DataLoader(Stack(copy), batch_size=8, shuffle=True), step=step
-        )
-
-    return make
-
-
-pair(
-    "arrays_in_memory_normalised_in_place",
-    "data_order",
-    "changed_in_place",
-    faulty=from_arrays(copy=False),
-    fixed=from_arrays(copy=True),
 )
 
 

@@ -66,22 +66,6 @@ def one_order_drawn_by_hand():
     return trains_on(batches)()
 
 
-class ByLength(Sampler):
-    def __init__(self, keys):
-        self.order = keys.argsort().tolist()
-
-    def __len__(self):
-        return len(self.order)
-
-    def __iter__(self):
-        return iter(self.order)
-
-
-@odd(notes="sorted by a key, the same order in every epoch, and no order is drawn")
-def sorted_by_length():
-    return loaded(sampler=ByLength(stored()[0][:, 0]))
-
-
 class Buckets(Sampler):
     """Batches of rows that are alike, in another order each epoch."""
 
@@ -195,32 +179,6 @@ def classes_drawn_by_weight():
 @odd(notes="one generator with a fixed seed, made once: each epoch goes on with it")
 def generator_made_once():
     return loaded(shuffle=True, generator=torch.Generator().manual_seed(0))
-
-
-@odd(notes="each row three times an epoch, augmented apart")
-def repeated_augmentation():
-    class Repeated(Sampler):
-        def __len__(self):
-            return 3 * ROWS
-
-        def __iter__(self):
-            return iter(torch.randperm(ROWS).repeat_interleave(3).tolist())
-
-    return loaded(Jittered(), sampler=Repeated())
-
-
-class Forever(Sampler):
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        while True:
-            yield from torch.randperm(self.rows).tolist()
-
-
-@odd(notes="a sampler without end")
-def infinite_sampler():
-    return loaded(sampler=Forever(ROWS))
 
 
 class Again:
@@ -561,23 +519,6 @@ def workers_seeded_as_documented():
             return self.x[index] + 0.05 * torch.from_numpy(np.random.randn(6)).to(self.x.dtype), self.y[index]
 
     return loaded(Numpy(), shuffle=True, num_workers=2, worker_init_fn=seeded_by_torch)
-
-
-class InTurn(Jittered):
-    """Several versions of a row, given in turn."""
-
-    def __init__(self):
-        super().__init__()
-        self.turn = [0] * ROWS
-
-    def __getitem__(self, index):
-        self.turn[index] += 1
-        return self.x[index] * (1 + 0.01 * (self.turn[index] % 3)), self.y[index]
-
-
-@odd(notes="another version of a row each time, counted by the data set")
-def versions_in_turn():
-    return loaded(InTurn(), shuffle=True)
 
 
 class Counted(Jittered):

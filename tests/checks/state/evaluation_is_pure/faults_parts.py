@@ -199,50 +199,6 @@ pair(
 )
 
 
-# A batch of validation images is appended to the queue of negatives that training contrasts with.
-
-
-def queued(in_training_only):
-    def make():
-        encoder = mlp(6, 16, 4)
-        optimizer = torch.optim.SGD(encoder.parameters(), lr=0.05)
-        queue = [F.normalize(row, dim=0) for row in torch.randn(8, 4)]
-        x, _ = data.labelled(seed=5)
-
-        def loss_of(inputs, training):
-            z = F.normalize(encoder(inputs), dim=1)
-            near = F.normalize(encoder(inputs + 0.05), dim=1)
-            apart = z @ torch.stack(queue).T
-            loss = -torch.logsumexp((z * near).sum(1, keepdim=True) / 0.2, 1) + torch.logsumexp(apart / 0.2, 1)
-            if training or not in_training_only:
-                queue.extend(near.detach())
-                del queue[: len(queue) - 24]
-            return loss.mean()
-
-        def fit(batches):
-            for inputs, _ in batches:
-                optimizer.zero_grad()
-                loss_of(inputs, training=True).backward()
-                optimizer.step()
-
-        @torch.no_grad()
-        def evaluate():
-            return loss_of(x + 1.0, training=False).item()
-
-        return TrainLoop(model=encoder, optimizer=optimizer, batch=data.labelled(), fit=fit, evaluate=evaluate)
-
-    return make
-
-
-pair(
-    "validation_joins_the_queue",
-    CHECK,
-    "state_left",
-    faulty=queued(in_training_only=False),
-    fixed=queued(in_training_only=True),
-)
-
-
 # Validation inside `fit` shows samples from one noise, by the global seed.
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
 import functools
-import time
 
 import torch
 import torch.nn.functional as F
@@ -244,22 +242,6 @@ def evaluating_an_adapted_copy():
         net.eval()
         with torch.no_grad():
             return accuracy(net, (x, y))
-
-    return classifier(model, evaluate)
-
-
-@odd(notes="predictions, times and counts pile up in deques, dicts and a metric object")
-def evaluating_gathers_metrics():
-    model, held_out = relu_mlp(8, 16, 4), points(16)
-    log = {"times": collections.deque(maxlen=10), "scores": [], "calls": 0}
-
-    def evaluate():
-        began = time.perf_counter()
-        with evaluating(model):
-            log["scores"].append(model(held_out[0]).softmax(1))
-        log["times"].append(time.perf_counter() - began)
-        log["calls"] += 1
-        return log
 
     return classifier(model, evaluate)
 

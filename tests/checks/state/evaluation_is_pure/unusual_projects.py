@@ -299,21 +299,6 @@ def evaluating_episodes():
     return TrainLoop(model=policy, optimizer=optimizer, batch=torch.randn(16, 4), fit=fit, evaluate=evaluate)
 
 
-@odd(notes="the head is taken off for features, and put back as it was")
-def evaluating_without_the_head():
-    model, (x, _) = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), points(16)
-
-    @torch.no_grad()
-    def evaluate():
-        head, model[2] = model[2], nn.Identity()
-        try:
-            return model(x).norm().item()
-        finally:
-            model[2] = head
-
-    return classifier(model, evaluate)
-
-
 @odd(notes="gradients of the loss towards the weights are looked at in evaluation, by torch.autograd.grad")
 def evaluating_the_sharpness():
     model, (x, y) = relu_mlp(8, 16, 4), points(16)

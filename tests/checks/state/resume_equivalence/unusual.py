@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import io
 import itertools
 import json
 
@@ -266,19 +265,6 @@ def resumed_from_a_folder():
     return trainer.declared(save=save, load=load)
 
 
-@odd(notes="bytes in memory, written by pickle")
-def resumed_from_bytes():
-    model = mlp(6, 16, 3)
-    trainer = Trainer(model, adam(model))
-
-    def save():
-        buffer = io.BytesIO()
-        torch.save(trainer.save(), buffer)
-        return buffer.getvalue()
-
-    return trainer.declared(save=save, load=lambda held: trainer.load(torch.load(io.BytesIO(held))))
-
-
 class Seeded(Trainer):
     """Restores its random state when it trains on, not when it loads."""
 
@@ -354,17 +340,6 @@ def resumed_at_its_next_epoch():
     return Epochs(mlp(6, 16, 3)).declared()
 
 
-@odd(notes="an average that only evaluation reads is left out, and that is declared")
-def resumed_without_its_average():
-    trainer = Ema(mlp(6, 16, 3))
-    return trainer.declared(
-        save=lambda: Trainer.save(trainer),
-        load=lambda state: Trainer.load(trainer, state),
-        evaluate=trainer.evaluate,
-        renews=("trainer.shadow",),
-    )
-
-
 class Ordered(Trainer):
     """Reads features in an order that no state dict holds."""
 
@@ -375,17 +350,6 @@ class Ordered(Trainer):
 
     def loss(self, batch):
         return super().loss((batch[0][:, self.model.order], batch[1]))
-
-
-@odd(notes="the order that the model draws is saved beside its state dict")
-def resumed_with_an_order_saved_by_hand():
-    trainer = Ordered(torch.randperm(6))
-
-    def load(state):
-        trainer.load(state)
-        trainer.model.order = state["order"]
-
-    return trainer.declared(save=lambda: {**trainer.save(), "order": trainer.model.order}, load=load)
 
 
 ORDERS = torch.Generator().manual_seed(0)
