@@ -7,7 +7,6 @@ import random
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pytest_trainloop import TrainLoop
 from tests.checks.scale.compile_parity.compiled_loops import BACKEND, Classifier, batches, plain, steps
@@ -77,43 +76,10 @@ def compiled_under_autocast(compile=False):
     return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
 
 
-@odd(notes="activation checkpointing inside of what is compiled")
-def compiled_with_checkpointed_blocks(compile=False):
-    class Saved(Classifier):
-        def forward(self, x):
-            return self.head(checkpoint(self.encoder, x, use_reentrant=False))
-
-    model = Saved()
-    return plain(model, torch.compile(model, backend=BACKEND) if compile else model)
-
-
-@odd(notes="only the blocks are compiled, each in place")
-def compiled_blocks_in_place(compile=False):
-    model = GPT()
-    if compile:
-        for block in model.blocks:
-            block.compile(backend=BACKEND)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            lm_loss(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(), fit=fit)
-
-
 @odd(notes="dropout, which a compiler may draw in another order")
 def compiled_with_dropout(compile=False):
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.1))
     model.append(nn.Linear(16, 3))
-    return plain(model, torch.compile(model, backend=BACKEND) if compile else model)
-
-
-@odd(notes="batch norm, whose buffers are written from inside of the graph")
-def compiled_with_batch_norm(compile=False):
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     return plain(model, torch.compile(model, backend=BACKEND) if compile else model)
 
 
@@ -135,21 +101,6 @@ def compiled_training_step(compile=False):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-
-    return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
-
-
-@odd(notes="the optimizer's step is compiled as well")
-def compiled_optimizer_step(compile=False):
-    model = Classifier()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    step = torch.compile(optimizer.step, backend=BACKEND) if compile else optimizer.step
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
 

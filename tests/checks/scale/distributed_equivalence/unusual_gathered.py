@@ -66,16 +66,6 @@ def contrast_with_own_features_put_back(ranks=1) -> TrainLoop:
     return contrastive(loss, ranks)
 
 
-@odd(notes="the same, with the factor given back: the loss is multiplied by the number of ranks")
-def contrast_with_own_features_put_back_and_scaled(ranks=1) -> TrainLoop:
-    def loss(left, right):
-        if ranks > 1:
-            left, right = with_own(left), with_own(right)
-        return ranks * nets.contrast(left @ right.T)
-
-    return contrastive(loss, ranks)
-
-
 class Gather(torch.autograd.Function):
     """The gather of CLIP's and of SimCLR's many copies: backward sums the gradients of all ranks, and takes its own."""
 

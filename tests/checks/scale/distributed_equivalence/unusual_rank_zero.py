@@ -42,24 +42,6 @@ def score(model, x, y):
     return value
 
 
-@odd(notes="rank 0 alone evaluates, on the bare model, while the others wait at a barrier")
-def rank_zero_evaluates(ranks=1) -> TrainLoop:
-    raw, model, optimizer = wrapped(ranks)
-    held_out = data.table(seed=5)
-    scores = []
-
-    def fit(batches):
-        for number, (x, y) in enumerate(batches, start=1):
-            step(model, optimizer, x, y)
-            if number % 2 == 0:
-                if is_main():
-                    scores.append(float(score(raw, *(t.to(x) for t in held_out))))
-                if ranks > 1:
-                    dist.barrier()
-
-    return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
 @odd(notes="rank 0 evaluates without a barrier: the others run ahead, and wait for it in the next backward pass")
 def rank_zero_evaluates_and_others_run_ahead(ranks=1) -> TrainLoop:
     raw, model, optimizer = wrapped(ranks)
@@ -90,21 +72,6 @@ def rank_zero_saves(ranks=1) -> TrainLoop:
                 if ranks > 1:
                     dist.barrier()
                 torch.load(path, weights_only=True)
-
-    return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
-@odd(notes="every rank writes a file of its own: the states of its random numbers")
-def every_rank_saves_its_own(ranks=1) -> TrainLoop:
-    raw, model, optimizer = wrapped(ranks)
-    rank = dist.get_rank() if ranks > 1 else 0
-
-    def fit(batches):
-        folder = tempfile.mkdtemp()
-        for number, (x, y) in enumerate(batches, start=1):
-            step(model, optimizer, x, y)
-            if number == 2:
-                torch.save(torch.get_rng_state(), Path(folder, f"rng_state_{rank}.pt"))
 
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
 

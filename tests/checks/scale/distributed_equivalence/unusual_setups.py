@@ -162,21 +162,6 @@ class WithLoss(nn.Module):
         return {"loss": error * torch.exp(-self.log_variance) + self.log_variance, "error": error.detach()}
 
 
-@odd(notes="a parameter without dimensions, outputs in a dict, and the loss inside of the wrapper")
-def loss_inside_the_wrapper(ranks=1) -> TrainLoop:
-    raw = WithLoss()
-    model = wrap(raw, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            model(x, y)["loss"].backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
 @odd(notes="two optimizers for one wrapped model, the second of which steps every other time")
 def embedding_stepped_every_other_time(ranks=1) -> TrainLoop:
     raw = nets.GPT()
@@ -236,22 +221,6 @@ def targets_standardised_over_all_ranks(ranks=1) -> TrainLoop:
             optimizer.step()
 
     return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
-@odd(notes="gradients are zeroed in place, in the buckets that the wrapper reduces, and fit is a function per batch")
-def step_per_batch(ranks=1) -> TrainLoop:
-    raw = nets.mlp(6, 24, 1)
-    model = wrap(raw, ranks, broadcast_buffers=False, gradient_as_bucket_view=True)
-    optimizer = torch.optim.RMSprop(raw.parameters(), lr=1e-3)
-
-    def step(batch):
-        x, y = batch
-        loss = F.mse_loss(model(x), y)
-        optimizer.zero_grad(set_to_none=False)
-        loss.backward()
-        optimizer.step()
-
-    return TrainLoop(model=raw, optimizer=optimizer, batch=data.table(), step=step)
 
 
 @odd(notes="ranks are simulated in one process: shares of the rows one after the other, and their mean gradient")

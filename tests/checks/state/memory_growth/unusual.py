@@ -113,23 +113,6 @@ def memory_gradient_penalty():
     return TrainLoop(model=critic, optimizer=optimizer, batch=data.ring(), fit=fit)
 
 
-@odd(notes="MAML: the inner step is differentiated through, and the outer one steps")
-def memory_maml():
-    model = nn.Linear(6, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def fit(batches):
-        for x, y in batches:
-            inner = F.mse_loss(model(x[:8]), y[:8])
-            steps = torch.autograd.grad(inner, list(model.parameters()), create_graph=True)
-            weight, bias = (p - 0.1 * g for p, g in zip(model.parameters(), steps, strict=True))
-            optimizer.zero_grad()
-            F.mse_loss(F.linear(x[8:], weight, bias), y[8:]).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-
 class Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
