@@ -243,11 +243,14 @@ CAUSES = {
             "no part": {
                 "summary": (
                     "{names} {names:are} held by an optimizer and took no part in these batches"
+                    "{kept:?: {kept}, made without gradients before training began, is used in place of {names:them}|}"
                     f"{{declared:?: {_NOT_NAMED}|}}"
                 ),
                 "measured": "no gradient arrived and no operation used {names:them}",
-                "shown_by": f"moving {{names:them}} does not change the loss{{declared:?; {_NOT_NAMED}|}}",
+                "shown_by": "moving {names:them} does not change the loss{kept:?; without {kept} a gradient arrives|}"
+                f"{{declared:?; {_NOT_NAMED}|}}",
                 "repair": (
+                    "{kept:?make {kept} again in each training step, or clear it after the evaluation; |}"
                     "{declared:?call the module and use its result, or take it out of the optimizer; or name it in "
                     'frozen=|give batches= that use it; frozen=("...",) says that it is meant to stay, frozen=() that '
                     "all must train}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.hooks import unless_suspended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.nested import Path
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 Shape = tuple[int, ...]
+
+MOST_KEPT = 3
+"""Tensors that modules keep which are taken away, one by one."""
 
 _ANY = frozenset("weight bias head heads model net module layer batch target targets label labels out output".split())
 """Words that say nothing of a task."""
@@ -103,8 +107,36 @@ def unused_results(evidence: Evidence, independent: Sequence[Parameter]) -> Iter
             yield found("parameter_unused", "", names, "given out", **facts)
     if never := [p.name for p in independent if p.name not in unused]:
         declared = declared_to_train(evidence)
-        level = "fault" if declared else "advice"
-        yield found("parameter_unused", "", never, "no part", declared=declared, level=level)
+        facts = {"kept": kept_in_their_place(evidence, never), "level": "fault" if declared else "advice"}
+        yield found("parameter_unused", "", never, "no part", declared=declared, **facts)
+
+
+def kept_in_their_place(evidence: Evidence, names: Sequence[str]) -> str:
+    """A tensor without a gradient that a module holds as training begins, and without which a gradient reaches one of
+    these parameters: it was computed from them, in an evaluation while the loop was built. Empty where there is none.
+    """
+    if not evidence.repeatable:
+        return ""
+
+    def kept(loop_modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.nn.Module, str]]:
+        for path, module in loop_modules:
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad:
+                    yield f"{path}.{name}".lstrip("."), module, name
+
+    fresh = evidence.fresh_loop().modules.items()
+    inner = ((f"{p}.{n}".strip("."), m) for p, root in fresh for n, m in members.named_modules(root))
+    for path, _, _ in itertools.islice(kept(inner), MOST_KEPT):
+
+        def clear(watch: Watch, path: str = path) -> None:
+            for found_at, module, name in list(kept(watch.table.named_modules())):
+                if found_at == path:
+                    setattr(module, name, None)
+
+        record = evidence.rerun(prepare=clear, enough=lambda r: r.rounds >= 1, may_raise=True)
+        if record.raised is None and any(p.name in names and record.reached(p.index) for p in record.parameters):
+            return path
+    return ""
 
 
 def given_out(evidence: Evidence, names: Sequence[str]) -> tuple[set[str], dict[str, set[Shape]]]:

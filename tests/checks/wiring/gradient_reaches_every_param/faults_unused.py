@@ -244,3 +244,38 @@ unused(
     classify,
     frozen=(),
 )
+
+
+# A trial before training makes a table of prototypes, and the model keeps it.
+
+
+class Prototypes(nn.Module):
+    def __init__(self, keeps):
+        super().__init__()
+        self.classes, self.encoder, self.table = nn.Embedding(3, 8), nn.Linear(6, 8), None
+        with torch.no_grad():
+            self(torch.zeros(1, 6))
+        self.table = self.table if keeps else None
+
+    def forward(self, x):
+        table = self.classes.weight.tanh() if self.table is None else self.table
+        if not torch.is_grad_enabled():
+            self.table = table
+        return self.encoder(x) @ table.T
+
+
+def largest_of_three():
+    x = torch.randn(24, 6)
+    return x, x[:, :3].argmax(1)
+
+
+unused(
+    "table_made_in_a_trial_before_training",
+    ("classes.weight",),
+    lambda: Prototypes(keeps=True),
+    lambda: Prototypes(keeps=False),
+    largest_of_three,
+    lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    level="advice",
+    mentions=("table, made without gradients before training began",),
+)
