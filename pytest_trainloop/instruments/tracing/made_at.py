@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.core.finding import code_of
+from pytest_trainloop.instruments.tracing import definitions
+from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.recording.construction import Construction
 from pytest_trainloop.recording.parameters import plain_objects
 from pytest_trainloop.recording.source import layer, place_of
@@ -137,9 +139,12 @@ class MadeAt:
         """The line that switched ``requires_grad`` off for the first of these parameters."""
         return _text(next((self._frozen[name] for name in names if name in self._frozen), None))
 
-    def drawn(self, name: str) -> str:
-        """The last line that drew the values of the parameter of this name."""
-        return _text(self._drawn.get(name))
+    def drawn(self, names: Sequence[str]) -> str:
+        """The last line that drew or filled in the values of the first of these parameters: outside of its layer's
+        constructor, if any is."""
+        lines = [(_text(self._drawn.get(name)), self.module(name.rpartition(".")[0])) for name in names]
+        own = [line for line, module in lines if line and line != module]
+        return next(iter(own or [line for line, _ in lines if line]), "")
 
     def loaded(self, name: str) -> str:
         """The last line that loaded the parameter of this name from a state dict."""
@@ -181,7 +186,7 @@ class MadeAt:
         for entry in watch.table.entries:
             if entry.role == "unregistered" or not entry.layer:
                 owner, _, attribute = entry.name.partition("[")[0].rpartition(".")
-                _put(self._attributes, entry.name, _assignment(modules.get(owner), attribute))
+                _put(self._attributes, entry.name, assigned_at(modules.get(owner), attribute))
         for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
             _put(self._frozen, entry.name, noted.frozen.of(tensor))
             _put(self._casts, entry.name, noted.casts.of(tensor))
@@ -215,6 +220,16 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         "forward": lambda: made.forward([known[name].owner for name in own]),
         "layer": lambda: made.layer_of(finding),
         "backward": lambda: next((str(b.place) for b in record.backwards()), ""),
+        "data": lambda: evidence.shared(DataLines.of).at(names),
+        "mask": lambda: definitions.mask(finding.where),
+        "causal mask": lambda: definitions.mask(finding.where, of=("attn_mask", "src_mask", "tgt_mask")),
+        "padding mask": lambda: definitions.mask(finding.where, of=definitions.PADDING_MASKS),
+        "positions": lambda: definitions.positions(finding.where),
+        "loss": lambda: definitions.value(finding.where),
+        "names": lambda: definitions.names_in_condition(finding.where),
+        "names of freeze": lambda: definitions.names_in_condition(made.froze(own)),
+        "bound of clip": lambda: definitions.argument(finding.where, "clip_grad_norm_", "max_norm", 1),
+        "drawn": lambda: made.drawn([*own, *(name for name, p in known.items() if p.owner in names)]),
     }
     return lines[part]()
 
@@ -228,16 +243,18 @@ def _text(place: Place | None) -> str:
     return "" if place is None else str(place)
 
 
-def _assignment(module: Any, attribute: str) -> Place | None:
-    """The first line of the module's class that assigns the attribute."""
-    for kind in type(module).__mro__:
+def assigned_at(owner: Any, attribute: str, part: str = "") -> Place | None:
+    """The first line of an object's class that assigns the attribute, or registers it as a buffer; with this part."""
+    name = re.escape(attribute)
+    assigns = re.compile(rf"\s*self\.{name}\b[^=]*=[^=]|.*\bregister_buffer\(\s*[\"']{name}[\"']")
+    for kind in type(owner).__mro__:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if file is None or layer(file) != 2:
             continue
         with contextlib.suppress(OSError, TypeError):
             lines, first = inspect.getsourcelines(kind)
             for number, line in enumerate(lines, first):
-                if re.match(rf"\s*self\.{re.escape(attribute)}\b[^=]*=[^=]", line):
+                if assigns.match(line) and part in line:
                     return place_of(file, number)
     return None
 

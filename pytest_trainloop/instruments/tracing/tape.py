@@ -129,6 +129,11 @@ class Call:
         return NOWHERE if self._at is None else place_of(*self._at)
 
     @property
+    def is_the_projects(self) -> bool:
+        """Whether it was made on a line of the project's."""
+        return self._at is not None and layer(self._at[0]) == 2
+
+    @property
     def module(self) -> str:
         """The path of the module that made it."""
         return "" if self._module is None else self.watch.table.path_of(self._module)

@@ -80,6 +80,13 @@ def unmoved(value: Value | None, through: Set[str] = MOVES) -> Value | None:
     return value
 
 
+def statement(value: Value | None) -> str:
+    """The project's statement that computed a value, past moves and casts; empty for one from outside, and for what a
+    library computed."""
+    made = unmoved(value)
+    return str(made.call.place) if made is not None and made.call is not None and made.call.is_the_projects else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The first value on the way back that something other than moves, masks, dropout, clamps and constants made, with

@@ -26,9 +26,9 @@ CAUSES = {
             },
         },
         explains=LEARNING,
-        change=("seen",),
         settle="leave the mask or the lengths out of roles= if these values may be read",
         source="https://github.com/verl-project/verl/issues/3562",
+        change=("loss", "seen"),
     ),
     "role_without_effect": Cause(
         proof="with other values in the tensor, as its role allows them, the gradient is the same",
@@ -54,6 +54,7 @@ CAUSES = {
         repair="look at what makes {tensor}: it is cast, divided or inverted before it reaches the batch",
         explains=LEARNING,
         source="https://github.com/huggingface/trl/pull/4201",
+        change=("data",),
     ),
     "first_value_kept": Cause(
         proof="the second step depends on the tensor of the first batch, and not on that of its own",

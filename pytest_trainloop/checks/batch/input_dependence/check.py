@@ -98,6 +98,7 @@ CAUSES = {
         repair="scale it once: (x - x.mean()) / x.std() of the training data; a division by 255 may be made twice",
         settle="normalise it in the data or in the model",
         source="https://github.com/4uiiurz1/pytorch-nested-unet/issues/62",
+        change=("data",),
     ),
 }
 found = finding_maker(CAUSES)

@@ -71,6 +71,7 @@ CAUSES = {
             "pooling too": {"summary": _says(f"{_ATTENDED}, and {_POOLED}"), **_BOTH},
         },
         source=_REFERENCE + "MultiheadAttention.html",
+        change=("padding mask", "seen"),
     ),
     "padding_pooled": _padding(
         proof=f"with pooling, and reading at the ends, over real positions only {EQUAL}",
@@ -93,6 +94,7 @@ CAUSES = {
         shown_by=_shown(f"the padding itself adds nothing: with positions counted from the first real one {EQUAL}"),
         repair="position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
         source="https://github.com/TransformerLensOrg/TransformerLens/issues/1609",
+        change=("positions", "seen"),
     ),
     "mean_over_padding": _padding(
         proof="the gradient is exactly the share of real positions times that without padding, or with a mean of the "
@@ -110,6 +112,7 @@ CAUSES = {
             },
         },
         source="https://github.com/DeepX-inc/machina/pull/198",
+        change=("loss", "seen"),
     ),
     "padded_targets": _padding(
         proof="outputs at padded positions get a gradient from the loss, where they meet values of the batch; or "
@@ -137,6 +140,7 @@ CAUSES = {
             },
         },
         source="https://github.com/open-edge-platform/physical-ai-studio/pull/873",
+        change=("loss", "seen"),
     ),
     "other_pad_id": _padding(
         proof=f"with the id that the model takes for padding in place of the one that fills the rows {EQUAL}",

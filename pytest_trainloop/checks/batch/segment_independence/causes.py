@@ -29,6 +29,7 @@ CAUSES = {
         shown_by="one of the two was built from other lengths: neither is a finer division of the other",
         repair="make both from the same lengths: borders = torch.tensor([0, *lengths]).cumsum(0)",
         source="https://github.com/hiyouga/LlamaFactory/pull/7754",
+        change=("data",),
     ),
     "edges_not_offset": _of_data(
         proof="no edge has a node number beyond the size of the largest graph, and some graphs have no edges",
@@ -37,6 +38,7 @@ CAUSES = {
         shown_by="each graph's node numbers start at 0 again: some edges occur twice or join two graphs",
         repair="add the number of nodes before it to each graph's edges: edge_index + ptr[i]",
         source="https://github.com/google-deepmind/graph_nets/issues/135",
+        change=("data",),
     ),
     "edges_across_graphs": _of_data(
         proof="an edge joins nodes of which the batch says that they are of different graphs",
@@ -47,6 +49,7 @@ CAUSES = {
         repair="offset graph i's edges by the sum of the node counts before it (edge_index + ptr[i]), or build batch "
         "with repeat_interleave(torch.arange(len(sizes)), sizes)",
         source="https://github.com/deepchem/deepchem/pull/3291",
+        change=("data",),
     ),
     "numbers_shared": _seen(
         proof="one number is used for entries of two graphs or rows, and each has entries of its own",
@@ -137,6 +140,7 @@ CAUSES = {
             },
         },
         source="https://github.com/vllm-project/speculators/issues/621",
+        change=("mask", "seen"),
     ),
     "labels_across_documents": _seen(
         proof="the target of a document's last token is the first token of the next, which it cannot see",
@@ -158,6 +162,7 @@ CAUSES = {
         repair="start positions again at each document: position_ids = torch.cat([torch.arange(n) for n in lengths])",
         settle=SETTLE,
         source="https://github.com/hiyouga/LLaMA-Factory/pull/7318",
+        change=("positions", "seen"),
     ),
     "target_past_the_end": _seen(
         proof="the target of an episode's last step changes with the observation after it",
@@ -179,6 +184,7 @@ CAUSES = {
         repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
         settle=SETTLE,
         source="https://github.com/nikhilbarhate99/PPO-PyTorch/issues/8",
+        change=("seen",),
     ),
 }
 

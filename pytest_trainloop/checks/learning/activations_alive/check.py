@@ -63,8 +63,8 @@ CAUSES = {
     "dead_from_the_start": Cause(
         proof="most units of a layer give one number for all batches, in the first steps as in the last",
         repair="scale the inputs to unit variance, and start biases at 0; or another initialisation of this layer",
-        change=("module", "seen"),
         source="https://github.com/lucidrains/deep-cross-attention/issues/2",
+        change=("drawn", "module", "seen"),
     ),
     "dies_in_training": Cause(
         proof="most units of a layer give one number for all batches after 25 steps, and did not in the first ones",

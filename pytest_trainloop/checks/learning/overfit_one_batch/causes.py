@@ -71,8 +71,8 @@ CAUSES = {
         shown_by=_AT_RATE,
         repair="clip at the size of ordinary gradients (1.0 for most models), or raise the learning rate",
         explains=_FOLLOWS,
-        change=("seen",),
         source="https://github.com/strands-labs/robots/pull/2028",
+        change=("bound of clip", "seen"),
     ),
     "not_learning": Cause(
         proof="steps lead up the gradient, or other learning rates learn the batch, or an earlier check says why",

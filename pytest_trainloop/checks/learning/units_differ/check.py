@@ -57,16 +57,16 @@ CAUSES = {
         repair="nn.init.xavier_uniform_(layer.weight): a draw for each weight of this layer, or of the one behind it",
         do_not="another constant: the units stay equal",
         explains=("overfit_one_batch",),
-        change=("module",),
         source="https://cs231n.github.io/neural-networks-2/#init",
+        change=("drawn", "module"),
     ),
     "units_repeated": Cause(
         proof="some units of a layer began with the weights of another one, and equal gradients moved both",
         summary="{copies} of {units:unit} in {names} stay copies of another one",
         measured="after {steps:step} they went up to {moved:.2g} and differ by at most {apart:.2g} from it",
         repair="weight += 0.01 * weight.std() * torch.randn_like(weight) after repeating units",
-        change=("module",),
         source="https://arxiv.org/abs/1511.05641",
+        change=("drawn", "module"),
     ),
 }
 found = finding_maker(CAUSES)

@@ -45,8 +45,8 @@ CAUSES = {
                 "shown_by": "where {module} passes for {written}, a group without decay holds {names:them}",
             },
         },
-        change=("seen", "optimizer"),
         source="https://github.com/namisan/mt-dnn/pull/37",
+        change=("names", "seen"),
     ),
     "filter_misses_some": Cause(
         proof="a filter by name keeps weights of a kind from decay, and others of the same class not",

@@ -97,7 +97,7 @@ def _judged(evidence: Evidence, loss: InitialLoss, halved: InitialLoss) -> Findi
     if not facts:
         return _found("too_high", loss, halved=halved.value)
     made = evidence.shared(MadeAt.of)
-    line = made.drawn(facts["layer"]) or made.module(facts["layer"].rpartition(".")[0])
+    line = made.drawn([facts["layer"]]) or made.module(facts["layer"].rpartition(".")[0])
     return _found("too_high", loss, "wide", change=line, **facts)
 
 

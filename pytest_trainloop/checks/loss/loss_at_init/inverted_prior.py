@@ -56,7 +56,7 @@ def inverted_prior(evidence: Evidence) -> Finding | None:
         if turned < even:
             if evidence.shared(pretrained):
                 return None
-            change = str(evidence.shared(MadeAt.of).drawn(name) or "")
+            change = str(evidence.shared(MadeAt.of).drawn([name]) or "")
             facts = {"filled": filled[name], "wanted": -filled[name], "loss": loss, "even": even, "turned": turned}
             return found("prior_inverted", given[0][1][0], (name,), "filled", change=change, **facts)
     return None

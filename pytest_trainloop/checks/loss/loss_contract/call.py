@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.causes import IN_EVERY_CALL, found
+from pytest_trainloop.checks.loss.loss_contract.causes import CAUSES, IN_EVERY_CALL, found
+from pytest_trainloop.instruments.tracing.data_lines import name_in_batch
+from pytest_trainloop.instruments.tracing.tape_queries import statement, unmoved
 from pytest_trainloop.recording.torch_names import LOSSES
 
 if TYPE_CHECKING:
@@ -137,9 +139,19 @@ class LossCall:
         facts = self.facts() | {"source": culprit} | given
         facts = {n: str(v) if isinstance(v, tuple) else v for n, v in facts.items()}
         made = found(cause, place, (culprit,), variant, **facts)
+        if "data" in CAUSES[cause].change and not made.change and source is None:
+            made = self._made_by_target(made)
         if source is not None:
             made = replace(made, shown_by=f"{made.shown_by}; {source.op} at {place.file}:{place.line}")
         return made if made.measured else replace(made, measured=facts["numbers"])
+
+    def _made_by_target(self, finding: Finding) -> Finding:
+        """The finding with the statement that computed the target, or with the tensor of the batch that it is."""
+        value = unmoved(next((self.values[name] for name in ("target", "targets") if name in self.values), None))
+        if line := statement(value):
+            return replace(finding, change=line)
+        names = [name_in_batch(value.path)] if value is not None and value.path else []
+        return replace(finding, culprits=(*finding.culprits, *names))
 
     def facts(self) -> dict[str, Any]:
         """What the texts of every finding may name (``causes.OF_EVERY_CALL``)."""

@@ -17,6 +17,8 @@ _DOCS = "https://docs.pytorch.org/docs/stable/generated/torch.nn."
 
 _seen = partial(Cause, change=("seen",))
 _learns = partial(_seen, explains=LEARNING)
+_target = partial(Cause, change=("data",), explains=LEARNING)
+"""The target is to change: where it was made, and not where the loss reads it."""
 
 OF_TARGETS = {
     "target_dtype": _learns(
@@ -46,7 +48,7 @@ OF_TARGETS = {
         repair="squeeze(-1) the output, or unsqueeze(-1) the target",
         source=f"{_DOCS}CrossEntropyLoss.html",
     ),
-    "target_out_of_range": _learns(
+    "target_out_of_range": _target(
         proof="labels below 0 or beyond the last class, or counts below 0",
         summary="{call} is given labels {low} to {high} and has classes 0 to {last}{hint}",
         measured="labels seen {seen}",
@@ -62,7 +64,7 @@ OF_TARGETS = {
         repair="remap labels to 0 ... C-1, or widen the head",
         source="https://github.com/pytorch/pytorch/issues/15508",
     ),
-    "target_outside_unit": _seen(
+    "target_outside_unit": _target(
         proof="targets of a binary loss below 0 or above 1, where they count",
         summary="{reach}; {call} expects targets in [{low}, {high}]{bounded:?|, and has no lower bound for others}",
         measured="{count} of {all} targets outside of [{low}, {high}]: {seen}",
@@ -71,7 +73,7 @@ OF_TARGETS = {
         explains=(*LEARNING, "finite"),
         source=f"{_DOCS}BCEWithLogitsLoss.html",
     ),
-    "target_not_distribution": _seen(
+    "target_not_distribution": _target(
         proof="soft targets with negative entries, or with sums that differ from 1 in a regular way",
         summary="the class probabilities given to {call} as targets do not sum to 1: {why}",
         measured="rows sum to {sums}",
@@ -88,7 +90,7 @@ OF_TARGETS = {
         explains=(*LEARNING, "batch_independence"),
         source=f"{_DOCS}CrossEntropyLoss.html",
     ),
-    "all_ignored": _seen(
+    "all_ignored": _target(
         proof="every target of a call is the ignored one, and the mean is over none",
         summary="all {all} targets of a batch are {ignored}, which {call} ignores: the mean of no values is NaN",
         measured="{all} of {all} targets ignored, loss NaN",
@@ -100,7 +102,7 @@ OF_TARGETS = {
         explains=(*LEARNING, "finite"),
         source="https://github.com/pytorch/pytorch/issues/70348",
     ),
-    "index_list_expected": _learns(
+    "index_list_expected": _target(
         proof="zeros and ones where lists of class indices are read",
         summary="{call} reads lists of class indices that end with -1, and is given zeros and ones",
         measured="target {seen}",
@@ -108,7 +110,7 @@ OF_TARGETS = {
         repair="list the classes and fill up with -1; for zeros and ones use multilabel_soft_margin_loss",
         source=f"{_DOCS}MultiLabelMarginLoss.html",
     ),
-    "signs_expected": _seen(
+    "signs_expected": _target(
         proof="targets of 0 and 1 where 1 and -1 are read",
         summary="{call} is given targets of 0: it expects 1 and -1",
         measured="{count} of {all} targets are 0: {seen}",
@@ -157,7 +159,7 @@ OF_TARGETS = {
         explains=(*LEARNING, "every_row_teaches:class_costs_a_constant", "every_row_teaches:rows_left_out"),
         source="https://github.com/yu-changqian/pytorch-segmentation/issues/4",
     ),
-    "blank_in_targets": _learns(
+    "blank_in_targets": _target(
         proof="the labels of a CTC loss contain the blank",
         summary="{count} of {all} targets of {call} contain {blank}, which is the blank",
         measured="target {seen} within its length",
@@ -222,7 +224,7 @@ OF_TARGETS = {
         explains=(*LEARNING, "padding_invariance"),
         source="https://github.com/lucidrains/DALLE-pytorch/issues/57",
     ),
-    "labels_misplaced": _seen(
+    "labels_misplaced": _target(
         proof="some rows have labels at padded positions, and others none at their last real ones",
         summary=(
             "{wrong} of {all} rows have the labels of another row in {call}: they have more or fewer labels than tokens"

@@ -99,6 +99,7 @@ _OF_SAVE = ("save_changes", "live_references", "rng_not_saved", "weights_rounded
 def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.checkpoint import rounded
     from pytest_trainloop.checks.state.resume_equivalence.runs import Reported, both, changed_by_save
+    from pytest_trainloop.checks.state.resume_equivalence.statements import SAVES, last_call
     from pytest_trainloop.checks.state.two_courses import two_courses
     from pytest_trainloop.runs.room import require_room
 
@@ -124,7 +125,7 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
                 yield finding
             dtype, lower = rounded(evidence)
             if lower:
-                yield _seen("weights_rounded", a, lower, dtype=dtype)
+                yield _seen("weights_rounded", a, lower, dtype=dtype, change=last_call(a.statements, SAVES))
     finally:
         a.checkpoint.remove()
 
@@ -135,15 +136,16 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.drawn import drawn_attributes
     from pytest_trainloop.checks.state.resume_equivalence.lost import averages, losses, steered
     from pytest_trainloop.checks.state.resume_equivalence.positions import data_go_on
+    from pytest_trainloop.checks.state.resume_equivalence.statements import kept_at
 
     if apart := [*_detached(a, b), *_untied(a, b)]:
         lost, known, undecided = apart, set[str](), None
     else:
         lost, known, undecided = losses(a, b)
     yield from lost
-    if not any(finding.cause == "scheduler_restarts" for finding in lost):
-        yield from _schedules(a, b)
-    yield from _scalers(a, b)
+    known_causes = {finding.cause for finding in lost}
+    yield from _schedules(a, b) if "scheduler_restarts" not in known_causes else ()
+    yield from _scalers(a, b) if "scaler_lost" not in known_causes else ()
     if not apart and undecided is None:
         yield from averages(a, b, known)
         if not b.unequal():
@@ -153,7 +155,8 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     if a.drifting:
         entry, kept = next(iter(a.drifting.items()))
         attribute = kept.split("[")[0].rpartition(".")[2]
-        facts = {"kept": kept, "entry": entry, "attribute": attribute}
+        line = kept_at(a, a.saved.leaves[kept], attribute)
+        facts = {"kept": kept, "entry": entry, "attribute": attribute, "change": line}
         yield _seen("live_references", a, a.drifting.values(), "kept", **facts)
     if not apart and undecided is None:
         other = b.again(other_seed=1, steps=False)
@@ -168,8 +171,9 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 def _seen(cause: str, a: Uninterrupted, names: Iterable[str], variant: str = "", **facts: Any) -> Finding:
     """The finding of something that is compared as it is."""
     names = tuple(names)
-    where = facts.pop("where", "") or a.lines["save" if cause in _OF_SAVE else "load"]
-    return found(cause, where, names, variant, lost=len(names), **facts)
+    where = facts.pop("where", "")
+    seen = where or a.lines["save" if cause in _OF_SAVE else "load"]
+    return found(cause, seen, names, variant, **({"lost": len(names), "change": where} | facts))
 
 
 def _load_raises(a: Uninterrupted, b: Resumed, error: Raised) -> Finding:
@@ -202,7 +206,7 @@ def _refused(cause: str, function: str, error: Raised) -> Finding:
             "load(path)"
         )
     where = error.place if error.place.file else ""
-    return found(cause, where, (f"{function}()",), raised=error.summary, kind=error.kind)
+    return found(cause, where, (f"{function}()",), raised=error.summary, kind=error.kind, change=str(where))
 
 
 def _detached(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
@@ -222,6 +226,8 @@ def _untied(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
 def _schedules(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     """A schedule whose count training moves and which ends elsewhere, whatever the learning rate is now."""
+    from pytest_trainloop.checks.state.resume_equivalence.statements import line_to_change
+
     if a.at_end is None or b.at_end is None:
         return
     for path, leaf in a.saved.leaves.items():
@@ -230,28 +236,36 @@ def _schedules(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
         if path in a.at_end.leaves and path in b.at_end.leaves and path in b.built.leaves:
             before, now = a.at_end.value(path), b.at_end.value(path)
             if b.built.value(path) != a.saved.value(path) and before != now:
-                yield _seen("scheduler_restarts", a, (path,), "counted", now=now, before=before)
+                line = line_to_change(a, b, leaf, held=False)
+                yield _seen("scheduler_restarts", a, (path,), "counted", now=now, before=before, change=line)
                 return
 
 
 def _scalers(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    from pytest_trainloop.checks.state.resume_equivalence.statements import SAVES, last_call
+
     for path, before in a.scales.items() if "scaler" not in b.renewed.names else ():
         if (now := b.scales.get(path, before)) != before:
-            yield _seen("scaler_lost", a, (path,), "scale", now=now, before=before)
+            line = last_call(a.statements, SAVES)
+            yield _seen("scaler_lost", a, (path,), "scale", now=now, before=before, change=line)
 
 
 def _random_states(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
+    from pytest_trainloop.checks.state.resume_equivalence.statements import SAVES, last_call
+
     if "rng" in b.renewed.names:
         return
     saved = a.checkpoint.random_states
     if left := sorted((a.drawn & saved.keys()) - b.restored - b.kept_for_later):
         names = [_SETTERS[name] for name in left]
         facts = {"setters": " and ".join(names), "entries": ", ".join(saved[name] for name in left)}
-        yield _seen("rng_not_put_back", a, names, "held", generators=" and ".join(left), **facts)
+        facts |= {"generators": " and ".join(left), "change": last_call(b.statements)}
+        yield _seen("rng_not_put_back", a, names, "held", **facts)
     if a.drawn and a.checkpoint.seen and not saved:
         drawn = sorted(a.drawn)
         names = [_GETTERS[name] for name in drawn]
-        yield _seen("rng_not_saved", a, names, level="advice", generators=" and ".join(drawn))
+        facts = {"generators": " and ".join(drawn), "change": last_call(a.statements, SAVES)}
+        yield _seen("rng_not_saved", a, names, level="advice", **facts)
 
 
 def _drawn_from_seed(a: Uninterrupted, b: Resumed, other: Resumed) -> list[str]:

@@ -59,6 +59,8 @@ class Checkpoint:
         """Of torch, numpy and python those whose random state is in the checkpoint, each with its entry."""
         self.seen = False
         """Whether its entries are known: the state was returned, or written by ``torch.save``."""
+        self.numbers: dict[str, list[Any]] = {}
+        """The numbers in it by their key."""
         self.given: Path | None = None
         """The path that ``save`` was given; None where it returns a state."""
         self._bare = bare
@@ -201,6 +203,8 @@ class Checkpoint:
             if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
                 self.entries.setdefault(path, stored(value))
                 self.live.setdefault(path, value)
+            if isinstance(value, (int, float)):
+                self.numbers.setdefault(path.rpartition("[")[2].strip("]'"), []).append(value)
             if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
                 seen.add(id(value))
                 items = list(value.items() if isinstance(value, Mapping) else enumerate(value))

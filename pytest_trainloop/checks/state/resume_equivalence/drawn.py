@@ -58,7 +58,7 @@ def drawn_attributes(a: Uninterrupted, b: Resumed, other: Resumed) -> Iterator[F
         if unequal:
             facts: dict[str, Any] = {"what": some(paths), "unequal": tuple(unequal)}
             facts |= {"level": "fault" if permutes else "advice", "permutes": permutes}
-            yield told(a, "drawn_from_seed", some_of_them, "attribute", **facts)
+            yield told(a, b, "drawn_from_seed", some_of_them, "attribute", **facts)
 
 
 def _is_permutation(value: Any) -> bool:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop.checks.state.resume_equivalence.causes import found
+from pytest_trainloop.checks.state.resume_equivalence.causes import MOST, found
+from pytest_trainloop.checks.state.resume_equivalence.statements import line_to_change, owner_of
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
+from pytest_trainloop.instruments.tracing.made_at import assigned_at
 from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.runs.reach.leaves import same_value
 
@@ -82,12 +85,45 @@ def losses(a: Uninterrupted, b: Resumed) -> tuple[list[Finding], set[str], Canno
         made = [(one, finding) for one, finding in made if finding.cause != "rate_lost"]
     calls = [_call_of(b, one) for one, finding in made if finding.cause == "weights_not_loaded"]
     keys = [{*call.missing, *call.unexpected} for call in calls if call is not None and call.missing]
-    made = [(one, f) for one, f in made if f.cause != "buffer_lost" or not any(_under(a, one, left) for left in keys)]
+    models = tuple(n.removeprefix("weights of ") for o, f in made if f.cause == "weights_not_loaded" for n in o.names)
+    made = [
+        (one, finding)
+        for one, finding in made
+        if finding.cause != "buffer_lost"
+        or not (any(_under(a, one, left) for left in keys) or _buffers_of(one, models))
+    ]
     if undecided is not None and not made and b.raised is not None:
         facts = {"raised": b.raised.summary, "kind": b.raised.kind}
         where = b.raised.place if b.raised.place.file else ""
         return [found("load_raises", where, ("fit()",), "later", **facts)], set(), undecided
-    return [finding for _, finding in made], {name for one, _ in made for name in one.names}, undecided
+    return list(_of_one_owner(made)), {name for one, _ in made for name in one.names}, undecided
+
+
+def _of_one_owner(made: Sequence[tuple[Lost, Finding]]) -> Iterator[Finding]:
+    """The findings, one for all attributes of an object that are lost."""
+    owners: dict[str, list[Finding]] = {}
+    for one, finding in made:
+        alone = finding.cause not in ("state_lost", "counter_lost") or len(one.names) > 1 or "." not in one.names[0]
+        key = f"{len(owners)}" if alone else f"of {one.names[0].rpartition('.')[0]}"
+        owners.setdefault(key, []).append(finding)
+    for several in owners.values():
+        first = next((f for f in several if f.level == "fault"), several[0])
+        names = tuple(dict.fromkeys(name for finding in several for name in finding.culprits))
+        if len(several) > 1:
+            texts = {
+                "summary": f"a resumed run loses {some(names)}",
+                "repair": f"save {some(names)} and set them in load",
+            }
+            first = replace(first, culprits=names[:MOST], **texts)
+        yield first
+
+
+def _buffers_of(lost: Lost, models: tuple[str, ...]) -> bool:
+    """Whether these are buffers that the state of one of these models has."""
+    owners = [name.removeprefix("buffers of ") for name in lost.names]
+    return all(d.leaf.persistent for d in lost.first) and all(
+        f"{o}.".startswith(tuple(f"{m}." for m in models)) for o in owners
+    )
 
 
 def _is_stream(a: Uninterrupted, lost: Lost) -> bool:
@@ -164,7 +200,7 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
     what = " and ".join(lost.names)
 
     def lose(cause: str, variant: str = "", *, level: Level = "fault", **facts: Any) -> Finding:
-        return told(a, cause, differences, variant, what=what, unequal=lost.unequal, level=level, **facts)
+        return told(a, b, cause, differences, variant, what=what, unequal=lost.unequal, level=level, **facts)
 
     if any("['params']" in d.leaf.path and isinstance(d.before, torch.Tensor) for d in differences):
         return lose("state_lost", "stepped")
@@ -209,6 +245,7 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
 
 def told(
     a: Uninterrupted,
+    b: Resumed,
     cause: str,
     differences: Sequence[Difference],
     variant: str = "",
@@ -224,8 +261,8 @@ def told(
     parts = []
     for kind, keys in (("missing", call.missing), ("unexpected", call.unexpected)) if call is not None else ():
         parts += [f"{count(len(keys), f'{kind} key')} ({some(keys)})"] if keys else []
-    held = ""
-    if entry := _held_as(a, differences):
+    held, entry = "", _held_as(a, differences)
+    if entry:
         held = f"the checkpoint holds the values, as {entry}"
     elif a.checkpoint.seen and any(isinstance(d.before, torch.Tensor) and d.before.numel() > 1 for d in differences):
         held = "the checkpoint does not hold the values"
@@ -239,9 +276,19 @@ def told(
     facts |= {"told": "; ".join(parts) or f"{count(len(names), 'value')} differ after load"}
     facts |= {"held": f"; {held}" if held else ""}
     where = call.where if call is not None and call.where else a.lines["load"]
+    leaf = differences[0].leaf
     if cause == "counter_lost":
         facts["repair"] = f"save {what} and set it in load"
-    return found(cause, where, names, variant, **facts)
+        numbers = a.checkpoint.numbers.get(leaf.path.rpartition(".")[2], ())
+        entry = next(("the number of this name" for n in numbers if n == _plain(differences[0].before)), "")
+    in_load = call is not None and bool(entry or variant in ("prefixed", "prefix missing", "renamed", "another model"))
+    if cause == "drawn_from_seed":
+        change = str(assigned_at(owner_of(a, leaf), leaf.path.rpartition(".")[2]) or "")
+    elif cause == "weights_overwritten" or in_load:
+        change = call.where if call is not None else ""
+    else:
+        change = line_to_change(a, b, leaf, held=bool(entry))
+    return found(cause, where, names, variant, **({"change": change} | facts))
 
 
 def _changed(differences: Sequence[Difference]) -> str:
@@ -350,13 +397,13 @@ def averages(a: Uninterrupted, b: Resumed, known: Collection[str]) -> Iterator[F
         if other and not same_value(*(torch.tensor(n, dtype=torch.float64) for n in (whole, other))):
             evaluated = _other_numbers(whole, other)
             if own:
-                yield told(a, "buffer_lost", differences, "evaluated", what=name, evaluated=evaluated)
+                yield told(a, b, "buffer_lost", differences, "evaluated", what=name, evaluated=evaluated)
             else:
-                yield told(a, "average_lost", differences, what=name, evaluated=evaluated, repair=repair)
+                yield told(a, b, "average_lost", differences, what=name, evaluated=evaluated, repair=repair)
         elif _as_weights(a, differences) and not own:
             facts: dict[str, Any] = {"what": name, "level": "advice", "repair": repair}
             facts |= {"evaluated": f"evaluate() gives {other[0]:.6g} with and without it" if other else ""}
-            yield told(a, "average_lost", differences, "equal" if other else "likely", **facts)
+            yield told(a, b, "average_lost", differences, "equal" if other else "likely", **facts)
 
 
 def _moves(a: Uninterrupted, b: Resumed, differences: Sequence[Difference]) -> bool:
@@ -406,7 +453,7 @@ def steered(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
         if ends := apart & _averages_apart(a, without, set()):
             buffer = any(d.leaf.kind == "buffer" for d in differences)
             cause, variant = ("buffer_lost", "not loaded") if buffer else ("counter_lost", "" if read else "changed")
-            yield told(a, cause, differences, variant, what=name, unequal=tuple(sorted(ends)), level=level)
+            yield told(a, b, cause, differences, variant, what=name, unequal=tuple(sorted(ends)), level=level)
 
 
 def _averages_apart(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:

@@ -55,7 +55,7 @@ def data_go_on(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     if others:
         facts: dict[str, Any] = {"others": others, "epoch": epoch, "first": first, "second": second}
         what = some(tuple(dict.fromkeys(d.leaf.component for d in left)))
-        yield told(a, "state_lost", left, "position", what=what, **facts)
+        yield told(a, b, "state_lost", left, "position", what=what, **facts)
 
 
 def _of_data(difference: Difference) -> bool:

@@ -20,6 +20,7 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     tensors_of,
     weights_of,
 )
+from pytest_trainloop.checks.state.resume_equivalence.statements import Call, calls_of_the_project
 from pytest_trainloop.checks.state.two_courses import line_of, numbers_in
 from pytest_trainloop.core.errors import CannotDecide, UsageError
 from pytest_trainloop.core.whose import present, project_may_raise, reraise_ours
@@ -85,6 +86,8 @@ class Run:
         """Groups of names that share one weight at the cut."""
         self.scales: dict[str, float] = {}
         """The scale of each gradient scaler at the cut, by its path."""
+        self.statements: list[Call] = []
+        """What the project's own code called in ``save``, or in ``load``."""
         self._loop: TrainLoop | None = None
         self._stepped: dict[int, Any] = {}
 
@@ -188,7 +191,8 @@ class Uninterrupted(Run):
         seed_all(self.seed)
         self.states = random_states()
         try:
-            self.checkpoint.take(loop)
+            with calls_of_the_project(self.statements):
+                self.checkpoint.take(loop)
         except Uncopied as error:
             self.unreadable = str(error)
             raise Over from None
@@ -315,7 +319,7 @@ class Resumed(Run):
     def _load(self, loop: TrainLoop) -> None:
         seed_all(self.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))
         try:
-            with calls_noted(self.calls, loop, self.a.values()):
+            with calls_of_the_project(self.statements), calls_noted(self.calls, loop, self.a.values()):
                 self.a.checkpoint.give(loop)
         except Exception as error:  # of the project's load
             reraise_ours(error)

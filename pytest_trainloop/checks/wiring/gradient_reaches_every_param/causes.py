@@ -192,7 +192,6 @@ CAUSES = {
             "rate or use a leaky activation"
         ),
         explains=("input_dependence", "loss_at_init", *TRAINING),  # weights of 1 add up where they should average
-        change=("seen", "module"),
         variants={
             "passed through": _PASSED_THROUGH,
             "softmax": {"repair": "a softmax over one entry is always 1: check its dim, or use a sigmoid"},
@@ -214,6 +213,7 @@ CAUSES = {
             },
         },
         source="https://github.com/PetrochukM/PyTorch-NLP/issues/2",
+        change=("seen", "drawn", "module"),
     ),
     "parameter_unused": Cause(
         proof="the parameter is computed with in the training forward pass, and the result goes nowhere",
@@ -296,8 +296,8 @@ CAUSES = {
             "switch requires_grad on for them (a prefix like 'layer1' also matches 'layer10'), or name them in frozen="
         ),
         explains=TRAINING,
-        change=("freeze", "module"),
         source="https://github.com/ChenDelong1999/ITRA/issues/1",
+        change=("names of freeze", "freeze", "module"),
     ),
     "nothing_trainable": Cause(
         proof="no parameter of the model requires grad",

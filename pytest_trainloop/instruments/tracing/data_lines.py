@@ -1,0 +1,80 @@
+"""Where the tensors of a batch were made: the line of a data set, a collator or a function of the project's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.core.paths import BUILD_CALLER
+from pytest_trainloop.declare import nested
+from pytest_trainloop.recording.as_caller import is_stand_in
+from pytest_trainloop.recording.construction import Lines
+from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.source import layer, place_of
+from pytest_trainloop.runs.batch_stream import first_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.runs.evidence import Evidence
+
+
+class DataLines:
+    """The lines by the path of each tensor in the first batch of a fresh loop."""
+
+    def __init__(self, places: dict[str, Place]) -> None:
+        self._places = places
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> DataLines:
+        noted = _Made()
+        places: dict[str, Place] = {}
+        with contextlib.suppress(CannotDecide, UsageError, UserCodeError), noted:
+            for path, tensor in nested.paths(first_batch(evidence.fresh_loop())):
+                if (place := noted.lines.of(tensor)) is not None:
+                    places[name_in_batch(nested.shown(path))] = place
+        return cls(places)
+
+    def at(self, names: Sequence[str]) -> str:
+        """The statement that made the first tensor of the batch among these names; empty where numpy or a file did."""
+        return str(next((self._places[name] for name in map(name_in_batch, names) if name in self._places), ""))
+
+
+def name_in_batch(path: str) -> str:
+    """The name of a tensor of the batch in a finding, by its path as it is written in code."""
+    first, dot, rest = path.partition(".")
+    return path.replace('"', "'") if path.startswith("batch") else f"batch['{first}']{dot}{rest}"
+
+
+class _Made(FunctionMode):
+    """Notes the project's line at which each tensor without a history was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = Lines()
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = super().call(name, func, args, kwargs)
+        for tensor in tensors_in(args[:1] if name == "__setitem__" else (out,)):
+            if not tensor.requires_grad:
+                given = (self.lines.of(one) for one in tensors_in(args, kwargs))
+                if place := _line() or next(filter(None, given), None):
+                    self.lines.note(tensor, place)
+        return out
+
+
+def _line() -> Place | None:
+    """The statement of the project's that makes a tensor; None where a loader of a library does, which moves rows."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != BUILD_CALLER:
+        filename = frame.f_code.co_filename
+        if layer(filename) == 2 and not is_stand_in(frame.f_code):
+            return place_of(filename, frame.f_lineno)
+        if layer(filename) == 1 or "/torch/utils/data/" in filename.replace("\\", "/"):
+            return None
+        frame = frame.f_back
+    return None

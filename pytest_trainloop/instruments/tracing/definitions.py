@@ -1,0 +1,314 @@
+"""From where a value is used to the statement that made it, by the source: what a mask, a list or a number comes from.
+
+A finding is seen where a symptom arrives: at an attention, at ``backward()``, at an optimizer. The statement to edit
+is where its argument was made. These questions take a line as findings have it, ``file:line   source``, and give one,
+or an empty text where the source does not say.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.recording.source import layer, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_MASKS = re.compile(r"mask|visible|allowed|hidden_keys|causal|ahead|seen|padded|padding")
+_MASK_ARGUMENTS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask", "attention_mask", "mask")
+PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+_FILLS = ("masked_fill", "masked_fill_", "where")
+_SAME = ("to", "bool", "unsqueeze", "squeeze", "expand", "view", "contiguous", "detach", "clone", "type_as", "type")
+_FARTHEST = 6
+
+_Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Source:
+    """The syntax tree of a file of the project's."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The node and what holds it."""
+        while True:
+            yield node
+            if node not in self.parents:
+                return
+            node = self.parents[node]
+
+    def statement(self, line: int) -> Any:
+        """The innermost statement at a line; of a block its first line alone."""
+        found = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= _last(n)]
+        return max(found, key=lambda n: n.lineno, default=None)
+
+    def function(self, node: ast.AST) -> Any:
+        """The function that holds a node."""
+        return next((n for n in self.above(self.parents.get(node, node)) if isinstance(n, _Functions)), None)
+
+    def named(self, name: str) -> Any:
+        """The only function of this name."""
+        found = [n for n in ast.walk(self.tree) if isinstance(n, _Functions) and n.name == name]
+        return found[0] if len(found) == 1 else None
+
+    def calls(self, name: str) -> list[ast.Call]:
+        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _called(n) == name]
+
+    def text(self, node: Any) -> str:
+        return str(place_of(self.file, node.lineno))
+
+
+_source = functools.lru_cache(maxsize=64)(Source)
+
+
+def _last(node: Any) -> int:
+    """The last line of a statement, of a block that of its header."""
+    body = getattr(node, "body", None)
+    return max(node.lineno, body[0].lineno - 1) if isinstance(body, list) and body else node.end_lineno
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _at(line: str) -> tuple[Source, Any] | None:
+    """The file and the statement of a line as findings have it."""
+    name, _, number = line.partition("   ")[0].rpartition(":")
+    file = _file(name) if number.isdigit() else ""
+    if not file or layer(file) != 2:
+        return None
+    try:
+        source = _source(file)
+    except (OSError, SyntaxError, ValueError):
+        return None
+    statement = source.statement(int(number))
+    return None if statement is None else (source, statement)
+
+
+def _file(name: str) -> str:
+    if (path := Path.cwd() / name).is_file():
+        return str(path)
+    files = {str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())}
+    found = [file for file in files if file.replace("\\", "/").endswith(f"/{name}")]
+    return found[0] if len(found) == 1 else ""
+
+
+def mask(line: str, *, of: Sequence[str] = ()) -> str:
+    """The statement that made the mask which the statement at a line uses; empty where it uses none. ``of`` are the
+    only keywords of a layer of attention under which it counts: a layer takes one mask for time and one for padding."""
+    found = _at(line)
+    if found is None:
+        return ""
+    source, statement = found
+    for _ in range(_FARTHEST):
+        used = _mask_in(statement, of)
+        if used is not None:
+            return _made(source, used)
+        scores = next((n for n in ast.walk(statement) if isinstance(n, ast.Name) and "score" in n.id), None)
+        before = None if scores is None else _assigned(source, scores)
+        if before is None:
+            return ""
+        statement = before
+    return ""
+
+
+def _mask_in(statement: ast.AST, of: Sequence[str]) -> ast.expr | None:
+    """The mask among the arguments of the calls in a statement."""
+    calls = [n for n in _within(statement) if isinstance(n, ast.Call)]
+    given = {k.arg: k.value for call in calls for k in call.keywords if not isinstance(k.value, ast.Constant)}
+    if found := [given[name] for name in of or (*_MASK_ARGUMENTS, *PADDING_MASKS) if name in given]:
+        return found[0]
+    if of and any(name in given for name in (*_MASK_ARGUMENTS, *PADDING_MASKS)):
+        kernel = any("scaled_dot_product" in _called(call) for call in calls)
+        return given["attn_mask"] if kernel and "attn_mask" in given else None
+    for call in calls:
+        if _called(call) in _FILLS and call.args:
+            return call.args[0]
+    return next((n for n in _within(statement) if isinstance(n, ast.Name) and _MASKS.search(n.id)), None)
+
+
+def _within(statement: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement without those of a block that it opens."""
+    blocks = [n for part in ("body", "orelse", "finalbody", "handlers") for n in _list(getattr(statement, part, None))]
+    todo = [n for n in ast.iter_child_nodes(statement) if n not in blocks] if blocks else [statement]
+    while todo:
+        node = todo.pop(0)
+        yield node
+        todo += ast.iter_child_nodes(node)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def positions(line: str) -> str:
+    """The statement that made the positions which the statement at a line looks up in a table of positions."""
+    found = _at(line)
+    for node in _within(found[1]) if found is not None else ():
+        table: Any = (
+            node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.Subscript) else None
+        )
+        name = getattr(table, "attr", getattr(table, "id", "")).lower()
+        given = node.slice if isinstance(node, ast.Subscript) else next(iter(getattr(node, "args", ())), None)
+        if found is not None and given is not None and re.search(r"pos|wpe|wave|rotary|time_emb|table", name):
+            return _made(found[0], given)
+    return ""
+
+
+def value(line: str, method: str = "backward") -> str:
+    """The statement that made what a method is called on at a line, as the loss that is backpropagated."""
+    found = _at(line)
+    if found is None:
+        return ""
+    source, statement = found
+    calls = [n for n in _within(statement) if isinstance(n, ast.Call) and _called(n) == method]
+    on = next((c.func.value for c in calls if isinstance(c.func, ast.Attribute)), None)
+    return "" if on is None else _made(source, on)
+
+
+def argument(line: str, call: str, name: str, position: int) -> str:
+    """The statement that made an argument of a call at a line."""
+    found = _at(line)
+    calls = [] if found is None else [n for n in _within(found[1]) if isinstance(n, ast.Call) and _called(n) == call]
+    if found is None or not calls:
+        return ""
+    keyword = next((k.value for k in calls[0].keywords if k.arg == name), None)
+    given = keyword or (calls[0].args[position] if len(calls[0].args) > position else None)
+    return "" if given is None else _made(found[0], given)
+
+
+def names_in_condition(line: str) -> str:
+    """The statement that made the list of names by which a statement at a line, or the condition that it is under,
+    chooses parameters."""
+    found = _at(line)
+    if found is None:
+        return ""
+    source, statement = found
+    for node in source.above(statement):
+        if isinstance(node, _Functions):
+            return ""
+        whole = node.test if isinstance(node, ast.If) else node
+        lists = [g.iter for n in _within(whole) if isinstance(n, ast.GeneratorExp) for g in n.generators]
+        chosen = [n for n in lists if isinstance(n, (ast.Name, ast.Attribute))]
+        given = [c.args[0] for c in _within(whole) if isinstance(c, ast.Call) and _called(c) == "startswith" and c.args]
+        chosen += [n for n in given if isinstance(n, (ast.Name, ast.Attribute))]
+        for one in chosen:
+            if (made := _made(source, one)) and made != source.text(source.statement(one.lineno)):
+                return made
+    return ""
+
+
+def loop_of(line: str) -> str:
+    """The first loop or ``yield`` of the function that begins at a line, else what it returns."""
+    found = _at(line)
+    if found is None or not isinstance(found[1], _Functions):
+        return ""
+    source, function = found
+    kinds: tuple[Any, ...]
+    for kinds in ((ast.For, ast.While), (ast.Expr,), (ast.Return,)):
+        for node in ast.walk(function):
+            if isinstance(node, kinds) and (
+                not isinstance(node, ast.Expr) or isinstance(node.value, (ast.Yield, ast.YieldFrom))
+            ):
+                return source.text(node)
+    return ""
+
+
+def _made(source: Source, used: ast.AST, depth: int = _FARTHEST) -> str:
+    """The statement that made what an expression gives: a name is followed to where it was assigned, a function of the
+    file to what it returns, a parameter to the only call."""
+    own = source.statement(used.lineno)
+    base = _base(used)
+    if depth == 0 or own is None:
+        return ""
+    if isinstance(base, ast.Call):
+        function = source.named(_called(base))
+        returns = [] if function is None else [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value]
+        inside = [n for n in returns if source.function(n) is function]
+        return _made(source, inside[0].value, depth - 1) if len(inside) == 1 else source.text(own)
+    if isinstance(base, ast.Name):
+        if (before := _assigned(source, base)) is not None:
+            whole = getattr(before, "value", None)
+            simple = isinstance(whole, (ast.Name, ast.Attribute, ast.Call)) and not isinstance(before, ast.AugAssign)
+            return _made(source, whole, depth - 1) if simple else source.text(before)
+        return _given(source, base, depth) or source.text(own)
+    if isinstance(base, ast.Attribute):
+        return _attribute(source, base) or source.text(own)
+    return source.text(own)
+
+
+def _base(used: ast.AST) -> ast.AST:
+    """What lies behind a negation, an index that adds axes, and casts."""
+    while True:
+        if isinstance(used, ast.UnaryOp):
+            used = used.operand
+        elif isinstance(used, ast.Subscript) and isinstance(used.slice, (ast.Tuple, ast.Constant)):
+            used = used.value
+        elif isinstance(used, ast.Call) and isinstance(used.func, ast.Attribute) and used.func.attr in _SAME:
+            used = used.func.value
+        else:
+            return used
+
+
+def _assigned(source: Source, name: ast.Name) -> Any:
+    """The last statement before, in the same function or outside of all, that assigns a name."""
+    function = source.function(name)
+    while True:
+        scope = source.tree if function is None else function
+        found = [
+            n
+            for n in ast.walk(scope)
+            if isinstance(n, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and name.id in _targets(n)
+            and (source.function(n) is function) and (n.lineno < name.lineno or source.function(name) is not function)
+        ]  # fmt: skip
+        if found:
+            return max(found, key=lambda n: n.lineno)
+        if function is None or name.id in _parameters(function):
+            return None
+        function = source.function(function)
+
+
+def _targets(statement: Any) -> set[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+def _parameters(function: Any) -> list[str]:
+    return [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+
+
+def _given(source: Source, name: ast.Name, depth: int) -> str:
+    """The statement that made what the only call of a function gives for a parameter."""
+    function = source.function(name)
+    if function is None or name.id not in _parameters(function):
+        return ""
+    calls = [call for call in source.calls(function.name) if source.function(call) is not function]
+    if len(calls) != 1:
+        return ""
+    place = _parameters(function).index(name.id) - (_parameters(function)[0] in ("self", "cls"))
+    given = next((k.value for k in calls[0].keywords if k.arg == name.id), None)
+    given = given or (calls[0].args[place] if 0 <= place < len(calls[0].args) else None)
+    return "" if given is None else _made(source, given, depth - 1)
+
+
+def _attribute(source: Source, used: ast.Attribute) -> str:
+    """The only statement that assigns an attribute, in a method or in the body of a class."""
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            in_class = isinstance(source.parents.get(node), ast.ClassDef)
+            names = [n.attr for t in targets for n in ast.walk(t) if isinstance(n, ast.Attribute)]
+            names += [n.id for t in targets if in_class for n in ast.walk(t) if isinstance(n, ast.Name)]
+            found += [node] if used.attr in names else []
+        elif isinstance(node, ast.Call) and _called(node) == "register_buffer" and node.args:
+            found += [node] if getattr(node.args[0], "value", None) == used.attr else []
+    return source.text(found[0]) if len(found) == 1 else ""

@@ -1,0 +1,480 @@
+"""Whether the line that a finding says to change is the line that its repaired twin changes.
+
+python scripts/change_lines.py [-k TEXT] [--only CHECK,...] [--share I/N] [--minutes M] [--show] [--store]
+python scripts/change_lines.py --folder FOLDER REPORT.json [--show]
+
+The faulty loop of each pair is judged by the pair's own check. Its ``change`` is *right* where it is a line of the
+edit: a line that only the faulty source has, or the statement before, after or around what only the repaired one has.
+Both loops of a pair are mostly one function that got other values, so the edit is every statement that uses such a
+value, up to the function that it is passed to. Where the twins share no source, the pair is not measured.
+``--folder`` reads files ``*_bad.py`` with ``*_good.py`` next to them and a report of ``--trainloop-json``.
+``--store`` keeps the counts by check for the table of docs/contributing/change-lines.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import functools
+import inspect
+import io
+import json
+import sys
+import time
+import types
+import warnings
+import zlib
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+KEPT = ROOT / "scripts" / "change_lines.json"
+KINDS = ("right", "wrong", "missing", "not measured")
+
+Line = tuple[str, int]
+Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+class Source:
+    """The syntax tree of a file, with the parents of its nodes."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def at(self, line: int, kinds: Any = Function) -> list[Any]:
+        """The nodes of these kinds that begin at a line, with their decorators, or hold it."""
+        return [n for n in ast.walk(self.tree) if isinstance(n, kinds) and _first(n) <= line <= n.end_lineno]
+
+    def statement(self, node: ast.AST) -> ast.stmt | None:
+        return next((n for n in (node, *self.above(node)) if isinstance(n, ast.stmt)), None)
+
+
+source = cache(Source)
+
+
+def _first(node: Any) -> int:
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
+class Edit:
+    """The lines of the faulty loop that its repair touches."""
+
+    def __init__(self) -> None:
+        self.lines: set[Line] = set()
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def compare(self, faulty: Any, fixed: Any) -> None:
+        """Note where two values that play one part differ."""
+        if faulty is fixed or (id(faulty), id(fixed)) in self._seen:
+            return
+        self._seen.add((id(faulty), id(fixed)))
+        if isinstance(faulty, functools.partial) and isinstance(fixed, functools.partial):
+            self.compare(faulty.func, fixed.func)
+            if faulty.func is fixed.func and isinstance(faulty.func, types.FunctionType):
+                given = [
+                    inspect.signature(f.func).bind_partial(*f.args, **f.keywords).arguments for f in (faulty, fixed)
+                ]
+                self._each(faulty.func, *given, same=True)
+            return
+        faulty, fixed = getattr(faulty, "__func__", faulty), getattr(fixed, "__func__", fixed)
+        if isinstance(faulty, types.FunctionType) and isinstance(fixed, types.FunctionType):
+            self._functions(faulty, fixed)
+        elif isinstance(faulty, (types.FunctionType, type)):
+            self._sources(faulty, fixed if isinstance(fixed, (types.FunctionType, type)) else None)
+        elif isinstance(faulty, (list, tuple)) and isinstance(fixed, (list, tuple)):
+            for one, other in zip(faulty, fixed, strict=False):
+                self.compare(one, other)
+        elif isinstance(faulty, dict) and isinstance(fixed, dict):
+            for name in faulty.keys() & fixed.keys():
+                self.compare(faulty[name], fixed[name])
+
+    def _functions(self, faulty: Any, fixed: Any) -> None:
+        same = faulty.__code__ == fixed.__code__
+        if not same:
+            self._sources(faulty, fixed)
+        ours, theirs = given(faulty), given(fixed)
+        self._each(faulty, ours, theirs, same=same)
+        if not same:
+            mine, other = ([v for n, v in x.items() if n not in y] for x, y in ((ours, theirs), (theirs, ours)))
+            for one, two in zip(mine, other, strict=False):
+                self.compare(one, two)
+            self._bodies(faulty, fixed)
+
+    def _each(self, faulty: Any, ours: dict[str, Any], theirs: dict[str, Any], *, same: bool) -> None:
+        """The values of one name in both."""
+        for name in ours.keys() | theirs.keys():
+            if name not in ours or name not in theirs or differ(ours[name], theirs[name]):
+                if same:
+                    self._uses(faulty.__code__, name)
+                if name in ours and name in theirs:
+                    self.compare(ours[name], theirs[name])
+
+    def _bodies(self, faulty: Any, fixed: Any) -> None:
+        """The calls of one function with other arguments, of two functions that differ in that."""
+        mine, other = (_node(f) for f in (faulty, fixed))
+        if mine is None or other is None:
+            return
+        theirs = [n for n in ast.walk(other[1]) if isinstance(n, ast.Call)]
+        for call in (n for n in ast.walk(mine[1]) if isinstance(n, ast.Call)):
+            same = next((n for n in theirs if ast.dump(n.func) == ast.dump(call.func)), None)
+            if same is None:
+                continue
+            theirs.remove(same)
+            for i, (one, two) in enumerate(zip(call.args, same.args, strict=False)):
+                self._arguments(mine[0], call, i, (faulty, one), (fixed, two))
+            named = {k.arg: k.value for k in same.keywords}
+            for keyword in call.keywords:
+                self._arguments(
+                    mine[0], call, keyword.arg, (faulty, keyword.value), (fixed, named.pop(keyword.arg, None))
+                )
+            for name in named:
+                self._passed(mine[0], call, name, faulty)
+            for i in range(len(call.args), len(same.args)):
+                self._passed(mine[0], call, i, faulty)
+
+    def _arguments(self, within: Source, call: ast.Call, place: Any, mine: Any, other: Any) -> None:
+        if other[1] is None or ast.dump(mine[1]) != ast.dump(other[1]):
+            self._passed(within, call, place, mine[0])
+            values = [_value(of, node) for of, node in (mine, other)]
+            if None not in values:
+                self.compare(*values)
+
+    def _sources(self, faulty: Any, fixed: Any) -> None:
+        """Two functions or classes of other source: the lines that differ."""
+        mine, theirs = _lines(faulty), _lines(fixed)
+        if mine is None:
+            return
+        file, first, text = mine
+        other = [] if theirs is None else theirs[2]
+        compared = difflib.SequenceMatcher(None, [t.strip() for t in text], [t.strip() for t in other], autojunk=False)
+        for kind, a, b, _, _ in compared.get_opcodes():
+            if kind == "insert":
+                a, b = a - 1, a + 1
+            if kind != "equal":
+                self._add(file, range(first + a, first + b))
+
+    def _add(self, file: str, numbers: Iterable[int]) -> None:
+        """These lines, each with the rest of its statement."""
+        for number in numbers:
+            self.lines.add((file, number))
+            for node in source(file).at(number, ast.stmt):
+                if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not hasattr(node, "body"):
+                    self.lines.update((file, n) for n in range(node.lineno, node.end_lineno + 1))
+
+    def _uses(self, code: types.CodeType, name: str) -> None:
+        """Every use of a name that a function closes over."""
+        within = source(code.co_filename)
+        holding = [n for n in within.at(code.co_firstlineno) if name in _bound(n)]
+        if holding:
+            self._within(within, max(holding, key=_first), name)
+
+    def _within(self, within: Source, node: ast.AST, name: str) -> None:
+        if (within.file, node, name) in self._seen:
+            return
+        self._seen.add((within.file, node, name))
+        for use in ast.walk(node):
+            if isinstance(use, ast.Name) and use.id == name and isinstance(use.ctx, ast.Load):
+                self._use(within, node, use)
+
+    def _use(self, within: Source, scope: ast.AST, use: Any) -> None:
+        statement = within.statement(use)
+        if statement is None:
+            return
+        if isinstance(statement, (ast.If, ast.While, ast.For, ast.With)):
+            header = statement.body[0].lineno - 1
+            self._add(within.file, range(statement.lineno, max(header, statement.lineno) + 1))
+            if isinstance(statement, ast.If):
+                self._add(within.file, range(statement.lineno, statement.end_lineno + 1))
+                self._around(within, statement)
+        elif not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            self._add(within.file, range(statement.lineno, statement.end_lineno + 1))
+        parent = within.parents.get(use)
+        keyword = parent if isinstance(parent, ast.keyword) else None
+        call = within.parents.get(keyword) if keyword else parent
+        if isinstance(call, ast.Call) and call.func is not use:
+            self._passed(within, call, keyword.arg if keyword else call.args.index(use) if use in call.args else None)
+        for target in _assigned(statement, use):
+            if isinstance(target, ast.Name):
+                self._within(within, scope, target.id)
+            elif isinstance(target, ast.Attribute):
+                self._attribute(within, target.attr)
+
+    def _around(self, within: Source, statement: ast.stmt) -> None:
+        """The neighbours of a statement that only one of the two loops runs."""
+        parent: Any = within.parents[statement]
+        for block in (getattr(parent, part, None) for part in ("body", "orelse", "finalbody")):
+            if isinstance(block, list) and statement in block:
+                at = block.index(statement)
+                for near in block[max(at - 1, 0) : at + 2]:
+                    self._add(within.file, (near.lineno,))
+                if at in (0, len(block) - 1) and hasattr(parent, "lineno"):
+                    self._add(within.file, (parent.lineno,))
+
+    def _passed(self, within: Source, call: ast.Call, place: str | int | None, caller: Any = None) -> None:
+        """The same in a function of the tests that is given the value."""
+        value = None if caller is None else _value(caller, call.func)
+        if isinstance(value, functools.partial):
+            place = place + len(value.args) if isinstance(place, int) else place
+            value = value.func
+        if isinstance(value, types.FunctionType):
+            where, node = _node(value) or (within, None)
+        else:
+            where, node = _definition(within, call.func.id if isinstance(call.func, ast.Name) else "")
+        if node is None or place is None:
+            return
+        if isinstance(node, ast.ClassDef):
+            node = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+            place = place + 1 if isinstance(place, int) else place
+        if node is None:
+            return
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+        name = place if isinstance(place, str) else names[place] if place < len(names) else ""
+        if name in _bound(node):
+            self._within(where, node, name)
+
+    def _attribute(self, within: Source, name: str) -> None:
+        if (within.file, name) in self._seen:
+            return
+        self._seen.add((within.file, name))
+        for use in ast.walk(within.tree):
+            if isinstance(use, ast.Attribute) and use.attr == name and isinstance(use.ctx, ast.Load):
+                self._use(within, within.tree, use)
+
+
+def _assigned(statement: ast.stmt, use: ast.AST) -> list[ast.expr]:
+    """What a statement assigns a value to, unchanged or chosen by it."""
+    if not isinstance(statement, ast.Assign):
+        return []
+    value, targets = statement.value, list(statement.targets)
+    if isinstance(value, ast.Tuple) and isinstance(targets[0], ast.Tuple) and use in value.elts:
+        return [targets[0].elts[value.elts.index(use)]]
+    return targets if value is use or _chooses(value, use) else []
+
+
+def _chooses(value: ast.expr, use: ast.AST) -> bool:
+    return any(isinstance(n, ast.IfExp) and use in ast.walk(n.test) for n in ast.walk(value))
+
+
+def _bound(node: Any) -> set[str]:
+    arguments = node.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    found = {a.arg for a in every if a is not None}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            found.add(inner.id)
+        elif isinstance(inner, ast.FunctionDef):
+            found.add(inner.name)
+    return found
+
+
+def _definition(within: Source, name: str, depth: int = 3) -> tuple[Source, Any]:
+    """The function or class of the tests that a name means."""
+    for node in ast.walk(within.tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return within, node
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests") and depth:
+            file = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
+            if any((a.asname or a.name) == name for a in node.names) and file.is_file():
+                return _definition(source(str(file)), name, depth - 1)
+    return within, None
+
+
+def given(function: Any) -> dict[str, Any]:
+    """What a function was given when it was made: its closure and its defaults."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    named = inspect.signature(function).parameters.values()
+    return found | {p.name: p.default for p in named if p.default is not p.empty}
+
+
+def differ(one: Any, other: Any) -> bool:
+    if one is other:
+        return False
+    if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
+        ours, theirs = given(one), given(other)
+        return one.__code__ != other.__code__ or any(differ(ours[n], theirs.get(n)) for n in ours)
+    try:
+        return bool(one != other)
+    except (RuntimeError, ValueError):  # tensors
+        return True
+
+
+def _node(function: Any) -> tuple[Source, Any] | None:
+    """The syntax tree of a function of the tests."""
+    code = getattr(function, "__code__", None)
+    if code is None or not Path(code.co_filename).is_relative_to(ROOT / "tests"):
+        return None
+    within = source(code.co_filename)
+    kind = ast.Lambda if function.__name__ == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [n for n in within.at(code.co_firstlineno, kind) if _first(n) == code.co_firstlineno]
+    if kind is ast.Lambda and len(found) > 1:  # several in one line
+        names = {*code.co_names, *code.co_freevars, *code.co_varnames}
+        found = [n for n in found if {i.id for i in ast.walk(n) if isinstance(i, ast.Name)} <= names]
+    return (within, found[0]) if found else None
+
+
+def _value(function: Any, node: ast.AST | None) -> Any:
+    """The function or class that a name of a function's means."""
+    if not isinstance(node, ast.Name):
+        return None
+    return given(function).get(node.id, function.__globals__.get(node.id))
+
+
+def _lines(thing: Any) -> tuple[str, int, list[str]] | None:
+    """File, first line and lines of a function or class of the tests."""
+    try:
+        file, (lines, first) = inspect.getsourcefile(thing), inspect.getsourcelines(thing)
+    except (OSError, TypeError):
+        return None
+    if file is None or not Path(file).is_relative_to(ROOT / "tests"):
+        return None
+    if isinstance(thing, types.FunctionType) and thing.__name__ == "<lambda>":
+        nodes = [n for n in source(file).at(thing.__code__.co_firstlineno, ast.Lambda) if n.lineno == first]
+        last = max((n.end_lineno for n in nodes), default=first)
+        lines = Path(file).read_text(encoding="utf-8").splitlines()[first - 1 : last]
+    return file, first, lines
+
+
+def edited(faulty: Any, fixed: Any) -> set[Line]:
+    edit = Edit()
+    edit.compare(faulty, fixed)
+    return edit.lines
+
+
+def place(text: str) -> tuple[str, int]:
+    """File and line of a ``file:line   source``."""
+    file, _, number = text.partition("   ")[0].rpartition(":")
+    return file, int(number) if number.isdigit() else 0
+
+
+def judged(findings: Iterable[Any], edit: set[Line], root: Path) -> tuple[str, str]:
+    """Of the findings of one cause the best line, and the line."""
+    found = []
+    for finding in findings:
+        file, number = place(finding["change"])
+        if not finding["change"]:
+            found.append(("missing", ""))
+        elif not edit:
+            found.append(("not measured", finding["change"]))
+        else:
+            hit = any(n == number and (Path(f) == root / file or Path(f).name == file) for f, n in edit)
+            found.append(("right" if hit else "wrong", finding["change"]))
+    return min(found, key=lambda one: KINDS.index(one[0]), default=("", ""))
+
+
+def of_pairs(given: argparse.Namespace) -> Iterator[tuple[str, str, str, str, bool, str]]:
+    """Of each pair: its check, cause and name, whether the line is right, whether a repair was tried, and the line."""
+    import torch
+
+    from pytest_trainloop import check_loss
+    from tests.loops.corpus import PAIRS
+    from tests.loops.corpus import judged as judge
+    from tests.losses.corpus import PAIRS as LOSSES
+
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    index, count = map(int, given.share.split("/"))
+
+    def asked(name: str, check: str) -> bool:
+        chosen = not given.only or check in given.only.split(",")
+        return chosen and given.k in name and zlib.crc32(name.encode()) % count == index
+
+    jobs: list[tuple[Any, Callable[[], Any], tuple[Any, Any]]] = [
+        (p, lambda p=p: judge(p, p.faulty, only=[p.check]), (p.faulty, p.fixed))
+        for p in PAIRS.values()
+        if asked(p.name, p.check)
+    ]
+    jobs += [
+        (p, lambda p=p: check_loss(p.faulty, only=[p.check], raises=False), (p.faulty.criterion, p.fixed.criterion))
+        for p in LOSSES.values()
+        if asked(p.name, p.check)
+    ]
+    for pair, run, twins in jobs:
+        if given.minutes and time.monotonic() - began > 60 * given.minutes:
+            break
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            report = run()
+        every = [f.to_json() for r in report.results for f in r.findings]
+        mine = [f for f in every if f["check"] == pair.check and f["cause"] == pair.cause]
+        kind, line = judged(mine, edited(*twins), Path.cwd())
+        yield pair.check, pair.cause, pair.name, kind, any(f["tried"] for f in mine), line
+
+
+def of_folder(folder: Path, report: Path) -> Iterator[tuple[str, str, str, str, bool, str]]:
+    """The same of files ``*_bad.py``, of every fault that no other one explains."""
+    for loop in json.loads(report.read_text(encoding="utf-8"))["loops"]:
+        bad = folder / loop["nodeid"].partition("::")[0]
+        good = bad.with_name(bad.name.replace("_bad", "_good"))
+        if bad == good or not good.is_file():
+            continue
+        ours, theirs = (file.read_text(encoding="utf-8").splitlines() for file in (bad, good))
+        edit = Edit()
+        for kind, a, b, _, _ in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+            if kind != "equal":
+                edit._add(str(bad), range(a, a + 2) if kind == "insert" else range(a + 1, b + 1))
+        faults = [f for c in loop["checks"] for f in c["findings"] if f["level"] == "fault"]
+        explained = {e for f in faults for e in f["explains"]}
+        for fault in faults:
+            if fault["check"] not in explained and f"{fault['check']}:{fault['cause']}" not in explained:
+                kind, line = judged([fault], edit.lines, folder)
+                yield fault["check"], fault["cause"], bad.name, kind, bool(fault["tried"]), line
+
+
+def table(kept: dict[str, dict[str, int]]) -> str:
+    """The counts by check as a table."""
+    head = "| check | pairs | right | wrong | no line | not measured | repair tried |\n|---|---|---|---|---|---|---|\n"
+    rows = sorted(kept.items(), key=lambda row: (-row[1].get("wrong", 0) - row[1].get("missing", 0), row[0]))
+    total: Counter[str] = Counter()
+    for _, counted in rows:
+        total.update(counted)
+    parts = ("pairs", *KINDS, "tried")
+    lines = [f"| `{check}` | " + " | ".join(str(of.get(p, 0)) for p in parts) + " |" for check, of in rows]
+    whole = "| **all** | " + " | ".join(str(total[p]) for p in parts) + " |"
+    return head + "\n".join([*lines, whole]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", help="only pairs whose name contains this")
+    parser.add_argument("--only", default="", help="checks, separated by commas")
+    parser.add_argument("--share", default="0/1", help="I/N: one of N equal parts")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many")
+    parser.add_argument("--show", action="store_true", help="a line for each pair")
+    parser.add_argument("--store", action="store_true", help=f"write the counts to {KEPT.name}")
+    parser.add_argument("--folder", nargs=2, type=Path, metavar=("FOLDER", "REPORT"))
+    given = parser.parse_args()
+    counted: dict[str, Counter[str]] = {}
+    for check, cause, name, kind, tried, line in of_folder(*given.folder) if given.folder else of_pairs(given):
+        if given.show:
+            print(f"{kind or 'not found':12} {check} {cause} {name}: {line}", flush=True)
+        if kind:
+            counted.setdefault(check, Counter()).update(["pairs", kind, *(["tried"] if tried else [])])
+    kept = {check: dict(of) for check, of in sorted(counted.items())}
+    if given.store:
+        before = json.loads(KEPT.read_text(encoding="utf-8")) if given.only and KEPT.is_file() else {}
+        KEPT.write_text(json.dumps(before | kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(table(kept))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
