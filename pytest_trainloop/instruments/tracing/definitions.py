@@ -14,16 +14,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.core.places import code_of, first_line
 from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.recording.events import Site
+
 _MASKS = re.compile(r"mask|visible|allowed|hidden_keys|causal|ahead|seen|padded|padding")
 _MASK_ARGUMENTS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask", "attention_mask", "mask")
+CAUSAL_MASKS = ("attn_mask", "src_mask", "tgt_mask")
 PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 _FILLS = ("masked_fill", "masked_fill_", "where")
-_SAME = ("to", "bool", "unsqueeze", "squeeze", "expand", "view", "contiguous", "detach", "clone", "type_as", "type")
+_SAME = frozenset("to bool unsqueeze squeeze expand view contiguous detach clone type_as type items".split())
 _FARTHEST = 6
 
 _Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -72,7 +76,7 @@ _source = functools.lru_cache(maxsize=64)(Source)
 def _last(node: Any) -> int:
     """The last line of a statement, of a block that of its header."""
     body = getattr(node, "body", None)
-    return max(node.lineno, body[0].lineno - 1) if isinstance(body, list) and body else node.end_lineno
+    return int(max(node.lineno, body[0].lineno - 1) if isinstance(body, list) and body else node.end_lineno)
 
 
 def _called(call: ast.Call) -> str:
@@ -185,6 +189,88 @@ def argument(line: str, call: str, name: str, position: int) -> str:
     return "" if given is None else _made(found[0], given)
 
 
+def copied(line: str) -> str:
+    """The statement that made the state which ``load_state_dict`` is given at a line; where that is the state of
+    another model, the one that made the model that loads it."""
+    found = _at(line)
+    calls = [] if found is None else [n for n in _within(found[1]) if isinstance(n, ast.Call)]
+    call = next((c for c in calls if _called(c) == "load_state_dict" and c.args), None)
+    if found is None or call is None or not isinstance(call.func, ast.Attribute):
+        return ""
+    of_a_model = isinstance(call.args[0], ast.Call)
+    return _made(found[0], call.func.value if of_a_model else call.args[0])
+
+
+def given(line: str) -> str:
+    """The statement that gives the function at a line the value that the line reads: the only call, past functions that
+    pass it on."""
+    found = _at(line)
+    function = None if found is None else found[0].function(found[1])
+    if found is None or function is None:
+        return ""
+    for name in (n for n in ast.walk(found[1]) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)):
+        if name.id in _parameters(function)[1:] and (made := _given(found[0], name, _FARTHEST)):
+            return made
+    return ""
+
+
+def assigned_value(line: str) -> str:
+    """The statement that made the value which the line assigns."""
+    found = _at(line)
+    value = None if found is None else getattr(found[1], "value", None)
+    return "" if found is None or not isinstance(value, ast.Name) else _made(found[0], value)
+
+
+def length_given(line: str) -> str:
+    """The only call of the function that builds a schedule at a line, where that takes its length as an argument."""
+    found = _at(line)
+    function = None if found is None else found[0].function(found[1])
+    if found is None or function is None or isinstance(found[0].parents.get(function), ast.ClassDef):
+        return ""
+    read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    lengths = [
+        name for name in _parameters(function) if name in read and re.search(r"steps|total|max|iter|epoch", name)
+    ]
+    calls = found[0].calls(function.name)
+    return found[0].text(calls[0]) if lengths and len(calls) == 1 else ""
+
+
+def call_in_function_of(site: Site, other: Site) -> str:
+    """The line of a call site that lies in a function which another call site goes through too; empty where it is the
+    innermost one."""
+    functions = {file_and_function for at in other if (file_and_function := _function_of(at))}
+    line = next((at for at in site if _function_of(at) in functions), None)
+    return str(place_of(*line)) if line is not None and line != site[0] else ""
+
+
+def _function_of(at: tuple[str, int]) -> tuple[str, int] | None:
+    found = _at(str(place_of(*at)))
+    function = None if found is None else found[0].function(found[1])
+    return None if found is None or function is None else (found[0].file, function.lineno)
+
+
+def end_of(evaluate: Any, line: str) -> str:
+    """The last statement before the end of ``evaluate``, else of the function at a line."""
+    code, function, source = code_of(evaluate), None, None
+    if code is not None and layer(code.co_filename) == 2:
+        found = _at(str(place_of(code.co_filename, first_line(code))))
+        source = None if found is None else found[0]
+        lambdas = [] if source is None else [n for n in ast.walk(source.tree) if isinstance(n, ast.Lambda)]
+        own = next((n for n in lambdas if n.lineno == code.co_firstlineno and code.co_name == "<lambda>"), None)
+        if own is not None and isinstance(own.body, ast.Call) and source is not None:
+            function = source.named(_called(own.body))
+        elif found is not None and isinstance(found[1], _Functions):
+            function = found[1]
+    elif evaluate is None and (found := _at(line)) is not None:
+        source, function = found[0], found[0].function(found[1])
+    if source is None or function is None:
+        return ""
+    block = [n for n in function.body if not isinstance(n, ast.Return)]
+    while block and _list(getattr(block[-1], "body", None)):
+        block = block[-1].body
+    return source.text(block[-1]) if block else ""
+
+
 def names_in_condition(line: str) -> str:
     """The statement that made the list of names by which a statement at a line, or the condition that it is under,
     chooses parameters."""
@@ -222,7 +308,7 @@ def loop_of(line: str) -> str:
     return ""
 
 
-def _made(source: Source, used: ast.AST, depth: int = _FARTHEST) -> str:
+def _made(source: Source, used: Any, depth: int = _FARTHEST) -> str:
     """The statement that made what an expression gives: a name is followed to where it was assigned, a function of the
     file to what it returns, a parameter to the only call."""
     own = source.statement(used.lineno)
@@ -236,7 +322,7 @@ def _made(source: Source, used: ast.AST, depth: int = _FARTHEST) -> str:
         return _made(source, inside[0].value, depth - 1) if len(inside) == 1 else source.text(own)
     if isinstance(base, ast.Name):
         if (before := _assigned(source, base)) is not None:
-            whole = getattr(before, "value", None)
+            whole = _iterated(before, base.id) if isinstance(before, ast.For) else getattr(before, "value", None)
             simple = isinstance(whole, (ast.Name, ast.Attribute, ast.Call)) and not isinstance(before, ast.AugAssign)
             return _made(source, whole, depth - 1) if simple else source.text(before)
         return _given(source, base, depth) or source.text(own)
@@ -245,7 +331,7 @@ def _made(source: Source, used: ast.AST, depth: int = _FARTHEST) -> str:
     return source.text(own)
 
 
-def _base(used: ast.AST) -> ast.AST:
+def _base(used: Any) -> Any:
     """What lies behind a negation, an index that adds axes, and casts."""
     while True:
         if isinstance(used, ast.UnaryOp):
@@ -254,6 +340,8 @@ def _base(used: ast.AST) -> ast.AST:
             used = used.value
         elif isinstance(used, ast.Call) and isinstance(used.func, ast.Attribute) and used.func.attr in _SAME:
             used = used.func.value
+        elif isinstance(used, ast.Call) and getattr(used.func, "id", "") == "enumerate" and used.args:
+            used = used.args[0]
         else:
             return used
 
@@ -266,7 +354,7 @@ def _assigned(source: Source, name: ast.Name) -> Any:
         found = [
             n
             for n in ast.walk(scope)
-            if isinstance(n, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and name.id in _targets(n)
+            if isinstance(n, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)) and name.id in _targets(n)
             and (source.function(n) is function) and (n.lineno < name.lineno or source.function(name) is not function)
         ]  # fmt: skip
         if found:
@@ -274,6 +362,14 @@ def _assigned(source: Source, name: ast.Name) -> Any:
         if function is None or name.id in _parameters(function):
             return None
         function = source.function(function)
+
+
+def _iterated(loop: Any, name: str) -> Any:
+    """What a name of a loop goes over: of ``zip`` the argument in its place."""
+    zipped = isinstance(loop.iter, ast.Call) and _called(loop.iter) == "zip" and isinstance(loop.target, ast.Tuple)
+    places = [getattr(n, "id", "") for n in loop.target.elts] if zipped else []
+    place = places.index(name) if name in places else len(loop.iter.args) if zipped else 0
+    return loop.iter.args[place] if zipped and place < len(loop.iter.args) else loop.iter
 
 
 def _targets(statement: Any) -> set[str]:
@@ -301,7 +397,7 @@ def _given(source: Source, name: ast.Name, depth: int) -> str:
 
 def _attribute(source: Source, used: ast.Attribute) -> str:
     """The only statement that assigns an attribute, in a method or in the body of a class."""
-    found = []
+    found: list[ast.AST] = []
     for node in ast.walk(source.tree):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -222,13 +222,16 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         "backward": lambda: next((str(b.place) for b in record.backwards()), ""),
         "data": lambda: evidence.shared(DataLines.of).at(names),
         "mask": lambda: definitions.mask(finding.where),
-        "causal mask": lambda: definitions.mask(finding.where, of=("attn_mask", "src_mask", "tgt_mask")),
         "padding mask": lambda: definitions.mask(finding.where, of=definitions.PADDING_MASKS),
         "positions": lambda: definitions.positions(finding.where),
         "loss": lambda: definitions.value(finding.where),
         "names": lambda: definitions.names_in_condition(finding.where),
         "names of freeze": lambda: definitions.names_in_condition(made.froze(own)),
         "bound of clip": lambda: definitions.argument(finding.where, "clip_grad_norm_", "max_norm", 1),
+        "copied": lambda: definitions.copied(finding.where),
+        "given": lambda: definitions.given(finding.where),
+        "end of evaluation": lambda: definitions.end_of(evidence.fresh_loop().evaluate, finding.where),
+        "sampler": lambda: definitions.argument(made.loader() or finding.where, "DataLoader", "sampler", 3),
         "drawn": lambda: made.drawn([*own, *(name for name, p in known.items() if p.owner in names)]),
     }
     return lines[part]()

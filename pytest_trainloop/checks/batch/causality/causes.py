@@ -24,21 +24,18 @@ CAUSES = {
         "position sees all later ones}",
         repair="mask later keys with -inf before the softmax, or pass is_causal=True",
         source="https://github.com/facebookresearch/xformers/issues/103",
-        change=("causal mask", "seen"),
     ),
     "mask_off_by_one": _ahead(
         proof="the output at position t depends on key t + 1 of an attention, and on no later key",
         summary="the causal mask is off by one: each position sees the next",
         repair="let position t see keys up to t: tril(diagonal=0), or triu(diagonal=1) filled with -inf",
         source="https://github.com/octo-models/octo/issues/75",
-        change=("mask", "seen"),
     ),
     "mask_inverted": _ahead(
         proof="an attention's product has weights for later keys, and none for earlier ones",
         summary="the causal mask is inverted: each position sees later ones and no earlier",
         repair="invert the mask: True keeps in scaled_dot_product_attention and blocks in nn.MultiheadAttention",
         source="https://github.com/rasbt/LLMs-from-scratch/pull/1062",
-        change=("mask", "seen"),
     ),
     "masked_after_softmax": _ahead(
         proof="later keys are in a softmax's sums and not in the product with the values",

@@ -21,6 +21,7 @@ from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.core.whose import reraise_raised
 from pytest_trainloop.instruments.gradients.reached import Reached
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
+from pytest_trainloop.instruments.tracing import definitions
 from pytest_trainloop.instruments.tracing.arguments import bound_arguments
 from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass, axis_of, grads, recomputed, weighted_sum
 from pytest_trainloop.instruments.tracing.operation_fixes import (
@@ -152,7 +153,11 @@ class CausalPasses:
         facts |= {"first": f"{min(seen.offsets):+d}", "last": f"{max(seen.offsets):+d}", "modes": " and ".join(modes)}
         facts |= {"attentions": seen.attentions, "some": see if seen.attentions > see else 0}
         facts |= {"op": first.name if first else "", "level": "advice" if advice else "fault"}
-        facts["change"] = "\n".join(dict.fromkeys(str(a.op.place) for a in blamed if first and a.op.name == first.name))
+        lines = dict.fromkeys(str(a.op.place) for a in blamed if first and a.op.name == first.name)
+        if cause in ("causal_mask_missing", "mask_off_by_one", "mask_inverted"):
+            of = definitions.CAUSAL_MASKS if cause == "causal_mask_missing" else ()
+            lines = dict.fromkeys(definitions.mask(line, of=of) or line for line in lines)
+        facts["change"] = "\n".join(lines)
         if kind is None:
             facts["shown_by"] = CAUSES["sees_the_future"].shown_by
         culprits = tuple(dict.fromkeys(a.op.named for a in blamed))

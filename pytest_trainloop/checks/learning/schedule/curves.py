@@ -20,6 +20,7 @@ from pytest_trainloop.checks.learning.schedule.rates import held_in, learns
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count, some
 from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
+from pytest_trainloop.instruments.tracing.definitions import length_given
 from pytest_trainloop.runs.projection import CYCLIC, Projections
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def _otherwise(one: Projected, built: Unit | str, numbers: str, why: str, repair
     length = built if built not in UNITS else f"as many calls as there are {count(2, built)[2:]}"
     repair = repair or f"build it for {CALLS_IN[one.unit]}, or call it once a {built}"
     facts = {"unit": one.unit, "more": "", **facts}
+    # called too often or too seldom, the call moves; else the length is another one, where it is given
+    moves = one.unit == "micro-batch" or (one.unit == "pass" and built != "pass")
+    facts["change"] = str(one.place) if moves else length_given(one.made_at) or one.made_at
     return _finds(one, "counts_something_else", length=length, numbers=numbers, why=why, repair=repair, **facts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.calls import (
@@ -19,6 +20,7 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.finding import code_of
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
+from pytest_trainloop.instruments.tracing.definitions import assigned_value
 from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
 from pytest_trainloop.recording.events import SchedulerStep, Step
 
@@ -176,7 +178,9 @@ def unread(evidence: Evidence) -> Iterator[Finding]:
     keys = tuple(name.removeprefix("group") for name in moving if "[" in name)
     for finding in evidence.shared(UnreadOptions.of).findings(record, decay=False):
         if not keys or not finding.culprits[0].endswith(keys):
-            yield finding
+            # of a multiplier beside a schedule by hand the line that writes the rate without it
+            by_hand = "a schedule runs in fit" in finding.shown_by
+            yield replace(finding, change=evidence.shared(RateWrites.of).line() if by_hand else "")
 
 
 def copied(evidence: Evidence) -> Iterator[Finding]:
@@ -360,7 +364,12 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
         alike = all(_settings(optimizer, g.group) == _settings(optimizer, group.group) for g in still)
         alike &= {g.known[0] for g in still} <= {_given_rate(optimizer, group), max(group.known)} and len(moving) == 1
         names = held_in(record, optimizer, *(g.group for g in still))
-        facts = {"level": "fault" if alike else "advice", "change": line, "group": group.group, "of": group.of}
+        facts = {
+            "level": "fault" if alike else "advice",
+            "change": assigned_value(line) or line,
+            "group": group.group,
+            "of": group.of,
+        }
         facts["zipped"] = zipped
         facts |= {"held": some(names), "rate": still[0].known[0], "other": still[0].group, "steps": len(group.known)}
         facts |= {"first": group.known[0], "last": group.known[-1]}

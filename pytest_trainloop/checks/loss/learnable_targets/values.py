@@ -122,6 +122,10 @@ def _cut(value: Value, call: Call, met: Call) -> Finding | None:
     return found("target_cut_to_one_value", met, (name or call.name,), variant, change=str(call.place), **facts)
 
 
+MANY_RANGES = 4.0
+"""Targets that many times the range away are in other units: they are to be scaled, and the function may stay."""
+
+
 def out_of_reach(evidence: Evidence) -> Iterator[Finding]:
     """Each line that compares bounded outputs with data beyond their bounds."""
     first = evidence.shared(FirstSteps.on)
@@ -149,7 +153,7 @@ def out_of_reach(evidence: Evidence) -> Iterator[Finding]:
             compared[0].call,
             (function,),
             level="fault" if least > constant else "advice",  # a constant is nearer than the best output in the range
-            change=str(made_at.place),
+            change=str(compared[0].call.place if least > MANY_RANGES * (high - low) else made_at.place),
             ends=ends,
             beyond=outside / len(targets),
             outside=outside,

@@ -37,6 +37,7 @@ CAUSES = {
         repair="drop_last=False; or a batch size that the data set fills",
         explains=("overfit_one_batch",),
         source="https://github.com/RasmussenLab/vamb/pull/425",
+        change=("loader", "seen"),
     ),
     "labels_apart": Cause(
         proof="rows and labels are all there, and not in the pairs of another epoch, or of the items before they were "
@@ -223,6 +224,7 @@ CAUSES = {
         measured="{labels} labels, each in one block of rows, and no order is drawn",
         repair="shuffle=True in the DataLoader; for an iterable data set a buffer that shuffles",
         source="https://github.com/Deci-AI/super-gradients/issues/416",
+        change=("loader", "seen"),
     ),
     "one_noise_for_all": Cause(
         proof="the draws of two items, each fetched twice, are equal",
@@ -263,6 +265,7 @@ CAUSES = {
         "the sampler draws {others} different ones",
         repair="WeightedRandomSampler(class_weights[labels], num_samples=len(labels)): one weight for each row",
         source="https://github.com/deep-voice/soundbay/pull/49",
+        change=("sampler", "loader"),
     ),
     "leaves_alike": Cause(
         proof="two of three tensors of one shape are equal in every row, and the third is not",

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from pytest_trainloop.checks.state.data_order.causes import found
-from pytest_trainloop.checks.state.data_order.orders import ENOUGH, is_target, unlikely
+from pytest_trainloop.checks.state.data_order.orders import ENOUGH, is_target, line_of, unlikely
 from pytest_trainloop.checks.state.data_order.reading import (
     MOST_ROWS,
     Draws,
@@ -36,7 +36,7 @@ from pytest_trainloop.checks.state.data_order.streams import Held, first_line
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.core.wording import some
-from pytest_trainloop.recording.source import layer, place_of
+from pytest_trainloop.instruments.tracing.definitions import loop_of
 from pytest_trainloop.runs.process_state import preserved, seed_all
 
 if TYPE_CHECKING:
@@ -89,13 +89,6 @@ def only_iterates(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__")
 
 
-def line_of(function: Any) -> str:
-    """The line that defines a function, or what a callable object calls, if it is the project's own."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return "" if code is None or layer(code.co_filename) != 2 else str(place_of(code.co_filename, code.co_firstlineno))
-
-
 # The indices
 
 
@@ -142,7 +135,7 @@ def changed_in_place(stream: Stream) -> Iterator[Finding]:
     if changed is not None:
         (index, stored, alike), dataset = changed, stream.now.of.dataset
         facts = {"index": index, "stored": some(stored), "dataset": type(dataset).__name__}
-        variant, change = "" if alike else "drawn", line_of(getattr(type(dataset), "__getitem__", None))
+        variant, change = "" if alike else "drawn", loop_of(line_of(getattr(type(dataset), "__getitem__", None)))
         yield found("changed_in_place", stream.source, stored[:2], variant, change=change, **facts)
 
 
@@ -268,7 +261,7 @@ def duplicated(stream: Stream) -> Iterator[Finding]:
     if stream.with_loader(work) == Counter({row: k * n for row, n in alone.items()}):
         dataset = stream.now.of.dataset
         facts = {"workers": k, "rows": first.rows, "all_rows": k * first.rows, "dataset": type(dataset).__name__}
-        change = line_of(getattr(type(dataset), "__iter__", None))
+        change = loop_of(line_of(getattr(type(dataset), "__iter__", None)))
         culprit = f"{type(dataset).__name__}.__iter__"
         yield found("workers_duplicate", stream.source, (culprit,), change=change, **facts)
 

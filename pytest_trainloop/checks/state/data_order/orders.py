@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 from collections import Counter
@@ -24,10 +25,12 @@ from pytest_trainloop.checks.state.data_order.streams import Held, in_this_proce
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.definitions import loop_of
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.recording.torch_names import LOSSES, SIGN_LOSSES
 from pytest_trainloop.runs.batch_stream import generators_kept
 from pytest_trainloop.runs.run import fit_of
@@ -132,6 +135,13 @@ def _sorted_by_label(stream: Stream, epoch: Epoch) -> Iterator[Finding]:
             return
 
 
+def line_of(function: Any) -> str:
+    """The line that defines a function, or what a callable object calls, if it is the project's own."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return "" if code is None or layer(code.co_filename) != 2 else str(place_of(code.co_filename, code.co_firstlineno))
+
+
 def _shuffled(stream: Stream) -> Iterator[Finding]:
     """A shuffle that gives the same order in every epoch."""
     source, reading, epochs = stream.source, stream.reading, stream.epochs
@@ -153,6 +163,8 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
     elif in_order and epochs[0].draws and all(epoch.draws == epochs[0].draws for epoch in epochs):
         drawn, sampler = epochs[0].draws[-1][0], next((one.sampler for one in reading.passes), "")
         facts = {"rows": epochs[0].rows, "epochs": len(epochs), "drawn": drawn, "sampler": sampler}
+        order = type(getattr(source.of, "sampler", None)) if stream.is_loader else None
+        facts["change"] = loop_of(line_of(getattr(order, "__iter__", None)))
         yield found("shuffled_alike", source, (sampler or drawn,), stream=source.name, **facts)
     elif given and any(e.draws for e in epochs) and Held.by_fit(stream.streams.loop).names & RESEEDING:
         yield from map(_trained_alike, _in_own_epochs(stream))

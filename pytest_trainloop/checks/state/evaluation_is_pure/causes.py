@@ -46,6 +46,7 @@ CAUSES = {
         "before other weights are loaded, model.load_state_dict(kept) at the end",
         do_not="keep model.state_dict() as it is: it holds the live tensors, and is overwritten with them",
         source="https://github.com/aqlaboratory/openfold/pull/90",
+        change=("end of evaluation", "seen"),
     ),
     "gradients_left": _harmful(
         proof="with .grad put back after evaluate() training is as without it",
@@ -87,6 +88,7 @@ CAUSES = {
             },
         },
         source="https://github.com/wkentaro/pytorch-fcn/issues/57",
+        change=("end of evaluation", "seen"),
     ),
     "state_left": _harmful(
         proof="with this put back after evaluate() training is as without it",
@@ -117,6 +119,7 @@ CAUSES = {
             },
         },
         source="https://github.com/NVIDIA/Megatron-LM/pull/411",
+        change=("end of evaluation", "seen"),
     ),
     "switch_left": _harmful(
         proof="with this switch of the process put back after evaluate() training is as without it",
@@ -220,6 +223,7 @@ CAUSES = {
         shown_by="the number grows with each call",
         repair="keep the handle, handle = module.register_forward_hook(...), and handle.remove() in a finally:",
         source="https://github.com/KamitaniLab/bdpy/issues/72",
+        change=("end of evaluation", "seen"),
     ),
     "feedback": _left(
         proof="evaluation sets what only it sets (a rate, a threshold, a difficulty), and training is another by it",

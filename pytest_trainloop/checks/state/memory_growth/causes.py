@@ -30,6 +30,7 @@ CAUSES = {
         "again{why}",
         repair="add loss.item(), or loss.detach(), which needs no transfer from the device",
         source="https://github.com/BatsResearch/labelmodels/issues/4",
+        change=("given", "seen"),
     ),
     "kept_tensors": _kept(
         proof="one container holds a tensor of each earlier step, and each reaches the graph of its step",

@@ -110,11 +110,9 @@ def _of_one_owner(made: Sequence[tuple[Lost, Finding]]) -> Iterator[Finding]:
         first = next((f for f in several if f.level == "fault"), several[0])
         names = tuple(dict.fromkeys(name for finding in several for name in finding.culprits))
         if len(several) > 1:
-            texts = {
-                "summary": f"a resumed run loses {some(names)}",
-                "repair": f"save {some(names)} and set them in load",
-            }
-            first = replace(first, culprits=names[:MOST], **texts)
+            lost = some(names)
+            summary, repair = f"a resumed run loses {lost}", f"save {lost} and set them in load"
+            first = replace(first, culprits=names[:MOST], summary=summary, repair=repair)
         yield first
 
 

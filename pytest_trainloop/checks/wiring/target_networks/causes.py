@@ -25,6 +25,7 @@ CAUSES = {
             }
         },
         source="https://github.com/pytorch/tutorials/pull/188",
+        change=("copied", "seen"),
     ),
     "average_dropped": _seen(
         proof="averages with the weights that train are computed, nothing reads them, and the others never change",

@@ -16,6 +16,7 @@ from pytest_trainloop.checks.wiring.train_mode.causes import found
 from pytest_trainloop.checks.wiring.train_mode.evaluations import phases, trained_on
 from pytest_trainloop.instruments.gradients.dependence import difference
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
+from pytest_trainloop.instruments.tracing.definitions import call_in_function_of
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.hooks import before_modules
@@ -67,6 +68,7 @@ def trained_in_evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
         facts |= {"differs": change, "known": not math.isnan(change)}
         at, shown = str(call.place if call else forward.place), modules[:12]
         if left:
+            facts["change"] = call_in_function_of(call.site, forward.site) if call else ""
             step = 1 + sum(s.at < forward.at for s in record.innermost_steps())
             yield found("eval_left_on", at, shown, step=step, **facts)
         else:
