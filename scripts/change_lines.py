@@ -205,6 +205,9 @@ class Edit:
         elif not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             self._add(within.file, range(statement.lineno, statement.end_lineno + 1))
         parent = within.parents.get(use)
+        called = isinstance(parent, ast.Call) and parent.func is use and isinstance(statement, ast.Expr)
+        if called or any(isinstance(n, ast.IfExp) and use in ast.walk(n.test) for n in ast.walk(statement)):
+            self._around(within, statement)  # one of the twins has more there
         keyword = parent if isinstance(parent, ast.keyword) else None
         call = within.parents.get(keyword) if keyword else parent
         if isinstance(call, ast.Call) and call.func is not use:

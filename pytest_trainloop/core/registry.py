@@ -53,6 +53,7 @@ Part = Literal[
     "bound of clip",
     "copied",
     "given",
+    "network",
     "end of evaluation",
     "sampler",
     "drawn",
@@ -61,8 +62,8 @@ Part = Literal[
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
 operation lies in; the ``forward`` that holds the parameters and the optimizer's ``step``, where they are the project's
 own; the first backward pass; what made the tensor of the batch that is among the finding's names; by the source,
-what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied or the
-argument of the function that the line uses where it is seen; the last draw of a weight; the end of ``evaluate``; the
+what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied, the network or
+the argument of the function that the line uses where it is seen; the last draw of a weight; the end of ``evaluate``; the
 sampler of the loader."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
@@ -156,7 +157,7 @@ class Check:
 WORDED = frozenset({"summary", "measured", "shown_by", "repair", "tried", "do_not"})
 """The texts of a finding that a variant of its cause may word otherwise."""
 
-GIVEN = frozenset({"level", "kinds", "change", "repair", "explains", "shown_by", "smallest", "composition"})
+GIVEN = frozenset({"level", "kinds", "change", "repair", "tried", "explains", "shown_by", "smallest", "composition"})
 """Fields of a finding that whoever finds it may know better than its cause."""
 
 

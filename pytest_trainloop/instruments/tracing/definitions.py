@@ -201,6 +201,16 @@ def copied(line: str) -> str:
     return _made(found[0], call.func.value if of_a_model else call.args[0])
 
 
+def network(line: str, name: str) -> str:
+    """The statement that made the network of this name, which the statement at a line calls."""
+    found = _at(line)
+    last = name.rpartition(".")[2]
+    for node in _within(found[1]) if found is not None and last else ():
+        if isinstance(node, ast.Call) and _called(node) == last and found is not None:
+            return _made(found[0], node.func)
+    return ""
+
+
 def given(line: str) -> str:
     """The statement that gives the function at a line the value that the line reads: the only call, past functions that
     pass it on."""
@@ -249,8 +259,9 @@ def _function_of(at: tuple[str, int]) -> tuple[str, int] | None:
     return None if found is None or function is None else (found[0].file, function.lineno)
 
 
-def end_of(evaluate: Any, line: str) -> str:
-    """The last statement before the end of ``evaluate``, else of the function at a line."""
+def end_of(evaluate: Any, line: str, name: str = "") -> str:
+    """The last statement before the end of ``evaluate``; without it of the function of a name in the file of a line, or
+    of the one at the line."""
     code, function, source = code_of(evaluate), None, None
     if code is not None and layer(code.co_filename) == 2:
         found = _at(str(place_of(code.co_filename, first_line(code))))
@@ -262,7 +273,8 @@ def end_of(evaluate: Any, line: str) -> str:
         elif found is not None and isinstance(found[1], _Functions):
             function = found[1]
     elif evaluate is None and (found := _at(line)) is not None:
-        source, function = found[0], found[0].function(found[1])
+        source = found[0]
+        function = source.named(name) if name else source.function(found[1])
     if source is None or function is None:
         return ""
     block = [n for n in function.body if not isinstance(n, ast.Return)]

@@ -229,6 +229,7 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         "names of freeze": lambda: definitions.names_in_condition(made.froze(own)),
         "bound of clip": lambda: definitions.argument(finding.where, "clip_grad_norm_", "max_norm", 1),
         "copied": lambda: definitions.copied(finding.where),
+        "network": lambda: definitions.network(finding.where, next(iter(names), "")),
         "given": lambda: definitions.given(finding.where),
         "end of evaluation": lambda: definitions.end_of(evidence.fresh_loop().evaluate, finding.where),
         "sampler": lambda: definitions.argument(made.loader() or finding.where, "DataLoader", "sampler", 3),
@@ -249,7 +250,7 @@ def _text(place: Place | None) -> str:
 def assigned_at(owner: Any, attribute: str, part: str = "") -> Place | None:
     """The first line of an object's class that assigns the attribute, or registers it as a buffer; with this part."""
     name = re.escape(attribute)
-    assigns = re.compile(rf"\s*self\.{name}\b[^=]*=[^=]|.*\bregister_buffer\(\s*[\"']{name}[\"']")
+    assigns = re.compile(rf"[^=#]*\bself\.{name}\b[^=]*=[^=]|.*\bregister_buffer\(\s*[\"']{name}[\"']")
     for kind in type(owner).__mro__:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
         if file is None or layer(file) != 2:

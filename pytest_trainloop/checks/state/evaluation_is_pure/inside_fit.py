@@ -10,6 +10,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.naming import holder_of, l
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluates
 from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
 from pytest_trainloop.core.wording import filled, some
+from pytest_trainloop.instruments.tracing.definitions import end_of
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.runs.room import require_room
@@ -126,6 +127,8 @@ class InsideFit:
             "raised": False,
             "component": COMPONENT.get(taken.difference.leaf.kind, some(names)),
         }
+        facts["change"] = end_of(None, left.where, taken.function.removesuffix("()"))
+        facts["tried"] = f"with {facts['component']} put back after {taken.function} training ends as without it"
         change = largest_change(left.end, without.end, _trained(without), same_tensor)
         measured = filled(ENDS_INSIDE, {**facts, **change, "rounds": steps})
         return found(cause, left.where, names[:MOST_NAMED], measured=measured, **facts)

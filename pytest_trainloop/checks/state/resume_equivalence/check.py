@@ -246,7 +246,8 @@ def _scalers(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
     for path, before in a.scales.items() if "scaler" not in b.renewed.names else ():
         if (now := b.scales.get(path, before)) != before:
-            line = last_call(a.statements, SAVES)
+            saved = path in a.saved.places and id(a.saved.object(path)) in {call.on for call in a.statements}
+            line = last_call(b.statements) if saved else last_call(a.statements, SAVES)
             yield _seen("scaler_lost", a, (path,), "scale", now=now, before=before, change=line)
 
 

@@ -96,7 +96,10 @@ def losses(a: Uninterrupted, b: Resumed) -> tuple[list[Finding], set[str], Canno
         facts = {"raised": b.raised.summary, "kind": b.raised.kind}
         where = b.raised.place if b.raised.place.file else ""
         return [found("load_raises", where, ("fit()",), "later", **facts)], set(), undecided
-    return list(_of_one_owner(made)), {name for one, _ in made for name in one.names}, undecided
+    findings = list(_of_one_owner(made))
+    if len(findings) == 1 and undecided is None and findings[0].level == "fault":
+        findings[0] = replace(findings[0], tried="with this set in load the resumed run ends as the uninterrupted one")
+    return findings, {name for one, _ in made for name in one.names}, undecided
 
 
 def _of_one_owner(made: Sequence[tuple[Lost, Finding]]) -> Iterator[Finding]:

@@ -66,6 +66,7 @@ CAUSES = {
             }
         },
         source="https://github.com/huggingface/trl/pull/5542",
+        change=("network", "seen"),
     ),
     "average_for_each_micro_batch": _seen(
         proof="it moves several times between two steps, with the same weights each time",

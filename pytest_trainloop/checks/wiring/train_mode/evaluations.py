@@ -20,7 +20,7 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.tracing.dropout_in_evaluation import DropoutInEvaluation, digest_of, rows_repeat
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
-from pytest_trainloop.recording.events import Backward, Event, Move, Step
+from pytest_trainloop.recording.events import Backward, Event, ModeCall, Move, Step
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.seams import passed_on
@@ -214,6 +214,8 @@ def declared_evaluation(evidence: Evidence) -> Iterator[Finding]:
             modules = forward.in_training
             facts = {"modules": modules, "several": len(modules) > 1, "count": len(modules)}
             facts["level"] = "fault" if probe.dropped or probe.normed else "advice"
+            switches = [c for c in record.of(ModeCall) if c.on and since[0] < c.at < forward.at]
+            facts["change"] = str(switches[-1].place) if switches else ""
             yield found("evaluated_in_train", forward.place, modules[:12], "declared", **facts)
 
 
