@@ -62,9 +62,9 @@ Part = Literal[
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
 operation lies in; the ``forward`` that holds the parameters and the optimizer's ``step``, where they are the project's
 own; the first backward pass; what made the tensor of the batch that is among the finding's names; by the source,
-what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied, the network or
-the argument of the function that the line uses where it is seen; the last draw of a weight; the end of ``evaluate``; the
-sampler of the loader."""
+what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied, the
+network or the argument of the function that the line uses where it is seen; the last draw of a weight; the end of
+``evaluate``; the sampler of the loader."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

@@ -44,7 +44,7 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
         finding,
         check=check.name,
         kinds=finding.kinds or _kinds(check, finding, evidence),
-        change=finding.change or _line_to_change(cause, finding, evidence),
+        change=_of_the_project(finding.change or _line_to_change(cause, finding, evidence)),
         repair=_with_settlement(finding, cause, check.name),
         do_not=finding.do_not or cause.do_not,
         explains=explains,
@@ -79,8 +79,22 @@ def _kinds(check: Check, finding: Finding, evidence: Any) -> tuple[str, ...]:
     return tuple(kinds.get(name, kinds.get(name.removeprefix("model."), check.names)) for name in finding.culprits)
 
 
+def _of_the_project(line: str) -> str:
+    """The line, where it is none of an installed library: nobody repairs that."""
+    if not line:
+        return ""
+    from pytest_trainloop.recording.source import is_in_a_library
+
+    return "" if is_in_a_library(line) else line
+
+
 def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
-    """The first line that the cause asks for and that is known."""
+    """The first line that the cause asks for and that is known; of a loss function its only statement."""
+    if not cause.change and hasattr(evidence, "contract"):
+        from pytest_trainloop.instruments.tracing.definitions import only_statement
+
+        criterion = evidence.contract.criterion
+        return only_statement(getattr(criterion, "forward", criterion))
     for part in cause.change:
         if part == "seen":
             line = finding.where

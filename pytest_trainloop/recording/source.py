@@ -86,6 +86,12 @@ def _short(filename: str) -> str:
     return path.name
 
 
+def is_in_a_library(line: str) -> bool:
+    """Whether a ``file:line   source`` is one of an installed library."""
+    file = line.partition("   ")[0].rpartition(":")[0]
+    return not (Path.cwd() / file).is_file() and any((Path(base) / file).is_file() for base in _LIBRARY)
+
+
 def frame_in(filename: str, limit: int = 60) -> FrameType | None:
     """The outermost frame within ``limit`` whose file ends so."""
     frame: FrameType | None = sys._getframe(1)

@@ -283,6 +283,20 @@ def end_of(evaluate: Any, line: str, name: str = "") -> str:
     return source.text(block[-1]) if block else ""
 
 
+def only_statement(function: Any) -> str:
+    """The statement of a function that has one; empty for others."""
+    code = code_of(function)
+    if code is None or layer(code.co_filename) != 2:
+        return ""
+    line = str(place_of(code.co_filename, first_line(code)))
+    found = _at(line)
+    if code.co_name == "<lambda>":
+        return line
+    body = found[1].body if found is not None and isinstance(found[1], _Functions) else []
+    body = body[1:] if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) else body
+    return found[0].text(body[0]) if found is not None and len(body) == 1 else ""
+
+
 def names_in_condition(line: str) -> str:
     """The statement that made the list of names by which a statement at a line, or the condition that it is under,
     chooses parameters."""
