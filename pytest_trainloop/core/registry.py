@@ -54,6 +54,9 @@ Part = Literal[
     "copied",
     "given",
     "network",
+    "backpropagated",
+    "without gradients",
+    "use",
     "end of evaluation",
     "sampler",
     "drawn",
@@ -64,7 +67,8 @@ operation lies in; the ``forward`` that holds the parameters and the optimizer's
 own; the first backward pass; what made the tensor of the batch that is among the finding's names; by the source,
 what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied, the
 network or the argument of the function that the line uses where it is seen; the last draw of a weight; the end of
-``evaluate``; the sampler of the loader."""
+``evaluate``; the sampler of the loader; what made the loss that is backpropagated; what switches gradients off around
+the line; the line of ``forward`` that uses the parameter."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

@@ -283,6 +283,43 @@ def end_of(evaluate: Any, line: str, name: str = "") -> str:
     return source.text(block[-1]) if block else ""
 
 
+def without_gradients(line: str) -> str:
+    """What switches gradients off around the statement at a line: a block, a decorator, or one around the only call of
+    its function."""
+    found = _at(line)
+    node: Any = None if found is None else found[1]
+    for _ in range(_FARTHEST if found is not None else 0):
+        for above in found[0].above(node) if found is not None else ():
+            blocks = [item.context_expr for item in above.items] if isinstance(above, ast.With) else []
+            for switch in (*blocks, *(above.decorator_list if isinstance(above, _Functions) else ())):
+                name = _called(switch) if isinstance(switch, ast.Call) else getattr(switch, "attr", "")
+                if name in ("no_grad", "inference_mode", "set_grad_enabled") and found is not None:
+                    return found[0].text(switch)
+            if isinstance(above, _Functions):
+                break
+        function = None if found is None else found[0].function(node)
+        calls = [] if function is None or found is None else found[0].calls(function.name)
+        if len(calls) != 1 or found is None:
+            return ""
+        node = found[0].statement(calls[0].lineno)
+    return ""
+
+
+def use_of(forward: str, names: Sequence[str]) -> str:
+    """The statement of a ``forward`` that calls the module of the first of these parameters; where none does, what it
+    returns, which is to use it."""
+    found = _at(forward)
+    if found is None or not isinstance(found[1], _Functions):
+        return ""
+    source, function = found
+    for part in reversed(next(iter(names), "").split(".")[:-1]):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and node.attr == part and isinstance(node.ctx, ast.Load):
+                return source.text(source.statement(node.lineno))
+    returns = [n for n in ast.walk(function) if isinstance(n, ast.Return)]
+    return source.text(returns[-1]) if returns else ""
+
+
 def only_statement(function: Any) -> str:
     """The statement of a function that has one; empty for others."""
     code = code_of(function)

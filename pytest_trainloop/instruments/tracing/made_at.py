@@ -114,7 +114,8 @@ class MadeAt:
         """The line that made the layer in which an operation lies ("relu in head.1") that the line where it was seen
         does not spell out."""
         operation, _, path = next(iter(finding.culprits), "").partition(" in ")
-        inside = path in self._modules and operation not in code_of(finding.where)
+        called = rf"\bself(\.\w+)*\.{re.escape(path.rpartition('.')[2])}\("  # a layer that is named as its operation
+        inside = path in self._modules and operation not in re.sub(called, "", code_of(finding.where))
         return self.module(path) if inside else ""
 
     def forward(self, owners: Sequence[str]) -> str:
@@ -229,6 +230,9 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         "names of freeze": lambda: definitions.names_in_condition(made.froze(own)),
         "bound of clip": lambda: definitions.argument(finding.where, "clip_grad_norm_", "max_norm", 1),
         "copied": lambda: definitions.copied(finding.where),
+        "backpropagated": lambda: definitions.value(lines["backward"]()),
+        "without gradients": lambda: definitions.without_gradients(finding.where),
+        "use": lambda: definitions.use_of(lines["forward"](), own),
         "network": lambda: definitions.network(finding.where, next(iter(names), "")),
         "given": lambda: definitions.given(finding.where),
         "end of evaluation": lambda: definitions.end_of(evidence.fresh_loop().evaluate, finding.where),

@@ -32,6 +32,7 @@ CAUSES = {
         summary="a softmax runs over the rows of the batch, not over one row's classes or keys",
         repair="take the softmax over the axis of classes or keys: softmax(x, dim=-1)",
         source=_REFERENCE + "nn.functional.softmax.html",
+        change=("layer", "seen"),
     ),
     "normalised_over_rows": _either(
         proof="with each row normalised alone, or its statistics as constants, no output depends on another row",
@@ -39,6 +40,7 @@ CAUSES = {
         repair="normalise each row alone (dim=-1), or use a norm that keeps running statistics for evaluation",
         settle=_MEANT,
         source="https://github.com/speechbrain/speechbrain/issues/1247",
+        change=("layer", "seen"),
     ),
     "view_mixes_rows": _either(
         proof="with a transpose in place of the view no output depends on another row",

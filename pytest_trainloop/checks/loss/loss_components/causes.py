@@ -34,6 +34,7 @@ CAUSES = {
         repair="leave out the detach(), no_grad() or item() on its way into the sum",
         explains=("gradient_reaches_every_param:graph_cut", "every_term_trains:term_detached", *_DROPPED),
         source="https://github.com/guopengf/FL-MRCM/issues/10",
+        change=("backpropagated",),
     ),
     "part_left_out": _part(
         proof="the gradient of the loss is the sum of the other parts' gradients, at all weights and batches",
@@ -44,6 +45,7 @@ CAUSES = {
         settle='a term that begins later: declare it with its weight of now, {"kl": (0.0, kl)}',
         variants={"named": {"repair": "loss = ... + {names}; or take {names} out of parts="}},
         source="https://github.com/OpenSparseLLMs/MoM/issues/2",
+        change=("backpropagated",),
     ),
     "sign_differs": _part(
         proof="the gradient of the loss holds the part's gradient with the opposite sign",
@@ -52,6 +54,7 @@ CAUSES = {
         repair='turn the sign in the loop, or declare it: {"entropy": (-1.0, entropy)}',
         variants={"named": {"repair": "turn the sign in the loop; or declare {pair} if this sign is intended"}},
         source="https://github.com/DLR-RM/stable-baselines3/issues/127",
+        change=("backpropagated",),
     ),
     "weight_differs": _part(
         proof="the gradient of the loss holds the part's gradient at a constant weight, which is not the declared one",
@@ -68,6 +71,7 @@ CAUSES = {
             },
         },
         source="https://github.com/microsoft/protein-frame-flow/issues/23",
+        change=("backpropagated",),
     ),
     "part_constant": _part(
         proof="the part is the same number at all weights, with dropout too: it has no history, or is exactly 0",

@@ -121,6 +121,7 @@ CAUSES = {
         repair="run the training forward pass outside torch.no_grad() / inference_mode()",
         variants={"left out": {"tried": _WITHOUT}, "teacher": _TEACHER},
         source="https://github.com/rll-research/cic/issues/5",
+        change=("without gradients", "seen"),
     ),
     "checkpoint_cut": Cause(
         proof="the module ran only inside a checkpointed segment none of whose inputs requires grad",
@@ -221,7 +222,6 @@ CAUSES = {
         measured=_UNCHANGED,
         shown_by=_NO_RESULT,
         repair="x = self.module(x): use what it returns, add its loss, or take the module out of the optimizer",
-        change=("forward",),
         explains=(*_PARTS, "input_dependence", *TRAINING),
         variants={
             "given out": {
@@ -272,6 +272,7 @@ CAUSES = {
             },
         },
         source="https://github.com/lucidrains/x-transformers/issues/273",
+        change=("use", "forward"),
     ),
     "module_uncalled": Cause(
         proof="a module that model= names is never called in training, and no loss depends on it",
