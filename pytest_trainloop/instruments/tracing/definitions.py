@@ -232,17 +232,54 @@ def assigned_value(line: str) -> str:
 
 
 def length_given(line: str) -> str:
-    """The only call of the function that builds a schedule at a line, where that takes its length as an argument."""
+    """Where the function that builds a schedule at a line is given its length: the only call, or what was assigned to
+    the name that it gives."""
     found = _at(line)
     function = None if found is None else found[0].function(found[1])
     if found is None or function is None or isinstance(found[0].parents.get(function), ast.ClassDef):
         return ""
+    source, parameters = found[0], _parameters(function)
     read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    lengths = [
-        name for name in _parameters(function) if name in read and re.search(r"steps|total|max|iter|epoch", name)
-    ]
-    calls = found[0].calls(function.name)
-    return found[0].text(calls[0]) if lengths and len(calls) == 1 else ""
+    lengths = [n for n in parameters if n in read and re.search(r"steps|total|max|iter|epoch", n)]
+    calls = source.calls(function.name)
+    if len(calls) != 1 or not lengths:
+        return ""
+    total = next((n for n in lengths if "warm" not in n), lengths[0])
+    given = next((k.value for k in calls[0].keywords if k.arg == total), None)
+    given = given or next(iter(calls[0].args[parameters.index(total) :]), None)
+    before = _assigned(source, given) if isinstance(given, ast.Name) else None
+    return source.text(before if before is not None else calls[0])
+
+
+def only_return(line: str) -> str:
+    """What the function returns whose result a line assigns, where it has one ``return``."""
+    found = _at(line)
+    value = getattr(found[1], "value", None) if found is not None else None
+    own = isinstance(value, ast.Call) and found is not None and found[0].named(_called(value)) is not None
+    return _made(found[0], value) if own and found is not None else ""
+
+
+def key_written(line: str, key: str) -> str:
+    """The only statement of a file that writes this key into a dict."""
+    found = _at(line)
+    if found is None:
+        return ""
+    nodes = list(ast.walk(found[0].tree))
+    keys = [k for n in nodes if isinstance(n, ast.Dict) for k in n.keys if k is not None]
+    keys += [n.slice for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    lines = [k for k in keys if isinstance(k, ast.Constant) and k.value == key]
+    return found[0].text(lines[0]) if len(lines) == 1 else ""
+
+
+def after(line: str) -> str:
+    """The statement behind the one at a line, in its block."""
+    found = _at(line)
+    parent: Any = None if found is None else found[0].parents.get(found[1])
+    for part in ("body", "orelse", "finalbody"):
+        block = _list(getattr(parent, part, None))
+        if found is not None and found[1] in block[:-1]:
+            return found[0].text(block[block.index(found[1]) + 1])
+    return ""
 
 
 def call_in_function_of(site: Site, other: Site) -> str:

@@ -20,7 +20,7 @@ from pytest_trainloop.checks.learning.schedule.rates import held_in, learns
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count, some
 from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
-from pytest_trainloop.instruments.tracing.definitions import length_given
+from pytest_trainloop.instruments.tracing.definitions import length_given, only_return
 from pytest_trainloop.runs.projection import CYCLIC, Projections
 
 if TYPE_CHECKING:
@@ -93,9 +93,14 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
         raise CannotDecide("; ".join(undecided), needs="steps=")
 
 
+_OF_LENGTH = ("runs_out", "over_too_early", "rises_again", "ends_in_warmup", "barely_begun")
+"""Causes that another length of the schedule mends."""
+
+
 def _finds(one: Projected, cause: str, variant: str = "", **facts: Any) -> Finding:
     culprits = facts.pop("culprits", (one.kind,))
-    return found(cause, one.place, culprits, variant, **{"change": one.made_at, "kind": one.kind, **facts})
+    given = length_given(one.made_at) if cause in _OF_LENGTH else only_return(one.made_at)
+    return found(cause, one.place, culprits, variant, **{"change": given or one.made_at, "kind": one.kind, **facts})
 
 
 def _otherwise(one: Projected, built: Unit | str, numbers: str, why: str, repair: str = "", **facts: Any) -> Finding:

@@ -20,7 +20,7 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.finding import code_of
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
-from pytest_trainloop.instruments.tracing.definitions import assigned_value
+from pytest_trainloop.instruments.tracing.definitions import assigned_value, key_written
 from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
 from pytest_trainloop.recording.events import SchedulerStep, Step
 
@@ -179,8 +179,9 @@ def unread(evidence: Evidence) -> Iterator[Finding]:
     for finding in evidence.shared(UnreadOptions.of).findings(record, decay=False):
         if not keys or not finding.culprits[0].endswith(keys):
             # of a multiplier beside a schedule by hand the line that writes the rate without it
-            by_hand = "a schedule runs in fit" in finding.shown_by
-            yield replace(finding, change=evidence.shared(RateWrites.of).line() if by_hand else "")
+            by_hand = "a schedule runs in fit" in finding.shown_by and evidence.shared(RateWrites.of).line()
+            key = finding.culprits[0].rpartition('["')[2].removesuffix('"]')
+            yield replace(finding, change=by_hand or key_written(finding.where, key))
 
 
 def copied(evidence: Evidence) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from pytest_trainloop.checks.state.resume_equivalence.causes import MOST, found
 from pytest_trainloop.checks.state.resume_equivalence.statements import line_to_change, owner_of
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
+from pytest_trainloop.instruments.tracing import definitions
 from pytest_trainloop.instruments.tracing.made_at import assigned_at
 from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.runs.reach.leaves import same_value
@@ -286,7 +287,8 @@ def told(
     if cause == "drawn_from_seed":
         change = str(assigned_at(owner_of(a, leaf), leaf.path.rpartition(".")[2]) or "")
     elif cause == "weights_overwritten" or in_load:
-        change = call.where if call is not None else ""
+        overwritten = cause == "weights_overwritten" and call is not None and definitions.after(call.where)
+        change = overwritten or (call.where if call is not None else "")
     else:
         change = line_to_change(a, b, leaf, held=bool(entry))
     return found(cause, where, names, variant, **({"change": change} | facts))

@@ -140,7 +140,7 @@ pair(
     "target_networks",
     "copied_into_itself",
     culprits=("0.weight",),
-    change="model.load_state_dict(best_weights)",
+    change="kept(model.state_dict())",
     faulty=best_kept(dict, every=4),
     fixed=best_kept(copy.deepcopy, every=4),
 )
