@@ -22,11 +22,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop.core import registry
 from pytest_trainloop.judging import explain
-from scripts import costs
+from scripts import change_lines, costs
 
 ROOT = Path(__file__).parents[1]
 CHECKS = ROOT / "docs" / "checks"
-WITH_PARTS = ("README.md", "mkdocs.yml", "docs/index.md", "docs/failures.md", "docs/cost.md")
+WITH_PARTS = (
+    "README.md",
+    "mkdocs.yml",
+    "docs/index.md",
+    "docs/failures.md",
+    "docs/cost.md",
+    "docs/contributing/change-lines.md",
+)
 PLANTED = "examples/planted/test_planted.py"
 
 PART = re.compile(
@@ -109,6 +116,7 @@ def parts(fast: bool) -> dict[str, str]:
         "costs": measured("figure"),
         "steps": measured("own steps"),
         **costs_by_check(),
+        "change lines": change_lines.table(json.loads(change_lines.KEPT.read_text(encoding="utf-8"))),
     }
     if fast:
         return made

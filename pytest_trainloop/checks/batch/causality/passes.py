@@ -153,15 +153,17 @@ class CausalPasses:
         facts |= {"first": f"{min(seen.offsets):+d}", "last": f"{max(seen.offsets):+d}", "modes": " and ".join(modes)}
         facts |= {"attentions": seen.attentions, "some": see if seen.attentions > see else 0}
         facts |= {"op": first.name if first else "", "level": "advice" if advice else "fault"}
-        lines = dict.fromkeys(str(a.op.place) for a in blamed if first and a.op.name == first.name)
+        lines, masked = dict.fromkeys(str(a.op.place) for a in blamed if first and a.op.name == first.name), False
         if cause in ("causal_mask_missing", "mask_off_by_one", "mask_inverted"):
             of = definitions.CAUSAL_MASKS if cause == "causal_mask_missing" else ()
-            lines = dict.fromkeys(definitions.mask(line, of=of) or line for line in lines)
+            masks = {line: definitions.mask(line, of=of) for line in lines}
+            masked = cause == "causal_mask_missing" and all(masks.values())
+            lines = dict.fromkeys(made or line for line, made in masks.items())
         facts["change"] = "\n".join(lines)
         if kind is None:
             facts["shown_by"] = CAUSES["sees_the_future"].shown_by
         culprits = tuple(dict.fromkeys(a.op.named for a in blamed))
-        made = found(cause, first.place if first else seen.where, culprits, **facts)
+        made = found(cause, first.place if first else seen.where, culprits, "masked" if masked else "", **facts)
         tried = "in a run without the later positions there no output depends on a later input"
         shown = alone and kind in ("attention", "softmax", "views")
         return replace(made, smallest=f"{seen.length} positions", tried=tried if shown else "")

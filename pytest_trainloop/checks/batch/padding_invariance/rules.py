@@ -22,6 +22,7 @@ from pytest_trainloop.checks.batch.padding_invariance.compared import (
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.finding import Finding, SmallestBatch
 from pytest_trainloop.core.wording import direction, filled
+from pytest_trainloop.instruments.tracing import definitions
 from pytest_trainloop.instruments.tracing.lockstep import Seen, Tape, Unlike
 from pytest_trainloop.recording.torch_names import EXTREMES, LOSSES, MAX_POOLS_1D, RECURRENT
 
@@ -72,12 +73,18 @@ class Case:
         facts |= {"apart": gradients.difference, "ratio": gradients.ratio, "direction": direction(gradients.cosine)}
         facts |= {"loss": self.difference.losses[0], "other_loss": self.difference.losses[1], "level": level}
         facts |= {"parameters": self.difference.parameters, "precision": self.difference.precision}
+        where = at.place if at else made.outcome(full).backward
+        if (
+            cause == "padded_keys_attended"
+            and not variant
+            and definitions.mask(str(where), of=definitions.PADDING_MASKS)
+        ):
+            variant = "masked"
         intended = reason or facts.get("why", "")
         template = CAUSES[cause].variants.get(variant, {}).get("repair") or CAUSES[cause].repair
         facts["repair"] = facts.get("repair") or filled(template, facts)
         if intended and group.declared:
             facts["repair"] += f'; if this is intended ({intended}): skip={{"padding_invariance:{cause}": "why"}}'
-        where = at.place if at else made.outcome(full).backward
         finding = found(cause, where, (at.op if at else "loss.backward()",), variant, **facts)
         side = "before" if group.left else "after"
         rows = f"{len(smallest.rows)} {'row' if len(smallest.rows) == 1 else 'rows'}"
