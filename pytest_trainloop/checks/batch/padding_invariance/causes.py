@@ -60,8 +60,8 @@ CAUSES = {
             },
             "masked": {
                 "summary": _says(f"{_ATTENDED}: what it is given as its mask leaves them visible"),
-                "repair": "hide padded keys in what attention is given as its mask: key_padding_mask is true at padding, "
-                "attn_mask of scaled_dot_product_attention at keys to attend to",
+                "repair": "hide padded keys in what attention is given as its mask: key_padding_mask is true at "
+                "padding, attn_mask of scaled_dot_product_attention at keys to attend to",
             },
             "queries": {
                 "summary": _says("the attention mask hides padded queries, and padded keys are attended to"),
