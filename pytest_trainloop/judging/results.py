@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.core.errors import BrokenRun, CannotDecide, DoesNotApply, OwnMistake
+from pytest_trainloop.core.errors import BrokenRun, CannotDecide, DoesNotApply, OwnMistake, UsageError, UserCodeError
 from pytest_trainloop.core.finding import Finding, Result, UserError
 from pytest_trainloop.core.whose import is_ours, mistake, of_the_project
 
@@ -101,7 +102,9 @@ def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
         else:
             from pytest_trainloop.instruments.tracing.made_at import line_of
 
-            line = line_of(part, finding, evidence)
+            line = ""
+            with contextlib.suppress(CannotDecide, UsageError, UserCodeError):  # of a loop that cannot be run
+                line = line_of(part, finding, evidence)
         if line:
             return line
     return ""
