@@ -271,6 +271,13 @@ def key_written(line: str, key: str) -> str:
     return found[0].text(lines[0]) if len(lines) == 1 else ""
 
 
+def only_call(line: str, name: str) -> str:
+    """The only call of a function in the file of a line."""
+    found = _at(line)
+    calls = [] if found is None else found[0].calls(name)
+    return found[0].text(calls[0]) if found is not None and len(calls) == 1 else ""
+
+
 def after(line: str) -> str:
     """The statement behind the one at a line, in its block."""
     found = _at(line)
@@ -496,7 +503,7 @@ def _given(source: Source, name: ast.Name, depth: int) -> str:
 
 
 def _attribute(source: Source, used: ast.Attribute) -> str:
-    """The only statement that assigns an attribute, in a method or in the body of a class."""
+    """The only statement that gives an attribute more than None, in a method or in the body of a class."""
     found: list[ast.AST] = []
     for node in ast.walk(source.tree):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -504,7 +511,8 @@ def _attribute(source: Source, used: ast.Attribute) -> str:
             in_class = isinstance(source.parents.get(node), ast.ClassDef)
             names = [n.attr for t in targets for n in ast.walk(t) if isinstance(n, ast.Attribute)]
             names += [n.id for t in targets if in_class for n in ast.walk(t) if isinstance(n, ast.Name)]
-            found += [node] if used.attr in names else []
+            empty = isinstance(node.value, ast.Constant) and node.value.value is None
+            found += [node] if used.attr in names and not empty else []
         elif isinstance(node, ast.Call) and _called(node) == "register_buffer" and node.args:
             found += [node] if getattr(node.args[0], "value", None) == used.attr else []
     return source.text(found[0]) if len(found) == 1 else ""

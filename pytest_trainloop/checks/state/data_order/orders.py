@@ -25,7 +25,7 @@ from pytest_trainloop.checks.state.data_order.streams import Held, in_this_proce
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare import nested
-from pytest_trainloop.instruments.tracing.definitions import loop_of
+from pytest_trainloop.instruments.tracing.definitions import loop_of, only_call
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
@@ -149,6 +149,7 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
     kept = next((p for p in reading.passes if p.given_again and not p.ascending and p.rows >= LEAST_ROWS), None)
     if kept is not None:
         facts: dict[str, Any] = {"rows": kept.rows, "drawn": kept.draws[-1][0], "trained": False}
+        facts["change"] = only_call(str(kept.place), "cycle")
         yield found("shuffled_alike", kept, ("cycle()",), "cycle", **facts)
         return
     own = stream.is_loader and source.begin_epoch is None
