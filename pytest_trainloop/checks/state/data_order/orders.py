@@ -465,6 +465,7 @@ def _trained_alike(passes: Sequence[Pass]) -> Finding:
     first = passes[0]
     facts: dict[str, Any] = {"rows": first.rows, "drawn": first.draws[-1][0]}
     if len(passes) == 1:
+        facts["change"] = only_call(str(first.place), "cycle")
         return found("shuffled_alike", first, ("cycle()",), "cycle in fit", trained=True, **facts)
     facts |= {"epochs": len(passes), "sampler": first.sampler}
     if not first.set_epoch:
