@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.declare.callcontract import CallContract
     from pytest_trainloop.declare.loop import Padding, Roles, TrainLoop
     from pytest_trainloop.declare.losscontract import LossContract
+    from pytest_trainloop.declare.script import Script
     from pytest_trainloop.frontends.api import Observation, card, check_loop, check_loss, observe
     from pytest_trainloop.instruments import strategies as strategies
     from pytest_trainloop.instruments.losses.table import register_contract
@@ -35,6 +36,7 @@ __all__ = [
     "Report",
     "Result",
     "Roles",
+    "Script",
     "TrainLoop",
     "TrainLoopError",
     "UsageError",
@@ -59,6 +61,7 @@ _HOMES = {
     "Report": "core.report",
     "Result": "core.finding",
     "Roles": "declare.loop",
+    "Script": "declare.script",
     "TrainLoop": "declare.loop",
     "TrainLoopError": "core.errors",
     "UsageError": "core.errors",

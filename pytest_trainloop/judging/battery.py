@@ -22,6 +22,7 @@ from pytest_trainloop.core.finding import Finding, Result, UserError
 from pytest_trainloop.core.whose import SIGNALS
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare.knobs import DEVICES, is_device, nearest
+from pytest_trainloop.declare.script import OnlyAScript
 from pytest_trainloop.judging.results import broken, checked, error_of, mistaken, skipped
 from pytest_trainloop.judging.worth import WATCHED, Cost, Waiting
 from pytest_trainloop.runs.budget import Budget
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.core.registry import Check, Judged
     from pytest_trainloop.declare.baseline_file import BaselineFile
+    from pytest_trainloop.declare.script import Script
     from pytest_trainloop.instruments.losses.evidence import LossEvidence
+    from pytest_trainloop.judging.script import ScriptRun
     from pytest_trainloop.runs.evidence import Evidence, Progress
 
 Verdict = tuple[Finding, ...] | CannotDecide | OwnMistake | TimeRanOut | Unreliable | UserCodeError | UserError
@@ -106,6 +109,7 @@ class Subject:
         self._knobs = dict(knobs or {})
         self._evidence: Evidence | LossEvidence | None = None
         self._broken: tuple[UserError, str] | None = None
+        self._script: ScriptRun | UsageError | None = None
         self._verdicts: dict[tuple[str, str], Verdict] = {}
         self._rates_given = False
         self._budget = Budget(settings.loop_seconds)
@@ -139,14 +143,35 @@ class Subject:
             if option not in chosen.options:
                 known = nearest(option, chosen.options) if chosen.options else "it has none"
                 raise UsageError(f"{name} has no option {option!r}; {known}")
+        reporter = reporter or f"{self.name}[{name}]"
         try:
-            result = self._counted(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
+            result = self._counted(chosen, dict(options or {}), reporter)
+        except OnlyAScript as given:
+            result = self._of_script(given.script, chosen, reporter)
         except UsageError:
             raise
         except Exception as error:  # outside of the check itself: what is done for all checks
             result = _stopped(chosen, error)
         self._waiting.drop(name)
         return result
+
+    def _of_script(self, script: Script, check: Check, reporter: str) -> Result:
+        """The result of a check on a script, which is run once for all of them."""
+        if self._settings.device != "auto":
+            raise UsageError(
+                f"--trainloop-device={self._settings.device} does not reach a script: give it by Script(args=), as the "
+                "script takes it"
+            )
+        if self._script is None:
+            from pytest_trainloop.judging.script import ScriptRun
+
+            try:
+                self._script = ScriptRun(script, self._settings.loop_seconds)
+            except UsageError as error:
+                self._script = error
+        if isinstance(self._script, UsageError):
+            raise self._script
+        return self._script.of(check.name, reporter)
 
     def _counted(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
         """The result of a check, with what it cost."""

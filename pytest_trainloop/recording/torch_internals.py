@@ -256,6 +256,10 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_with
 _USING = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
 
 
+REBUILDS: tuple[Any, str] = (torch._utils, "_rebuild_tensor")
+"""The module and the name of the function that makes a tensor of a storage which was read from a file."""
+
+
 def checkpoint_generators() -> list[tuple[Any, str]]:
     """Where torch's own code looks up the generator behind every checkpoint that is not re-entrant, as module and name;
     none where this torch has no such name."""

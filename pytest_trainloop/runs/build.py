@@ -16,6 +16,7 @@ from pytest_trainloop.declare.fields import require_dimensions
 from pytest_trainloop.declare.loop import TrainLoop
 from pytest_trainloop.declare.losscontract import LossContract
 from pytest_trainloop.declare.refusals import slip_in_the_call
+from pytest_trainloop.declare.script import OnlyAScript, Script
 from pytest_trainloop.recording.record import within
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
@@ -32,8 +33,8 @@ _REQUIRED = {"model": "a torch.nn.Module is needed, or a list or dict of modules
 
 
 def build(make: Make, knobs: Mapping[str, Any], seed: int, kept: KeptBatches | None = None) -> TrainLoop:
-    """A fresh loop. Raises ``UsageError`` for what is no loop and ``UserCodeError`` where the user's function
-    raised."""
+    """A fresh loop. Raises ``UsageError`` for what is no loop (``OnlyAScript`` for a script), and ``UserCodeError``
+    where the user's function raised."""
     seed_all(seed)
     try:
         loop = make(**knobs)
@@ -44,6 +45,8 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int, kept: KeptBatches | N
             raise slip from None
         reraise_ours(error)
         raise UserCodeError(user_error(error, BUILDING)) from error
+    if isinstance(loop, Script):
+        raise OnlyAScript(loop)
     if not isinstance(loop, TrainLoop):
         other = " (for a loss the marker is trainloop_loss)" if isinstance(loop, LossContract) else ""
         raise UsageError(

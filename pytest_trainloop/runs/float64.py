@@ -19,7 +19,7 @@ from pytest_trainloop.declare import memory_layout, nested
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.seams import passed_on
-from pytest_trainloop.recording.torch_internals import aliased_arguments, tree_map
+from pytest_trainloop.recording.torch_internals import REBUILDS, aliased_arguments, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -148,21 +148,24 @@ def double_by_default() -> Iterator[None]:
 @contextlib.contextmanager
 def promoting() -> Iterator[_Promote]:
     """The mode that turns what asks for a lower precision into float64."""
-    with _Promote() as mode, patched(torch.Tensor, "__deepcopy__", functools.partial(_copied_as_it_is, mode)):
-        yield mode
+    with _Promote() as mode:
+        as_it_is = functools.partial(_made_as_it_is, mode)
+        with patched(torch.Tensor, "__deepcopy__", as_it_is), patched(*REBUILDS, as_it_is):
+            yield mode
 
 
-def _copied_as_it_is(mode: _Promote, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Torch's deep copy lays an empty tensor of its dtype over a copy of the storage: neither may be widened alone."""
+def _made_as_it_is(mode: _Promote, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Deep copies, and tensors that are read from a file, are an empty tensor of a dtype that is laid over a storage:
+    neither may be widened alone."""
 
-    def deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    def made(*args: Any) -> torch.Tensor:
         mode.copying += 1
         try:
-            return original(tensor, memo)
+            return original(*args)
         finally:
             mode.copying -= 1
 
-    return deepcopy
+    return made
 
 
 def _switched_off(original: Callable[..., None]) -> Callable[..., None]:

@@ -212,6 +212,16 @@ def test_a_batch_is_widened_where_it_stands():
 TABLE = torch.linspace(-1.0, 1.0, 4, dtype=torch.float32)
 
 
+def test_what_is_read_from_a_file_is_as_it_was_written(tmp_path):
+    torch.save({"table": TABLE, "module": nn.Linear(2, 2).state_dict()}, tmp_path / "kept.pt")
+    with double_precision():
+        read = torch.load(tmp_path / "kept.pt")
+        model = nn.Linear(2, 2)
+        model.load_state_dict(read["module"])
+    assert torch.equal(read["table"], TABLE)
+    assert torch.equal(model.weight, read["module"]["weight"].double())
+
+
 def test_copies_of_what_was_made_before_are_copies():
     kept = {"table": TABLE, "module": nn.Linear(2, 2)}
     with double_precision():

@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from pytest_trainloop import check_loop
+import pytest_trainloop
+from pytest_trainloop import Script, check_loop
+from pytest_trainloop.frontends.watching import session
+from pytest_trainloop.frontends.watching.trial import refusal
 from pytest_trainloop.frontends.watching.written import path_code
-from tests.watching.conftest import TRAIN, loaded
+from tests.watching.conftest import HEAD, TRAIN, loaded
 
 
 @pytest.fixture
-def written(watch, folder):
-    """Watch a script, and give the written test's text and its function."""
+def written(watch, folder, monkeypatch):
+    """Watch a script, and give the written test's text and its function; ``tried`` is what pytest says of it."""
 
-    def write(source, name="test_loop"):
+    def write(source, name="test_loop", args=(), tried=""):
+        monkeypatch.setattr(session, "refusal", lambda test, folder: tried)
         file = folder / "tests" / f"{name}.py"
         file.parent.mkdir(exist_ok=True)
-        said = watch(source, "--steps=3", "--trainloop-only=step_order", f"--write-test={file}")
+        said = watch(source, "--steps=3", "--trainloop-only=step_order", f"--write-test={file}", args=args)
         assert said.status == 0, said
         return said, file.read_text(encoding="utf-8"), loaded(file).test_train
 
@@ -135,54 +139,89 @@ def test_a_loop_in_a_function_is_handed_over_whole(written, source):
     assert report.results[0].outcome == "passed"
 
 
-def test_what_is_missing_is_said_and_the_test_is_skipped(written):
-    said, text, loop = written("""
-        def main():
-            model = mlp()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for x, y in loader(160):
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
+IN_MAIN = """
+def main():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = loader(160)
+    for epoch in range(2):
+        for number, (x, y) in enumerate(data):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
 
-        if __name__ == "__main__":
-            main()
-    """)
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_loop_that_no_function_takes_is_run_by_its_script(written):
+    said, text, loop = written(IN_MAIN)
     lines = re.search(r"- fit: the loop stands in main\(\) \(train.py:(\d+) to (\d+)\)", text)
     assert int(lines[2]) - int(lines[1]) == 3
-    assert "put `for (x, y) in loader(160)` with its body into one, train(model, optimizer, batches)" in text
-    assert "fit=...,  # TODO" in text
-    assert re.search(r"- batch: one batch as the loop at train.py:\d+ gets it; no DataLoader was seen there", text)
-    assert "batch=...,  # TODO" in text
     assert "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # train.py:" in text
-    assert "to be filled in by hand, where it says TODO" in said.out
-    with pytest.raises(pytest.skip.Exception, match="TODO"):
-        loop()
+    assert "#         batches=data,\n#         batch=next(iter(data)),\n#         fit=...,\n" in text
+    assert "it runs the script once" in said.out
+    assert loop() == Script("train.py", cwd=Path.cwd() / "tests" / "..", steps=3)
 
 
-def test_the_data_of_a_loop_in_no_function_is_handed_over(written):
-    _, text, _ = written("""
-        def main():
-            model = mlp()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            data, valid = loader(160), loader(16)
-            for epoch in range(2):
-                for number, (x, y) in enumerate(data):
-                    optimizer.zero_grad()
-                    F.mse_loss(model(x), y).backward()
-                    optimizer.step()
-
-        if __name__ == "__main__":
-            main()
-    """)
-    assert "data = torch.utils.data.DataLoader(" in text
-    assert "        batches=data,\n        batch=next(iter(data)),\n        fit=...,  # TODO\n" in text
-    assert "- batch" not in text
-
-
-def test_a_script_that_trains_when_it_is_imported_is_told_so(written):
-    _, text, _ = written(OF_GLOBALS.replace('if __name__ == "__main__":', "if True:"))
+def test_a_script_that_trains_when_it_is_imported_is_run(written):
+    _, text, loop = written(OF_GLOBALS.replace('if __name__ == "__main__":', "if True:"))
     assert "the script trains as soon as it is imported" in text
+    assert isinstance(loop(), Script)
+
+
+TAKES_ARGUMENTS = TRAIN.replace(
+    "    model = mlp()\n",
+    "    model = nn.Sequential(mlp(), *[nn.Identity()] * int(sys.argv[1] if len(sys.argv) > 1 else 0))\n",
+)
+
+
+def test_the_arguments_are_those_of_the_run(written):
+    _, text, loop = written(TAKES_ARGUMENTS, args=("2",))
+    assert "['train.py', '2'][1]" in text
+    assert len(loop().model) == 3
+
+
+MASKED = TRAIN.replace(
+    "    data = loader()\n", "    data = DataLoader(Masked(), batch_size=4, shuffle=True)\n"
+).replace(
+    "def main(",
+    """class Masked(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)), torch.tensor([-100.0 if i % 3 else 5.0])
+
+def main(""",
+)
+
+
+def test_small_data_are_kept_beside_the_test(written):
+    _, _, loop = written(MASKED)
+    x, y = next(iter(loop().batches))
+    assert len(loop().batches.dataset) == 16
+    assert {row.item() for row in y} <= {-100.0, 5.0}
+    assert all((label < 0) == (row[0] % 3 > 0) for row, label in zip(x, y, strict=True))
+
+
+def test_a_test_that_cannot_be_run_is_not_left_behind(written):
+    _, text, loop = written(MASKED, tried="it")
+    assert "- its loop was handed over, and could not be judged so: it" in text
+    assert isinstance(loop(), Script)
+    assert not Path("tests/test_loop.pt").exists()
+
+
+@pytest.mark.slow
+def test_what_pytest_says_of_a_test_is_found_out(folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(pytest_trainloop.__file__).parents[1]))
+    good, bad = folder / "test_good.py", folder / "test_bad.py"
+    (folder / "train.py").write_text(HEAD + TRAIN, encoding="utf-8")
+    lines = "import pytest\nfrom pytest_trainloop import Script\n@pytest.mark.trainloop\ndef test_it():\n"
+    good.write_text(f"{lines}    return Script('train.py')\n", encoding="utf-8")
+    bad.write_text(f"{lines}    return Script('none.py')\n", encoding="utf-8")
+    assert refusal(good, folder) == ""
+    assert "there is no file none.py" in refusal(bad, folder)
 
 
 def test_a_path_is_relative_only_where_test_and_script_lie_in_one_project():

@@ -26,9 +26,12 @@ def document(
     cards: Mapping[str, dict[str, Any]] | None = None,
     pictures: Mapping[str, list[dict[str, Any]]] | None = None,
     tests: Mapping[str, tuple[str, int]] | None = None,
+    failure: str = "",
 ) -> dict[str, Any]:
     """The whole report as plain data; ``cards`` and ``pictures`` are those of the loops, where they were asked for;
     ``tests`` has file and line of each test by its node id.
+
+    ``failure`` is how a watched script ended, where it failed by itself.
 
     ``rates`` of a loop are those of its watched run: for each optimizer its class and its groups, and for each group
     the learning rate at every step.
@@ -39,6 +42,7 @@ def document(
         "$schema": NAME,
         "version": VERSION,
         "environment": environment,
+        **({"failure": failure} if failure else {}),
         "loops": [
             {
                 "nodeid": loop,

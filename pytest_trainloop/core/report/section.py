@@ -189,7 +189,9 @@ def _errors(results: Sequence[Result]) -> Iterator[Line]:
     """The errors; a mistake of ours that stopped several checks once, with all of them."""
     stopped: dict[str, list[str]] = {}
     for result in results:
-        text = f"{result.error.stage} raised {result.error.summary}" if result.error else result.reason
+        text = (
+            f"{result.error.stage} raised {result.error.summary}" if result.error else result.reason.partition("\n")[0]
+        )
         stopped.setdefault(text.removeprefix(f"{result.check} "), []).append(result.check)
     for text, checks in stopped.items():
         yield Line(f"  error  {', '.join(checks)}: {text}", "bad")

@@ -62,8 +62,11 @@ def _plan(options: Options) -> Plan:
 
 def _require_places(options: Options) -> None:
     """Raise ``UsageError`` for a file that is not to be written: it is known before the script runs for long."""
-    if options.write_test and Path(options.write_test).exists():
-        raise UsageError(f"--write-test={options.write_test}: this file exists, and is not overwritten; name another")
+    test = Path(options.write_test)
+    for written in (test, test.with_suffix(".pt")) if options.write_test else ():
+        if written.exists():
+            it = "this file" if written is test else f"{written}, for its data,"
+            raise UsageError(f"--write-test={options.write_test}: {it} exists, and is not overwritten; name another")
     if options.write_test and not options.write_test.endswith(".py"):
         raise UsageError(f"--write-test={options.write_test}: a file name that ends in .py is needed")
     if options.write_test and not (Path.cwd() / options.write_test).parent.is_dir():

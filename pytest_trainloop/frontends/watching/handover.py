@@ -40,7 +40,9 @@ class Loop:
     missing: list[str] = field(default_factory=list)
     """What a human has to fill in, a sentence each."""
     data: str = ""
-    """The statement that makes the data up."""
+    """The statement that makes the data."""
+    kept: Any = None
+    """Rows or batches of the script's own that it reads, from a file beside the test."""
     fit: list[str] = field(default_factory=list)
     """The body of ``fit``, where it takes more than one expression."""
 
@@ -134,7 +136,8 @@ class Handover:
 
     def _add_batches(self, loop: Loop, loader: Any, imports: Imports) -> None:
         try:
-            loop.data = f"data = {loader_code(loader, imports)}"
+            made, loop.kept = loader_code(loader, imports)
+            loop.data = f"data = {made}"
         except Exception as what:  # also what the project's own data set raises
             if not isinstance(what, Unknown):
                 reraise_ours(what)

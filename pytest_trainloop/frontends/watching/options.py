@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from pytest_trainloop.core.errors import UsageError
+from pytest_trainloop.declare.script import STEPS
 from pytest_trainloop.frontends.watching.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-STEPS = 30
-"""Optimizer steps that are watched unless ``--steps`` says otherwise: 12 in full, and 18 more in which graphs and
-states that grow show (docs/zero-code.md#how-many-steps)."""
 
 USAGE = "python -m pytest_trainloop [options] train.py [--] [what the script is given]"
 

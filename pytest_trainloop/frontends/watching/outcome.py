@@ -44,13 +44,15 @@ class Outcome:
 
     def tell(self, report: Report, own_failure: str = "") -> list[Told]:
         """Write the files that were asked for; what the terminal is to say of them."""
-        data = self._document(report)
+        data = self._document(report, own_failure)
         told = [line for output in self._outputs() if (line := output.write(data))]
         return [*told, *self._tell_runner(data, own_failure, checked_nothing(report.entries))]
 
     def tell_nothing(self, own_failure: str, why: str) -> list[Told]:
-        """Of a script that did not train: only the runner is told."""
-        return self._tell_runner(self._document(Report(())), own_failure, why)
+        """Of a script that did not train: the runner is told, and the data have its failure."""
+        data = self._document(Report(()), own_failure)
+        told = [json_file(self.folder / self.options.json).write(data)] if self.options.json and own_failure else []
+        return [*filter(None, told), *self._tell_runner(data, own_failure, why)]
 
     def _outputs(self) -> Iterator[Output]:
         options, folder = self.options, self.folder
@@ -61,11 +63,13 @@ class Outcome:
         if options.report:
             yield html_file(folder / options.report, (folder,))
 
-    def _document(self, report: Report) -> dict[str, Any]:
+    def _document(self, report: Report, failure: str) -> dict[str, Any]:
         inside = self.script.is_relative_to(self.folder)
         file = self.script.relative_to(self.folder) if inside else self.script
         ran = environment(device="auto", seed=0)
-        return document(report, ran, tests={entry.nodeid: (file.as_posix(), 1) for entry in report.entries})
+        return document(
+            report, ran, tests={entry.nodeid: (file.as_posix(), 1) for entry in report.entries}, failure=failure
+        )
 
     def _tell_runner(self, data: dict[str, Any], own_failure: str, nothing: str) -> list[Told]:
         if not github.is_runner():

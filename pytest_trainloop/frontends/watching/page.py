@@ -72,12 +72,11 @@ class Page:
             shown = ", ".join(written[:MOST_FILES]) + (f" and {more} more" if more > 0 else "")
             self._say(f"  files the script wrote: {shown}")
 
-    def wrote(self, file: str, missing: Sequence[str]) -> None:
+    def wrote(self, file: str, *, runs_script: bool) -> None:
         """What ``--write-test`` made."""
-        if missing:
-            self._say(f"  wrote {file}; to be filled in by hand, where it says TODO: {'; '.join(missing)}", "warn")
-        else:
-            self._say(f"  wrote {file}; run it by pytest --trainloop {file}", "good")
+        self._say(f"  wrote {file}; run it by pytest --trainloop {file}", "good")
+        if runs_script:
+            self._say("  it runs the script once; its first lines say what a loop for all checks would take")
 
     def closing(self, count: int, *, written: bool) -> None:
         """What lets this number of skipped checks decide."""

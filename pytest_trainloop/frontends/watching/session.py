@@ -13,6 +13,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop.core.errors import BrokenCheck, UsageError
 from pytest_trainloop.core.report import files
 from pytest_trainloop.core.report.section import checked_nothing
@@ -25,8 +27,9 @@ from pytest_trainloop.frontends.watching.page import Page
 from pytest_trainloop.frontends.watching.ranks import OneOfRanks
 from pytest_trainloop.frontends.watching.stack import line_of_main_thread
 from pytest_trainloop.frontends.watching.stopping import Ending, Stopped, end, leave
+from pytest_trainloop.frontends.watching.trial import refusal
 from pytest_trainloop.frontends.watching.words import in_words, needing_a_test
-from pytest_trainloop.frontends.watching.written import alias_of, test_file
+from pytest_trainloop.frontends.watching.written import alias_of, script_file, test_file
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.guard import Exited
@@ -211,8 +214,18 @@ class Session:
         if self._handover is not None:
             file = self._folder / self._options.write_test
             loop, imports = self._handover.loop()
-            files.write(file, test_file(loop, imports, self._options.target, file))
-            self._page.wrote(self._options.write_test, loop.missing)
+            if not loop.missing:
+                files.write(file, test_file(loop, imports, self._options.target, file))
+                if loop.kept is not None:
+                    torch.save(loop.kept, file.with_suffix(".pt"))
+                self._page.flush()
+                if why := refusal(file, self._folder):
+                    file.with_suffix(".pt").unlink(missing_ok=True)
+                    loop.missing.append(f"its loop was handed over, and could not be judged so: {why}")
+            if loop.missing:
+                torchrun = self._options.torchrun or self._ranks is not None
+                files.write(file, script_file(loop, imports, self._options, file, torchrun=torchrun))
+            self._page.wrote(self._options.write_test, runs_script=bool(loop.missing))
 
     def _nothing(self, own_failure: str) -> int:
         self._files.listed()

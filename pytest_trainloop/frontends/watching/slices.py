@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -142,10 +143,7 @@ class Slices:
                 continue
             owner = call.func.value if isinstance(call.func, ast.Attribute) else None
             if isinstance(owner, ast.Name) and owner.id == name and isinstance(frame.value(name), nn.Module):
-                try:
-                    text = self.expression(call, frame, depth + 1)
-                except Unknown:
-                    text = f"# TODO: {ast.unparse(call)}"
+                text = self.expression(call, frame, depth + 1)
                 self.statements.append(f"{text}  # {shown(frame.file, node.lineno)}")
 
     def _home(self, name: str, value: Any, frame: Frame) -> tuple[Frame, str]:
@@ -188,7 +186,10 @@ class _Renamed(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """A plain value that hangs on an object is written down itself: ``args.lr`` becomes ``0.1``."""
-        code = self._slices.known(self._frame.evaluated(node), self._depth)
+        value = self._frame.evaluated(node)
+        if value is sys.argv:
+            return _parsed(repr(value))  # under pytest it is another
+        code = self._slices.known(value, self._depth)
         return _parsed(code) if code else self.generic_visit(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:

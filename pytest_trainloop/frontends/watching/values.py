@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import enum
 import inspect
+import io
 import itertools
 import math
 import pathlib
+import pickle
 import sys
 import types
 import warnings
@@ -30,6 +32,12 @@ MOST_ROWS = 8
 
 BATCHES = 16
 """Batches that are made up."""
+
+KEPT = 4
+"""Batches of the script's own that are kept beside the test, at most."""
+
+MOST_KEPT = 1_000_000
+"""Bytes of them, at most."""
 
 LOOKED_AT = 8
 """Batches of the script's own that are looked at for the range of whole numbers."""
@@ -161,31 +169,75 @@ def _keywords(value: Any, given: dict[str, Any], imports: Imports) -> str:
     return f"{imports.named(type(value))}({inner})"
 
 
-def loader_code(loader: Any, imports: Imports) -> str:
-    """An expression that makes a DataLoader over made-up data of the same kind: the same nest, dtypes and shapes, whole
-    numbers from the range that was seen in its first batches. Raises ``Unknown``, and what the loader raises."""
+def loader_code(loader: Any, imports: Imports) -> tuple[str, Any]:
+    """An expression that makes a DataLoader of the same kind, and the data that it reads from a file beside the test:
+    rows of the first batches, or these batches, where they are small. Else they are made up: the same nest, dtypes and
+    shapes, whole numbers from the range that was seen. Raises ``Unknown``, and what the loader raises."""
     seen = list(itertools.islice(loader, LOOKED_AT))
     if not seen:
         raise Unknown("a loader that gives nothing")
     imports.lines["import torch.utils.data"] = None
     batch = seen[0]
     rows = next((t.shape[0] for _, t in nested.paths(batch) if t.dim()), 0)
-    ranges = _ranges(seen)
     by_rows = (
         rows
         and loader.collate_fn is default_collate
         and all(t.dim() and t.shape[0] == rows for _, t in nested.paths(batch))
     )
-    if not by_rows:
-        made = _Made(imports, ranges, rows, keep=True).code(batch)
-        return f"torch.utils.data.DataLoader([{made} for _ in range({BATCHES})], batch_size=None)"
-    made = _Made(imports, ranges, rows, keep=False).code(batch)
     shuffle = ", shuffle=True" if isinstance(loader.sampler, RandomSampler) else ""
     dropped = ", drop_last=True" if loader.drop_last else ""
     size = min(rows, MOST_ROWS)
-    return (
-        f"torch.utils.data.DataLoader([{made} for _ in range({BATCHES * size})], batch_size={size}{shuffle}{dropped})"
-    )
+    how = f"batch_size={size}{shuffle}{dropped}" if by_rows else "batch_size=None"
+    if (kept := _kept(seen[:KEPT], by_rows=bool(by_rows))) is not None:
+        imports.lines["import torch"] = None
+        return f'torch.utils.data.DataLoader(torch.load(Path(__file__).with_suffix(".pt")), {how})', kept
+    made = _Made(imports, _ranges(seen), rows, keep=not by_rows).code(batch)
+    count = BATCHES * size if by_rows else BATCHES
+    return f"torch.utils.data.DataLoader([{made} for _ in range({count})], {how})", None
+
+
+def _kept(batches: list[Any], *, by_rows: bool) -> list[Any] | None:
+    """The batches, or their rows, as plain data, at most ``MOST_KEPT`` bytes of them; None where these are too few, or
+    hold what a file of tensors does not."""
+    try:
+        kept = [_plain_nest(batch) for batch in batches]
+        if by_rows:
+            kept = [_row(batch, at) for batch in kept for at in range(next(nested.paths(batch))[1].shape[0])]
+        size = sum(t.numel() * t.element_size() for _, t in nested.paths(kept[:1])) or 1
+        kept = kept[: max(MOST_KEPT // size, 0)]
+        file = io.BytesIO()
+        torch.save(kept, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except (Unknown, pickle.UnpicklingError):
+        return None
+    return kept if len(kept) >= (2 * MOST_ROWS if by_rows else 2) else None
+
+
+def _plain_nest(value: Any) -> Any:
+    """A batch as tensors and plain values in lists, tuples and dicts. Raises ``Unknown``."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        inner = [_plain_nest(v) for v in value]
+        return inner if isinstance(value, list) else tuple(inner)
+    if isinstance(value, Mapping):  # transformers' BatchEncoding too
+        return {k: _plain_nest(v) for k, v in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise Unknown(type(value).__name__)
+
+
+def _row(batch: Any, at: int) -> Any:
+    """One row of a batch that ``default_collate`` made."""
+    if isinstance(batch, torch.Tensor):
+        return batch[at].clone()
+    if isinstance(batch, dict):
+        return {k: _row(v, at) for k, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        if batch and all(isinstance(v, str) for v in batch):
+            return batch[at]  # one a row
+        return type(batch)(_row(v, at) for v in batch)
+    raise Unknown(type(batch).__name__)
 
 
 def _ranges(batches: list[Any]) -> dict[Any, tuple[float, float]]:

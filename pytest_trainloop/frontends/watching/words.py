@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.core.report import Report
+from pytest_trainloop.declare.script import WRITE_A_TEST
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Result
 
 _OF_A_TEST = re.compile(r"return a TrainLoop (with .*? )?from a marked test")
-
-FOR_A_SCRIPT = "--write-test=FILE writes the test that can"
 
 BROKEN = "please report it"
 """Closes the reason of every check that could not judge for a mistake of its own."""
@@ -31,8 +30,8 @@ def _in_words(result: Result) -> Result:
         return result
     name, equals, value = result.needs.partition("=")
     if value:  # a knob, with its value
-        return replace(result, needs="", reason=f"this takes a run with another {name}: {FOR_A_SCRIPT}")
-    return replace(result, needs="" if equals else result.needs, reason=_OF_A_TEST.sub(FOR_A_SCRIPT, result.reason))
+        return replace(result, needs="", reason=f"this takes a run with another {name}: {WRITE_A_TEST}")
+    return replace(result, needs="" if equals else result.needs, reason=_OF_A_TEST.sub(WRITE_A_TEST, result.reason))
 
 
 def needing_a_test(report: Report, left_out: Collection[str]) -> list[str]:

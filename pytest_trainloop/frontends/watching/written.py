@@ -1,51 +1,96 @@
-"""The test file that hands a script's loop over, from what is known of it."""
+"""The test file for a script: its loop handed over, from what is known of it; else the script itself, run once."""
 
 from __future__ import annotations
 
 import os
 import re
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-LINE = 108
-"""Characters of a line in a function."""
+from pytest_trainloop.declare.script import STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.frontends.watching.handover import Loop
+    from pytest_trainloop.frontends.watching.options import Options
     from pytest_trainloop.frontends.watching.target import Target
     from pytest_trainloop.frontends.watching.values import Imports
+
+LINE = 108
+"""Characters of a line in a function."""
 
 
 def alias_of(target: Target) -> str:
     """The name by which the test refers to the script: one that neither Python nor the test uses."""
     stem = target.name.rpartition(".")[2] if target.is_module else Path(target.name).resolve().stem
-    return f"{re.sub(r'[^0-9a-zA-Z_]', '_', stem)}_script"
+    name = re.sub(r"[^0-9a-zA-Z_]", "_", stem)
+    return f"{'_' if name[:1].isdigit() else ''}{name}_script"
 
 
 def test_file(loop: Loop, imports: Imports, target: Target, file: Path) -> str:
     """The text of the file."""
-    name = re.sub(r"\W", "_", alias_of(target).removesuffix("_script"))
-    wrapped = [part for line in _body(loop, imports, target) for part in _wrapped(line)]
-    body = "\n".join(f"    {line}".rstrip() for line in wrapped)
+    body = "\n".join(f"    {line}".rstrip() for line in _body(loop, imports, target))
     parts = [_loading(target, file)] if imports.script_used else []
-    parts.append(f"@pytest.mark.trainloop\ndef test_{name}():\n{body}")
+    parts.append(f"@pytest.mark.trainloop\ndef {_name(target)}():\n{body}")
     code = "\n\n\n".join(parts)
-    return f"{_docstring(loop, target)}\n\n{_imports(loop, imports, code)}\n\n\n{code}\n"
-
-
-def _docstring(loop: Loop, target: Target) -> str:
-    shown = f"-m {target.name}" if target.is_module else target.name
-    text = f'"""The loop of {shown}, handed to all checks: pytest --trainloop.'
-    text += (
-        "\n\nWritten by python -m pytest_trainloop --write-test from what the script made when it ran. Look it through:"
+    docstring = (
+        f'"""The loop of {_shown(target)}, handed to all checks: pytest --trainloop.\n\n'
+        "Written by python -m pytest_trainloop --write-test from what the script made when it ran. Look it through:\n"
+        'values are those of that run.\n"""\n\nfrom __future__ import annotations'
     )
-    text += "\nvalues stand as they were in that run."
-    if loop.missing:
-        text += "\n\nTODO, by hand:\n" + "\n".join(f"- {sentence}" for sentence in loop.missing)
-    return text + '\n"""\n\nfrom __future__ import annotations'
+    return f"{docstring}\n\n{_imports(loop, imports, code)}\n\n\n{code}\n"
+
+
+def script_file(loop: Loop, imports: Imports, options: Options, file: Path, *, torchrun: bool) -> str:
+    """The text of a file whose test runs the script itself, once; a comment has what is known of the better form."""
+    target = options.target
+    given = [repr(target.name), *([repr(list(target.args))] if target.args else [])]
+    given.append(f"cwd={path_code(Path.cwd(), file)}")
+    given += ["module=True"] * target.is_module + ["torchrun=True"] * torchrun
+    given += [f"steps={options.steps}"] * (options.steps != STEPS)
+    made = "\n".join(f"    {part}" for part in _wrapped(f"return Script({', '.join(given)})"))
+    missing = "\n".join(
+        textwrap.fill(sentence, LINE, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+        for sentence in loop.missing
+    )
+    known = ""
+    if loop.fields:
+        body = "\n".join(f"#     {line}".rstrip() for line in _body(loop, imports, target))
+        known = f"\n\n# As a TrainLoop, as far as it is known; {alias_of(target)} is the script, imported:\n#\n{body}\n"
+    return OF_A_SCRIPT.format(shown=_shown(target), missing=missing, name=_name(target), made=made, known=known)
+
+
+OF_A_SCRIPT = '''"""{shown} as a test: pytest --trainloop.
+
+Written by python -m pytest_trainloop --write-test. The script is run once, from the start, with the arguments below.
+Checks that run a loop again, with one thing changed, are skipped. They take a TrainLoop, whose fit is a function of
+its batches. For it this is missing:
+
+{missing}
+"""
+
+from __future__ import annotations
+
+import pytest
+from pathlib import Path
+from pytest_trainloop import Script
+
+
+@pytest.mark.trainloop
+def {name}():
+{made}
+{known}'''
+
+
+def _name(target: Target) -> str:
+    return f"test_{alias_of(target).removesuffix('_script').lstrip('_')}"
+
+
+def _shown(target: Target) -> str:
+    return f"-m {target.name}" if target.is_module else target.name
 
 
 def _imports(loop: Loop, imports: Imports, code: str) -> str:
@@ -110,26 +155,21 @@ def _plain(path: str) -> str:
 
 
 def _body(loop: Loop, imports: Imports, target: Target) -> Sequence[str]:
+    """The lines of the function, with ``...`` for what is missing."""
     lines: list[str] = []
-    if loop.missing:
-        lines += ['pytest.skip("TODO: fill in what the docstring of this file names")', ""]
     if imports.script_used:
         lines.append(f"{alias_of(target)} = load()")
     if loop.data:
-        lines += ["# random numbers, of the shapes and ranges that the script's data had", loop.data]
+        kept = "rows" if loop.kept is not None else "random numbers, of the shapes and ranges"
+        lines += [f"# {kept} that the script's data had", loop.data]
     lines += loop.statements
-    if loop.adapter or (loop.missing and not loop.fields):
-        return [*lines, f"return {loop.adapter or 'TrainLoop()  # TODO'}"]
     if loop.fit:
         lines += ["", "def fit(batches):", *(f"    {line}" for line in loop.fit), ""]
-    stuck = {sentence.partition(":")[0] for sentence in loop.missing}
+    needed = ("model", "optimizer", "batch", "fit") if loop.missing else ()
     order = ("model", "optimizer", "batches", "batch", "fit")
-    given = [
-        f"    {name}={loop.fields[name]}," if name in loop.fields else f"    {name}=...,  # TODO"
-        for name in order
-        if name in loop.fields or name in stuck
-    ]
-    return [*lines, "return TrainLoop(", *given, ")"]
+    given = [f"    {n}={loop.fields.get(n, '...')}," for n in order if n in loop.fields or n in needed]
+    lines += [f"return {loop.adapter}"] if loop.adapter else ["return TrainLoop(", *given, ")"]
+    return [part for line in lines for part in _wrapped(line)]
 
 
 def _wrapped(line: str) -> list[str]:
