@@ -34,6 +34,7 @@ def judged(script, *args, only=("step_order", "determinism"), **given):
     return {result.check: result for result in report.results}
 
 
+@pytest.mark.processes
 def test_what_one_run_decides_is_judged_and_the_rest_says_what_it_needs(script):
     results = judged(script)
     assert results["step_order"].outcome == "passed"
@@ -41,6 +42,7 @@ def test_what_one_run_decides_is_judged_and_the_rest_says_what_it_needs(script):
     assert results["determinism"].reason == "a script runs once; this check needs a function that takes batches"
 
 
+@pytest.mark.processes
 def test_a_fault_has_its_text_and_its_line(script, monkeypatch):
     monkeypatch.chdir(script.parent)
     fault = judged(script, "kept")["step_order"].faults[0]
@@ -48,6 +50,7 @@ def test_a_fault_has_its_text_and_its_line(script, monkeypatch):
     assert fault.change.startswith(f"{script.name}/train.py:")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
@@ -62,11 +65,13 @@ def test_a_script_that_fails_is_one_error(script, argument, said):
     assert results["determinism"].reason == f"{said} (see <lambda>[step_order])"
 
 
+@pytest.mark.processes
 def test_where_nothing_trains_nothing_is_judged(script):
     with pytest.raises(UsageError, match="nothing trained in this process"):
         judged(script, "zero")
 
 
+@pytest.mark.processes
 def test_a_script_that_takes_too_long_is_ended(script):
     results = judged(script, budget=0.05)
     assert [r.looked_at for r in results.values()] == [False, False]

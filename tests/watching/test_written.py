@@ -212,7 +212,7 @@ def test_a_test_that_cannot_be_run_is_not_left_behind(written):
     assert not Path("tests/test_loop.pt").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_what_pytest_says_of_a_test_is_found_out(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(pytest_trainloop.__file__).parents[1]))
     good, bad = folder / "test_good.py", folder / "test_bad.py"
