@@ -93,9 +93,29 @@ def test_nothing_checked_since_all_is_skipped(pytester, run):
         def test_gpt(): return {name: skipped(name, "no fit") for name in CHECKS}
         """
     )
-    run("--trainloop").stdout.fnmatch_lines(
-        ["trainloop: NOTHING WAS CHECKED: all checks were skipped: 2 x no fit; 1 x slow"]
+    result = run("--trainloop")
+    result.stdout.fnmatch_lines(["trainloop: NOTHING WAS CHECKED: all checks were skipped: 2 x no fit; 1 x slow"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_loop_without_time_for_half_of_its_checks_fails_if_asked(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+        from conftest import *
+        from dataclasses import replace
+
+        late = replace(skipped("overfit", "over"), looked_at=False)
+
+        @pytest.mark.trainloop
+        def test_gpt(): return {name: replace(late, check=name) for name in list(CHECKS)[1:]}
+        """
     )
+    said = "trainloop: there was no time for more than half of the checks of test_*::test_gpt"
+    quiet, strict = run("--trainloop"), run("--trainloop", "--trainloop-strict")
+    quiet.stdout.fnmatch_lines(["*MORE THAN HALF WAS NOT LOOKED AT, 1 passed*", said])
+    strict.stdout.fnmatch_lines([f"{said}, which fails (--trainloop-strict)"])
+    assert (quiet.ret, strict.ret) == (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
 
 def test_nothing_checked_after_a_collection_error(pytester, run):

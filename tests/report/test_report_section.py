@@ -66,7 +66,12 @@ def test_every_kind_of_line():
     report = Report.of(
         "loop",
         [
-            result("a", Finding(cause="c", summary="hint", level="advice", repair="mend it"), seconds=1.26, steps=3),
+            result(
+                "a",
+                Finding(cause="c", summary="hint", level="advice", repair="mend it; or say so", change="a.py:3   x"),
+                seconds=1.26,
+                steps=3,
+            ),
             result("i", Finding(cause="c", summary="a remark", level="note")),
             result("b", outcome="error", error=error),
             result("c", outcome="error", reason="no loop"),
@@ -84,7 +89,10 @@ def test_every_kind_of_line():
         "  error  c: no loop",
         "  xfailed  d: ticket",
         "  advice  a: hint",
-        "    settled by: mend it",
+        "    change  a.py:3   x",
+        "    to fix or silence, one of:",
+        "      mend it",
+        "      or say so",
         "  note  i: a remark",
         "  skipped  e, f: no fit",
         "  unreliable  g: drifts",
@@ -114,6 +122,23 @@ def test_failures_come_first_open_questions_once_and_totals_last():
         "  unreliable  d: drifts (right)",
         f"2 in all: 1 failed, 2 passed, 1 unreliable, 2 do not apply, 4 {more}; 0.0 s, 0 optimizer steps",
     ]
+
+
+def test_what_a_declaration_would_add_is_one_line_on_a_green_run():
+    needs = [result(name, outcome="skipped", reason="not given", needs=f"{name}=") for name in "pq"]
+    green = Report.of("loop", [result("a"), *needs, result("b", outcome="skipped", reason="no fit")]).entries
+    assert [line.text for line in section(green, fold=True)][1:] == [
+        "  2 more checks possible: -v names what they need",
+        "  skipped  b: no fit",
+    ]
+    red = Report.of("loop", [fault("a", "cut"), *needs]).entries
+    assert section(red, fold=True) == section(red)
+
+
+def test_a_loop_without_time_for_half_of_its_checks_says_so_first():
+    late = [result(name, outcome="skipped", reason="over", looked_at=False) for name in "bc"]
+    assert str(Report.of("loop", [result("a"), *late])).startswith("loop  MORE THAN HALF WAS NOT LOOKED AT, 1 passed")
+    assert str(Report.of("loop", [result("a"), result("d"), *late])).startswith("loop  2 passed, 2 not looked at")
 
 
 def test_many_checks_with_one_reason_are_counted():

@@ -36,16 +36,17 @@ class Line:
     style: Style = "plain"
 
 
-def section(entries: Sequence[Entry], *, name_all: bool = False) -> list[Line]:
+def section(entries: Sequence[Entry], *, name_all: bool = False, fold: bool = False) -> list[Line]:
     """The lines for all loops: those with a failure first, what is left open once for all loops, the totals last.
 
     A loop's entries are expected in causal order. A check whose question a loop does not pose is counted only.
-    ``name_all``: whether undecided checks are named, however many they are.
+    ``name_all``: whether undecided checks are named, however many they are. ``fold``: whether what only a declaration
+    would add is one line where nothing failed, ``-v`` names it.
     """
     loops = [(loop, [entry.result for entry in own]) for loop, own in by_loop(entries)]
     loops.sort(key=lambda each: not any(_is_bad(r) for r in each[1]))
     lines = [line for loop, results in loops for line in _loop(loop, results)]
-    lines.extend(_open_questions(entries, name_all))
+    lines.extend(_open_questions(entries, name_all, fold=fold and not any(_is_bad(e.result) for e in entries)))
     lines.extend(_previews_off(entries))
     if len(loops) > 1:
         results = [entry.result for entry in entries]
@@ -64,6 +65,11 @@ def checked_nothing(entries: Sequence[Entry]) -> str:
     return f"all checks were skipped: {'; '.join(f'{count} x {reason}' for reason, count in reasons)}"
 
 
+def half_looked_at(results: Sequence[Result]) -> bool:
+    """Whether time was left for at least half of a loop's checks."""
+    return 2 * sum(not r.looked_at for r in results) <= len(results)
+
+
 def _ran(result: Result) -> bool:
     return result.outcome not in _UNDECIDED
 
@@ -73,7 +79,9 @@ def _is_bad(result: Result) -> bool:
 
 
 def _style(results: Sequence[Result]) -> Style:
-    return "bad" if any(map(_is_bad, results)) else "good" if any(map(_ran, results)) else "loud"
+    if any(map(_is_bad, results)):
+        return "bad"
+    return "good" if any(map(_ran, results)) and half_looked_at(results) else "loud"
 
 
 def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
@@ -86,8 +94,11 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         for advice in result.advice:
             yield Line(f"  advice  {result.check}: {advice.summary}", "warn")
+            if line := advice.change or advice.where:
+                yield Line(f"    {'change' if advice.change else 'seen at'}  {line}")
             if advice.repair and not advice.accepted:
-                yield Line(f"    settled by: {advice.repair}")
+                yield Line("    to fix or silence, one of:" if "; " in advice.repair else "    to fix or silence:")
+                yield from (Line(f"      {remedy}") for remedy in advice.repair.split("; "))
     for result in results:
         for note in result.notes:
             yield Line(f"  note  {result.check}: {note.summary}")
@@ -114,6 +125,8 @@ def counts(results: Sequence[Result]) -> str:
     }
     told = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
     nothing = "" if any(map(_ran, results)) else "NOTHING WAS CHECKED, "
+    if not nothing and not half_looked_at(results):
+        nothing = "MORE THAN HALF WAS NOT LOOKED AT, "
     cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} optimizer steps"
     return f"{nothing}{told}; {cost}"
 
@@ -155,8 +168,12 @@ def undecided(entries: Sequence[Entry]) -> Iterator[Undecided]:
         yield Undecided(label, checks, reason, where, len(loops))
 
 
-def _open_questions(entries: Sequence[Entry], name_all: bool) -> Iterator[Line]:
+def _open_questions(entries: Sequence[Entry], name_all: bool, *, fold: bool) -> Iterator[Line]:
+    if fold and (more := {e.result.check for e in entries if e.result.needs}):
+        yield Line(f"  {count(len(more), 'more check')} possible: -v names what they need")
     for each in undecided(entries):
+        if fold and each.label not in (*_UNDECIDED, _LEFT_OUT):
+            continue
         checks = ", ".join(each.checks if name_all else each.named) or f"{len(each.checks)} checks"
         where = each.loops[0] if len(each.loops) == 1 else f"{len(each.loops)} of {each.all_loops}"
         yield Line(f"  {each.label}  {checks}: {each.reason}{f' ({where})' if each.all_loops > 1 else ''}")

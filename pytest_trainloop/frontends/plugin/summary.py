@@ -8,16 +8,18 @@ import pytest
 
 from pytest_trainloop.core.finding import Result
 from pytest_trainloop.core.report import Report
-from pytest_trainloop.core.report.entry import Entry
+from pytest_trainloop.core.report.entry import Entry, by_loop
 from pytest_trainloop.core.report.json import document, environment
 from pytest_trainloop.core.report.lines import Line as SourceLine
-from pytest_trainloop.core.report.section import Line, checked_nothing, section
+from pytest_trainloop.core.report.section import Line, checked_nothing, half_looked_at, section
+from pytest_trainloop.core.wording import some
 from pytest_trainloop.frontends.plugin import expected, github
 from pytest_trainloop.frontends.plugin.collect import REFUSED
 from pytest_trainloop.frontends.plugin.inifile import paths_taken
 from pytest_trainloop.frontends.plugin.nodeids import check_in, loop_of
 from pytest_trainloop.frontends.plugin.outcomes import entries_in
 from pytest_trainloop.frontends.plugin.pictures import Pictures
+from pytest_trainloop.frontends.plugin.settings import is_strict
 from pytest_trainloop.views.outputs.github import is_runner
 
 if TYPE_CHECKING:
@@ -111,6 +113,10 @@ class Ledger:
         if self._cards is not None:
             self._cards.settle()
         self._notice_what_is_gone(session, exitstatus)
+        if session.exitstatus == pytest.ExitCode.OK and self._config.getoption("trainloop"):
+            nothing = checked_nothing(self._report().entries)
+            if nothing or (is_strict(self._config) and self._cut_short()):
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
         runner = self._config.getoption("trainloop") and is_runner()
         if not self._outputs and not runner:
             return
@@ -121,6 +127,11 @@ class Ledger:
             self._written += github.tell(self._config, data, self._refused, more, self._nothing(self._report()))
         if session.exitstatus == pytest.ExitCode.OK and any(line.style == "loud" for line in self._written):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # what was asked for is not there
+
+    def _cut_short(self) -> list[str]:
+        """The loops more than half of whose checks there was no time for."""
+        loops = by_loop([entry for found in self._entries.values() for entry in found])
+        return [loop for loop, entries in loops if not half_looked_at([entry.result for entry in entries])]
 
     def _notice_what_is_gone(self, session: pytest.Session, exitstatus: int) -> None:
         if self._refused:
@@ -159,10 +170,15 @@ class Ledger:
             return
         report = self._report()
         terminalreporter.write_sep("=", "trainloop")
-        for line in section(report.entries):
+        verbose = self._config.get_verbosity() > 0
+        for line in section(report.entries, name_all=verbose, fold=not verbose):
             terminalreporter.write_line(line.text, **_COLOURS[line.style])
         if nothing := self._nothing(report):
             terminalreporter.write_line(f"trainloop: NOTHING WAS CHECKED: {nothing}", **_COLOURS["loud"])
+        if cut := self._cut_short():
+            fails = ", which fails (--trainloop-strict)" if is_strict(self._config) else ""
+            sentence = f"there was no time for more than half of the checks of {some(cut, most=3)}{fails}"
+            terminalreporter.write_line(f"trainloop: {sentence}", **_COLOURS["loud"])
         for entry, reason in self._gone.items():
             terminalreporter.write_line(f"trainloop: {expected.sentence(entry, reason)}", **_COLOURS["loud"])
         for loop, lines in self._cards.shown() if self._cards is not None else ():

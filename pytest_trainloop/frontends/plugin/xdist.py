@@ -42,7 +42,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             left = [nodeid for unit in workload.values() for nodeid, done in unit.items() if not done]
             if not left:
                 return None
-            crashed, loop = left[0], self._split_scope(left[0])
+            crashed: str = left[0]
+            loop = self._split_scope(crashed)
             unit = workload[loop]
             unit[crashed] = True
             first = self._died.setdefault(loop, crashed)

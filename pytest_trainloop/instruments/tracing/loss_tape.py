@@ -187,11 +187,12 @@ class LossTape(Tape):
         self, watch: Watch, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
         call = super()._begun(watch, name, func, args, kwargs)
-        if call.writes and args and isinstance(args[0], torch.Tensor):
+        if call.writes and args and isinstance(args[0], torch.Tensor) and self.count <= self.most:
             for value in self._in_memory.get(_memory(args[0]), ()):
                 if id(value) not in self._copies:
                     with watch.suspended():
-                        self._copies[id(value)] = _now(value).detach().clone()
+                        copy = self._copies[id(value)] = _now(value).detach().clone()
+                    self._bytes += copy.numel() * copy.element_size()
         return call
 
     def _results(self, call: Call, args: tuple[Any, ...], out: Any) -> list[torch.Tensor]:

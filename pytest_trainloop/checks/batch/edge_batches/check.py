@@ -87,11 +87,14 @@ def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     if findings or edges.ending.leaves_none or edges.ending.leaves_one:
         return
     one, loader = edges.one_row, "give the project's DataLoader as batches= to have its last batch judged"
+    if edges.ending.made:
+        loader = "batches(n) makes the batches, and no DataLoader ends with one"
+    needs = "" if edges.ending.made else "batches="
     if one.raised_by_loop:
-        raise CannotDecide(f"the loop refuses a batch of one row: {one.failure}; {loader}", needs="batches=")
+        raise CannotDecide(f"the loop refuses a batch of one row: {one.failure}; {loader}", needs=needs)
     if not one.ok:
         raise CannotDecide(
-            f"on a batch of one row {one.failure}, and nothing says whether one comes: {loader}", needs="batches="
+            f"on a batch of one row {one.failure}, and nothing says whether one comes: {loader}", needs=needs
         )
 
 

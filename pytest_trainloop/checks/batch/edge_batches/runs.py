@@ -71,6 +71,8 @@ class Ending:
         sampler = batches.batch_sampler if isinstance(batches, DataLoader) else None
         self.drops = all_data or bool(getattr(batches if sampler is None else sampler, "drop_last", False))
         """Whether no batch comes that is not full."""
+        self.made = callable(batches) and not hasattr(batches, "__iter__")
+        """Whether a function makes the batches, and no loader ends an epoch."""
         self.data = self.batch_size = 0
         self.shuffles = False
         """Whether another epoch ends with other rows."""

@@ -141,11 +141,10 @@ class Units:
         if not mode.called:
             raise DoesNotApply("ReLU, tanh or sigmoid is called on no output of a layer that trains")
         if not own_data and len(mode.different) < DIFFERENT:
-            raise CannotDecide(
-                f"{len(mode.different)} different batches are too few to call a unit dead: give {DIFFERENT} or more in "
-                "batches=",
-                needs=HAND_OVER,
-            )
+            few = f"{len(mode.different)} different batches are too few to call a unit dead"
+            if record.items <= len(mode.different):
+                raise CannotDecide(f"{few}, and {record.rounds} steps of fit take no more")
+            raise CannotDecide(f"{few}: give {DIFFERENT} or more in batches=", needs=HAND_OVER)
         steps = record.innermost_steps()
         rates = tuple(max(step.lrs, default=math.nan) for step in steps)
         return cls(tuple(mode.layers(record)), record.rounds, rates)

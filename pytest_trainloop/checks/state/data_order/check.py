@@ -103,6 +103,7 @@ if TYPE_CHECKING:
 )
 def data_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.data_order import orders
+    from pytest_trainloop.instruments.batches.own_data import makes_own_data
     from pytest_trainloop.checks.state.data_order.streams import Stream, Streams
 
     if not evidence.repeatable:
@@ -133,7 +134,11 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
     if findings or judged:
         return
     nothing = "there is one example batch and no DataLoader: give the DataLoader, or what yields batches, as batches="
-    raise undecided[0] if undecided else CannotDecide(nothing, needs="batches=")
+    if undecided:
+        raise undecided[0]
+    if evidence.repeatable and evidence.shared(makes_own_data):
+        raise CannotDecide("the loop makes its own data, and is given none that have an order")
+    raise CannotDecide(nothing, needs="batches=")
 
 
 def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Finding]:

@@ -76,6 +76,7 @@ NEW_ROWS = (
     "no row comes twice in 48 batches (augmented or made on the fly); give the DataLoader itself as batches= to have "
     "its data set and sampler judged"
 )
+MADE = "no row comes twice in 48 batches of batches(n): they are made for each call, and have no order"
 LISTED = "the batches are a list, which has no order of its own: give the DataLoader that they come from as batches="
 
 # What is held
@@ -273,7 +274,10 @@ class Stream:
         if self.reading.epochs[0].batches and not name:
             self.undecided.append(CannotDecide("rows cannot be told: give batch_dim=", needs="batch_dim="))
         elif name and not self.judged:
-            self.undecided.append(CannotDecide(LISTED if source.kind == "list" else NEW_ROWS, needs="batches="))
+            if source.kind == "function":
+                self.undecided.append(CannotDecide(MADE))
+            else:
+                self.undecided.append(CannotDecide(LISTED if source.kind == "list" else NEW_ROWS, needs="batches="))
 
     def _read(self) -> Reading:
         """Two epochs of the stream, in this process; the last batch of a loader is kept. Where that raises the stream
