@@ -103,8 +103,8 @@ if TYPE_CHECKING:
 )
 def data_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.data_order import orders
-    from pytest_trainloop.instruments.batches.own_data import makes_own_data
     from pytest_trainloop.checks.state.data_order.streams import Stream, Streams
+    from pytest_trainloop.instruments.batches.own_data import makes_own_data
 
     if not evidence.repeatable:
         yield from orders.observed(evidence)
@@ -136,7 +136,7 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
     nothing = "there is one example batch and no DataLoader: give the DataLoader, or what yields batches, as batches="
     if undecided:
         raise undecided[0]
-    if evidence.repeatable and evidence.shared(makes_own_data):
+    if evidence.shared(makes_own_data):
         raise CannotDecide("the loop makes its own data, and is given none that have an order")
     raise CannotDecide(nothing, needs="batches=")
 
