@@ -426,11 +426,32 @@ def observed(watch: Watch) -> Iterator[Observation]:
         for instrument in instruments.values():
             for context in instrument.contexts(watch):
                 around.enter_context(Leaving(context))
+        around.enter_context(_items_made_aside(watch))
         observation = Observation(watch, instruments)
         try:
             yield observation
         finally:
             observation.close()
+
+
+@contextlib.contextmanager
+def _items_made_aside(watch: Watch) -> Iterator[None]:
+    """What a data set calls as it makes the items of a batch is not looked at: workers of a loader do the same unseen,
+    and to look at thousands of small calls takes longer than the step."""
+    from pytest_trainloop.recording.patches import Patches
+    from pytest_trainloop.recording.torch_internals import FETCHERS
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def fetch(fetcher: Any, index: Any) -> Any:
+            with watch.data_is_drawn():
+                return original(fetcher, index)
+
+        return fetch
+
+    with Patches() as patches:
+        for kind in FETCHERS:
+            patches.put(kind, "fetch", around)
+        yield
 
 
 def _declared(model: Any, optimizer: Any) -> tuple[dict[str, Any], list[Any]]:

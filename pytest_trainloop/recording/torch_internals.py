@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DROPOUT_MODULES",
+    "FETCHERS",
     "FILES_OF_MODES",
     "FIRST_KERNEL",
     "MODULE_CALLS",
     "NORM_MODULES",
+    "REBUILDS",
     "DispatchMode",
     "aliased_arguments",
     "apply_of",
@@ -187,6 +190,10 @@ def loader_calls() -> tuple[type, dict[str, str]]:
     those of the next batch as the sampler draws them (before the batch is fetched), "next" gives the batch.
     """
     return _BaseDataLoaderIter, {"begin": "__init__", "again": "_reset", "indices": "_next_index", "next": "__next__"}
+
+
+FETCHERS = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
+"""The classes whose ``fetch`` asks a data set for the items of a batch, in this process or in a worker."""
 
 
 def writes_in_place(tensor: torch.Tensor) -> int:
