@@ -35,6 +35,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
                 self._scopes = scopes(self.collection or [], registry.registered())
             return self._scopes.get(nodeid, nodeid)
 
+        def schedule(self) -> None:
+            """A worker keeps its last item back until it is given another or told that it was the last: one that
+            takes the place of a dead one is given a single loop, and would wait for ever."""
+            replaced = self.collection is not None
+            super().schedule()
+            for node in self.nodes if replaced else ():
+                self._reschedule(node)
+
         def remove_node(self, node: Any) -> str | None:
             """The item in which a worker died. xdist's own would give it to every new worker again; here the other
             items of its loop are run by one more worker, and left out where that one dies in them as well."""
