@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ class ScriptRun:
         self._reporter = ""
         self._results: dict[str, Result] = {}
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "results.json")
+            file, began = Path(folder, "results.json"), time.perf_counter()
             try:
                 status, said = run(
                     ["pytest_trainloop", *script.command(f"--trainloop-json={file}")], script.cwd, seconds
@@ -51,6 +52,8 @@ class ScriptRun:
                     "fewer, or --trainloop-budget=SECONDS more"
                 )
                 return
+            finally:
+                self._seconds = time.perf_counter() - began
             document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if document:
             self._results = {e.result.check: _from_here(e.result, Path(script.cwd)) for e in entries_of(document)}
@@ -64,6 +67,11 @@ class ScriptRun:
     def of(self, check: str, reporter: str) -> Result:
         """The result of one check. Where the script failed by itself, it is an error in the first check that found no
         fault; the others are skipped and name its ``reporter``."""
+        found = self._of(check, reporter)
+        seconds, self._seconds = self._seconds, 0.0  # the run counts once, for the first check that asks
+        return replace(found, seconds=seconds)
+
+    def _of(self, check: str, reporter: str) -> Result:
         if self.late:
             return Result(check=check, outcome="skipped", reason=self.late, looked_at=False)
         if self.failure and not (check in self._results and self._results[check].faults):

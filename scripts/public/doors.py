@@ -168,7 +168,7 @@ def _make_data(folder: Path) -> None:
             (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 2049, count) + labels.tobytes())
     text = folder / "karpathy+minGPT/projects/chargpt/input.txt"
     if text.parent.exists():
-        words = "the cat sat on a mat and saw it run to him".split()
+        words = ["O God, O God!", *"the cat sat on a mat and saw it run to him".split()]
         text.write_text(" ".join(draw.choice(words, 4000)), encoding="utf-8")
     waves = folder / "pytorch+examples/time_sequence_prediction"
     if waves.exists() and not (waves / "traindata.pt").exists():

@@ -38,6 +38,8 @@ def judged(script, *args, only=("step_order", "determinism"), **given):
 def test_what_one_run_decides_is_judged_and_the_rest_says_what_it_needs(script):
     results = judged(script)
     assert results["step_order"].outcome == "passed"
+    assert results["step_order"].seconds > 0.5
+    assert results["determinism"].seconds == 0.0
     assert results["determinism"].outcome == "skipped"
     assert results["determinism"].reason == "a script runs once; this check needs a function that takes batches"
 
