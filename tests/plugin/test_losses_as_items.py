@@ -28,18 +28,6 @@ LOSS = """
 NO_CHECK = "*the {} marker: {} names '{}', which matches no check; the nearest name is *"
 
 REFUSED = {
-    "a class": (
-        "@pytest.mark.trainloop_loss\nclass TestLosses:\n    def test_focal(self): ...",
-        "*::TestLosses: the trainloop_loss marker is on a class; put it on each function that returns a LossContract",
-    ),
-    "a TestCase": (
-        "class TestLosses(unittest.TestCase):\n    @pytest.mark.trainloop_loss\n    def test_focal(self): ...",
-        "*the trainloop_loss marker is on TestLosses.test_focal of a unittest.TestCase; it needs a function*",
-    ),
-    "a coroutine": (
-        "@pytest.mark.trainloop_loss\nasync def test_focal(): ...",
-        "*::test_focal is marked trainloop_loss and is a coroutine function; a plain function is needed *LossContract",
-    ),
     "two markers": (
         "@pytest.mark.trainloop\n@pytest.mark.trainloop_loss\ndef test_focal(): ...",
         "*::test_focal is marked trainloop and trainloop_loss; one of them is needed",
@@ -93,13 +81,6 @@ def test_each_property_is_an_item_and_no_check_of_loops_is(pytester, run):
     assert lines == [f"test_criteria.py::test_mean[{name}]" for name in expected]
 
 
-def test_without_the_flag_it_is_skipped(pytester, run):
-    write(pytester)
-    result = run("-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * test_criteria.py:*: needs --trainloop"])
-
-
 def test_a_fault_fails_with_its_smallest_call_and_reaches_the_reports(pytester, run):
     write(pytester, '(only=["ignored_positions", "invalid_target_raises"])')
     result = run("--trainloop", "--trainloop-json=out.json")
@@ -119,20 +100,6 @@ def test_a_fault_fails_with_its_smallest_call_and_reaches_the_reports(pytester, 
     loop = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))["loops"][0]
     assert loop["nodeid"] == "test_criteria.py::test_mean"
     assert [c["outcome"] for c in loop["checks"]] == ["failed", "passed"]
-
-
-@pytest.mark.parametrize(
-    ("marker", "outcomes"),
-    [
-        ('(only=["ignored_*"], skip={"ignored_positions": "later"})', {"skipped": 1}),
-        ('(only=["ignored_*"], skip={"ignored_positions:counted_in_mean": "by all tokens"})', {"passed": 1}),
-        ('(only=["ignored_*"], xfail={"ignored_positions:counted_in_mean": "issue 5"})', {"xfailed": 1}),
-        ('(only=["invalid_target_raises"], xfail={"invalid_target_raises": "issue 5"})', {"failed": 1}),
-    ],
-)
-def test_choice_suppression_and_expectation(pytester, run, marker, outcomes):
-    write(pytester, marker)
-    run("--trainloop").assert_outcomes(**outcomes)
 
 
 def test_fixtures_and_parametrize_reach_the_function(pytester, run):
@@ -230,15 +197,6 @@ def test_the_list_and_the_pages_show_losses(run):
     run("--trainloop-explain=invalid_target_raises:broadcasts").stdout.fnmatch_lines(
         ["invalid_target_raises:broadcasts"]
     )
-
-
-@pytest.mark.processes
-def test_under_xdist_the_properties_of_a_loss_stay_on_one_worker(pytester):
-    pytest.importorskip("xdist")
-    write(pytester, '(only=["invalid_target_raises", "correct_answer_has_lowest_loss", "ignored_positions"])')
-    result = pytester.runpytest_subprocess("-p", "no:randomly", "--trainloop", "-n2", "-v")
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["test_criteria.py::test_mean  1 failed, 2 passed*"])
 
 
 BESIDE = """
