@@ -9,8 +9,7 @@ import numpy as np
 
 from pytest_trainloop.checks.state.data_order.causes import found
 from pytest_trainloop.checks.state.data_order.items import of_project, some_batches
-from pytest_trainloop.checks.state.data_order.orders import line_of
-from pytest_trainloop.checks.state.data_order.orders import is_target
+from pytest_trainloop.checks.state.data_order.orders import is_target, line_of
 from pytest_trainloop.checks.state.data_order.reading import array_of, digest, values_of
 from pytest_trainloop.runs.process_state import seed_all
 
