@@ -21,7 +21,9 @@ How it decides
        shifted, belong to their rows.
     4. Items are fetched again, under several random states, and by workers. What fetches write must add up: a cache
        keeps its first content, a buffer its last. Counters of one entry and running statistics are no fault.
-    5. It skips a single example batch without a DataLoader, and streams that cannot be read.
+    5. Rows that a collate function mixes (mixup, CutMix) are written as mixtures of two items. Their targets must mix
+       the same two, in the same shares.
+    6. It skips a single example batch without a DataLoader, and streams that cannot be read.
 
     | seen | cause | advice if |
     |---|---|---|

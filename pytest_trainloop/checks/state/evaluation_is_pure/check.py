@@ -26,7 +26,9 @@ How it decides
        on, without backward passes or steps. As it returns, everything that it changed is put back, except generators.
        If training then differs, one kind of change at a time is left. Silent are samples, pseudo labels and scores that
        steer: other weights inside the calls show that.
-    6. It skips a difference that nothing restores, and an evaluation that needs a missing file.
+    6. With the weights and the seed of the first run, ``evaluate()`` is called a second time. It must call a module
+       and return no sum or mean of both calls.
+    7. It skips a difference that nothing restores, and an evaluation that needs a missing file.
 
     | what alone makes training differ | cause | advice if |
     |---|---|---|
@@ -35,6 +37,7 @@ How it decides
     | buffers; modes | ``buffers_moved_by_evaluation``, ``mode_left`` |  |
     | data; a switch of the process; other state | ``data_changed``, ``switch_left``, ``state_left`` |  |
     | what ``fit`` never changes, set by a score or each call | ``feedback`` | always |
+    | an iterator is used up, or a metric is not reset, at the second call | ``state_left`` |  |
     | training raises, and an inference tensor was kept | ``inference_tensor_kept`` |  |
     | two random states train differently, and equally after it | ``reseeds`` | new seeds each time; nothing draws |
     | dropout acts in evaluation mode | ``dropout_stays_on`` | ``training=`` written out; samples |
@@ -58,9 +61,9 @@ Fixed
     ...         model.train(was)
 
 Known limits
-    What ``evaluate`` returns is not compared. An evaluation that acts in its second call only (restoring best weights)
-    is not seen. Streams that evaluation and training share cannot be put back: a skip. A ``fit`` that trains in its
-    first call only is judged between two of its steps.
+    An evaluation that changes training in its second call only (restoring best weights) is not seen. Streams that
+    evaluation and training share cannot be put back: a skip. A ``fit`` that trains in its first call only is judged
+    between two of its steps.
 
     An evaluation inside ``fit`` that switches no module to evaluation mode is not taken out. Of one that is written out
     in a function that trains, its forward passes are taken out. Modes that an evaluation inside ``fit`` leaves are

@@ -22,9 +22,10 @@ How it decides
     4. An average that only ``evaluate`` reads is judged by what ``evaluate`` returns without it.
     5. A loop under another seed shows what is neither saved nor made by training. Of attributes that modules draw when
        built, a permutation is a fault, others are advice.
-    6. ``renews=("optimizer", "scheduler", "scaler", "rng")``, or a path (``"model.bank"``), names what begins again on
+    6. Where ``load`` sets what ``batches(n)`` draws from, the data must go on in the second epoch as in the first.
+    7. ``renews=("optimizer", "scheduler", "scaler", "rng")``, or a path (``"model.bank"``), names what begins again on
        purpose.
-    7. It skips a difference that nothing heals, and files that are missing.
+    8. It skips a difference that nothing heals, and files that are missing.
 
     | lost or seen | cause | advice if |
     |---|---|---|
