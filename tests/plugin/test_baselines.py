@@ -59,7 +59,7 @@ def files(pytester: pytest.Pytester) -> dict[str, str]:
 
 def test_missing_same_changed_updated_and_same_again(run, pytester):
     only = "test_a.py::test_it"
-    missing = run("--trainloop", only)
+    missing = run("--trainloop", only, "-v")
     missing.assert_outcomes(passed=1, skipped=1)
     needs = "  needs --trainloop-update-new  baseline: no baseline is recorded yet: pytest * --trainloop-update-new *"
     missing.stdout.fnmatch_lines([needs])

@@ -128,7 +128,7 @@ def test_what_a_declaration_would_add_is_one_line_on_a_green_run():
     needs = [result(name, outcome="skipped", reason="not given", needs=f"{name}=") for name in "pq"]
     green = Report.of("loop", [result("a"), *needs, result("b", outcome="skipped", reason="no fit")]).entries
     assert [line.text for line in section(green, fold=True)][1:] == [
-        "  2 more checks possible: -v names what they need",
+        "  2 more checks possible: -v says what is needed",
         "  skipped  b: no fit",
     ]
     red = Report.of("loop", [fault("a", "cut"), *needs]).entries

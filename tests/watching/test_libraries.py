@@ -138,5 +138,5 @@ def test_accelerate_is_watched(watch, folder):
     said_of(watch, ACCELERATE, options=["--write-test=test_it.py"])
     text = (folder / "test_it.py").read_text()
     assert "accelerator = fresh_accelerator(cpu=True, gradient_accumulation_steps=2)" in text
-    assert "from pytest_trainloop.adapters import fresh_accelerator" in text
+    assert "from pytest_trainloop import Script" in text
     assert "import accelerate" not in text

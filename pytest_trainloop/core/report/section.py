@@ -170,7 +170,7 @@ def undecided(entries: Sequence[Entry]) -> Iterator[Undecided]:
 
 def _open_questions(entries: Sequence[Entry], name_all: bool, *, fold: bool) -> Iterator[Line]:
     if fold and (more := {e.result.check for e in entries if e.result.needs}):
-        yield Line(f"  {count(len(more), 'more check')} possible: -v names what they need")
+        yield Line(f"  {count(len(more), 'more check')} possible: -v says what is needed")
     for each in undecided(entries):
         if fold and each.label not in (*_UNDECIDED, _LEFT_OUT):
             continue
