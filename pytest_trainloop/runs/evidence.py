@@ -20,7 +20,7 @@ from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.budget import Budget
 from pytest_trainloop.runs.build import BUILDING, Make, build, require_fresh, require_on_cuda
 from pytest_trainloop.runs.kept_batches import LoaderBatches
-from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.runs.process_state import generators_of_modules_kept, preserved
 from pytest_trainloop.runs.released import Memory
 from pytest_trainloop.runs.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
 from pytest_trainloop.runs.threads import Threads
@@ -225,7 +225,7 @@ class Evidence:
         """A loop that no other caller gets, built under the seed of the runs plus ``other_seed``."""
         if self._offers is not None:
             self.budget.require()
-        with preserved():
+        with preserved(), generators_of_modules_kept():
             seed = self._seed + other_seed
             return build(self.make, self._fixed, seed, self._kept.of(seed, self._fixed))
 

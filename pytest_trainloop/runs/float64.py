@@ -165,6 +165,7 @@ def _made_as_it_is(mode: _Promote, original: Callable[..., torch.Tensor]) -> Cal
         finally:
             mode.copying -= 1
 
+    made.__name__ = "deepcopy"  # modes know it by this name
     return made
 
 

@@ -20,7 +20,7 @@ from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.guard import StopFit, let_go
 from pytest_trainloop.runs.hooks import hooked
-from pytest_trainloop.runs.process_state import seed_all
+from pytest_trainloop.runs.process_state import generators_of_modules_kept, seed_all
 from pytest_trainloop.runs.reach.leaves import same_value
 from pytest_trainloop.runs.reach.stored import StoredTensors
 from pytest_trainloop.runs.run import fit_of
@@ -135,21 +135,22 @@ def halves(
     items = _items_of_a_half(evidence.run())
     made = Halves(record=evidence.run(), double=double, items=items)
     run = _Run(made, between, at_end, before, after, drawn_late, seed_after, plan.seed, cut_seed, stage)
-    made.record = evidence.rerun(
-        plan,
-        seed=plan.seed + other_seed,
-        fit_seed=plan.seed,
-        count=items * 2,
-        read_ahead=None,
-        # what is built under another seed is given the batches of the other runs
-        stream=(lambda loop: iter(first_batches(evidence.fresh_loop(), items * 2))) if other_seed else plan.stream,
-        enough=lambda record: False,
-        prepare=run.opened,
-        contexts=lambda watch: (hooked(before_steps(run.stop_late)), *contexts(watch)),
-        fit=run.inside if inside else run.apart,
-        double=double,
-        may_raise=True,
-    )
+    with generators_of_modules_kept():
+        made.record = evidence.rerun(
+            plan,
+            seed=plan.seed + other_seed,
+            fit_seed=plan.seed,
+            count=items * 2,
+            read_ahead=None,
+            # what is built under another seed is given the batches of the other runs
+            stream=(lambda loop: iter(first_batches(evidence.fresh_loop(), items * 2))) if other_seed else plan.stream,
+            enough=lambda record: False,
+            prepare=run.opened,
+            contexts=lambda watch: (hooked(before_steps(run.stop_late)), *contexts(watch)),
+            fit=run.inside if inside else run.apart,
+            double=double,
+            may_raise=True,
+        )
     return made
 
 

@@ -35,18 +35,27 @@ _FP32 = (
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Restore, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
-    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters,
-    and generators that a module of the project's keeps: whoever builds a loop again in another process finds those as
-    they were. Meanwhile frameworks log no more than warnings.
+    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters.
+    Meanwhile frameworks log no more than warnings.
     """
-    before, kept = _states(), [(generator, state_of(generator)) for generator in _of_modules(len(sys.modules))]
+    before = _states()
     try:
         with warnings.catch_warnings(), gradient_state_kept(), frameworks_quiet():
             yield
     finally:
+        _restore(before)
+
+
+@contextlib.contextmanager
+def generators_of_modules_kept() -> Iterator[None]:
+    """Restore generators that a module of the project's keeps: whoever builds a loop again in another process, to go on
+    from a checkpoint, finds those as they were."""
+    kept = [(generator, state_of(generator)) for generator in _of_modules(len(sys.modules))]
+    try:
+        yield
+    finally:
         for generator, state in kept:
             set_state(generator, state)
-        _restore(before)
 
 
 @functools.lru_cache(maxsize=1)
