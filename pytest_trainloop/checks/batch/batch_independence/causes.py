@@ -155,7 +155,7 @@ CAUSES = {
                 "batch one after the other",
             },
             "strided": {
-                "summary": "a slice with a step takes apart what was joined as whole batches one after the other",
+                "summary": "a slice with a step splits what was joined as whole batches one after the other",
             },
             "halved": {
                 "summary": "one part after the other is cut from what has the copies of each row together",

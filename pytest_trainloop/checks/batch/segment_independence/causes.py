@@ -116,8 +116,8 @@ CAUSES = {
     "convolution_across_documents": _in_the_model(
         proof="with the convolution of one document alone nothing of others comes into its outputs: attention keeps "
         "them apart",
-        summary="{named} runs over the borders of documents that attention keeps apart",
-        shown_by=f"with the convolution {_ALONE}: attention in the same model keeps documents apart",
+        summary="{named} runs over the borders of documents that attention separates",
+        shown_by=f"with the convolution {_ALONE}: attention in the same model separates documents",
         repair="convolve each document by itself: with seq_idx, or with zeros between documents",
         source="https://github.com/huggingface/transformers/pull/46588",
     ),

@@ -34,7 +34,7 @@ CAUSES = {
         source="https://github.com/KevinMusgrave/pytorch-metric-learning/issues/107",
     ),
     "input_unused": Cause(
-        proof="plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
+        proof="plain Adam goes the same way whatever row comes with a label, and no further than with one row",
         summary="the model cannot use its input: whatever the rows hold, the loss is the same",
         measured="plain Adam comes from {start:.4g} to {reference:.4g}, with all rows equal to {equal_rows:.4g}",
         shown_by="with each row in its neighbour's place and the labels in theirs, the loss goes the same way",
@@ -124,7 +124,7 @@ CAUSES = {
         source="https://github.com/tinghuiz/SfMLearner/issues/34",
     ),
     "learns_slowly": Cause(
-        proof="the loss stands on a plateau in steps in which plain Adam goes much further",
+        proof="the loss stays on a plateau in steps in which plain Adam goes much further",
         summary="one fixed batch is learned slowly: {progress:.0%} of the way that plain Adam goes",
         measured=f"{_REACHED}; this loop's learning rate is {{largest_lr:.1e}} at most",
         shown_by="{why}",

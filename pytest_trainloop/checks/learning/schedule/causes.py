@@ -476,7 +476,7 @@ CAUSES = {
                 "shown_by": "{sizes}",
             }
         },
-        repair="T_max = the number of calls; CosineAnnealingWarmRestarts where restarts are meant",
+        repair="T_max = the number of calls; CosineAnnealingWarmRestarts where restarts are wanted",
         source="https://github.com/ScrollPrize/villa/pull/1495",
     ),
     "barely_begun": _plan(

@@ -49,7 +49,7 @@ CAUSES = {
     ),
     "lambda_gives_the_rate": Cause(
         proof="the largest factor that the lambda of LambdaLR returns is the base rate itself, and higher rates learn",
-        summary="the function of LambdaLR returns the learning rate where a factor on it is meant: {base:g} times "
+        summary="the function of LambdaLR returns the learning rate where a factor on it is needed: {base:g} times "
         "{base:g} makes {peak:g}",
         measured=_SIZES,
         shown_by=f"its largest factor is the base rate, {{base:g}}; {_TRIED}",
@@ -70,7 +70,7 @@ CAUSES = {
         source="https://github.com/mlpnlp/mlpnlp-nmt/pull/4",
     ),
     "lr_too_high": Cause(
-        proof="the loss of one batch rises or stands still under large steps, and only lower learning rates learn it",
+        proof="the loss of one batch does not fall under large steps, and only lower learning rates learn it",
         summary="the learning rate is too high: one batch's loss {rises:?rises|does not fall}, and at {factor:g} times "
         "it is learned",
         measured=_SIZES,

@@ -23,14 +23,13 @@ CAUSES = {
                 "summary": "a filter for names with {pattern} finds no such name, and {all} ({names})",
                 "measured": "no name of the model has {pattern} in it",
                 "shown_by": (
-                    "named with {pattern} as their last segment but one, {names:they} would stand in a group without "
-                    "decay"
+                    "named with {pattern} as their last segment but one, {names:they} would be in a group without decay"
                 ),
             },
             "prefix": {
                 "summary": "the filter knows {pattern} and gets {given}: {names} {names:decay} at {decay:g}",
                 "measured": "named_parameters() gives {asked} names",
-                "shown_by": "named {pattern} it would stand in a group without decay; with any prefix, it does not",
+                "shown_by": "named {pattern} it would be in a group without decay; with any prefix, it does not",
             },
             "promised": {
                 "summary": "{written}.no_weight_decay() names {names}, which {names:decay} at {decay:g}",
@@ -52,7 +51,7 @@ CAUSES = {
         proof="a filter by name keeps weights of a kind from decay, and others of the same class not",
         summary="a filter by name keeps {kept} of {module} from decay and misses {names}",
         measured="{names} {names:decay} at {decay:g}",
-        shown_by="with {pattern} as their last segment but one, {names:they} would stand there too",
+        shown_by="with {pattern} as their last segment but one, {names:they} would be there too",
         repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
         change=("seen",),
         source="https://github.com/huggingface/transformers/issues/16908",
@@ -64,7 +63,7 @@ CAUSES = {
             "swapped"
         ),
         measured="{contents} decay; {others} in group {off} do not",
-        shown_by="no trained matrix stands in a group with weight decay",
+        shown_by="no trained matrix is in a group with weight decay",
         repair='give the decay to the group of the matrices, and "weight_decay": 0.0 to the other',
         source="https://github.com/facebookresearch/BalancingGroups/issues/6",
     ),
@@ -82,7 +81,7 @@ CAUSES = {
         source="https://github.com/mindspore-lab/mindcv/pull/752",
     ),
     "split_without_effect": _optimizer(
-        proof="groups that divide matrices from norms and biases decay both alike, at one learning rate",
+        proof="groups that divide matrices from norms and biases decay both equally, at one learning rate",
         summary=(
             "matrices (group {matrices}) and {contents} (group {vectors}) have a group each, and "
             "{decay:?both decay at {decay:g}|neither decays}"
@@ -93,7 +92,7 @@ CAUSES = {
         source="https://github.com/yandex-research/tabular-dl-tabr/issues/19",
     ),
     "norms_and_biases_decay": _optimizer(
-        proof="gains of norms, biases or tables of embeddings stand in groups with weight decay",
+        proof="gains of norms, biases or tables of embeddings are in groups with weight decay",
         summary="weight decay shrinks {shares}",
         measured=(
             "{groups}; learning rate {rate:g}{known:?; over the steps of steps= decay alone shrinks them by "
@@ -112,14 +111,14 @@ CAUSES = {
         ),
         measured="{groups:group} of {optimizer} with decoupled_weight_decay=False",
         shown_by="{optimizer}(weight_decay=...) is L2 regularisation; AdamW decays each weight by lr * weight_decay",
-        repair="torch.optim.AdamW, with weight_decay chosen anew: the same number has another effect there",
+        repair="torch.optim.AdamW, with weight_decay chosen again: the same number has another effect there",
         source="https://github.com/mapbox/robosat/pull/166",
     ),
     "momentum_and_decay_swapped": _overdone(
         proof="the weight decay is as large as a momentum, and the momentum as small as a weight decay",
         summary="{optimizer} has weight_decay={decay:g} and momentum={momentum:g}: they are swapped",
         measured="each step shrinks all weights of group {group} by {percent:.2g} %",
-        shown_by="a momentum below 0.01 does nothing, and no recipe decays at 0.5 and more beside a momentum",
+        shown_by="a momentum below 0.01 does nothing, and no recipe has a decay of 0.5 or more with a momentum",
         repair="give both by name: momentum=0.9, weight_decay=5e-4",
         source="https://github.com/YudeWang/SEAM/issues/21",
     ),

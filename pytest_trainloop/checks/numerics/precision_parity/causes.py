@@ -133,7 +133,7 @@ CAUSES = {
             "{steps:?; {steps} steps are made inside of a block|}"
         ),
         shown_by="with the casts dropped whenever the weights have changed, and nothing else, the loss differs",
-        repair="enter torch.autocast(...) anew for each forward pass, around model and loss, and leave it before "
+        repair="enter torch.autocast(...) again for each forward pass, around model and loss, and leave it before "
         "backward() and step(); cache_enabled=False where one block must span several steps",
         explains=(*EXPLAINS, "every_param_moves:not_updated", "precision_parity:backward_under_autocast"),
         source="https://github.com/X-GenGroup/Flow-Factory/pull/186",

@@ -230,8 +230,8 @@ CAUSES = {
         shown_by="{seeds:?under one seed on all ranks they are the same|also under one seed on all ranks}",
         repair="broadcast them from rank 0 before the first step (DistributedDataParallel does so when it is built), "
         "or build the model under one seed on all ranks",
-        settle="under one seed on all ranks they are the same: seed every rank alike before the model is built, or "
-        "broadcast, where your launcher does not",
+        settle="under one seed on all ranks they are the same: give all ranks one seed before the model is built, "
+        "or broadcast, where your launcher does not",
         variants={
             "script": {
                 "summary": "the ranks train different weights of {names}: they are not the same before the first step",
@@ -254,7 +254,7 @@ CAUSES = {
                 "shown_by": "in the first {same:step} all ranks are given the same batches, another one in each step",
             },
             "seeded": {
-                "summary": "every rank goes over all rows, and ranks that are seeded alike get the same ones at each "
+                "summary": "every rank goes over all rows, and ranks that have the same seed get the same ones at each "
                 "step",
                 "shown_by": "the first {same} losses and their gradients are the same on all ranks, bit for bit, under "
                 "one seed on all ranks",
@@ -285,15 +285,15 @@ CAUSES = {
         proof="what the loop draws at this line is the same on all ranks, bit for bit, while their rows differ and "
         "they were given different seeds",
         summary="every rank draws the same random numbers here, for different rows",
-        shown_by="the ranks were given different seeds: the loop seeds them alike",
-        repair="seed what is drawn for each rank apart, after the model is built: torch.manual_seed(seed + rank)",
+        shown_by="the ranks were given different seeds: the loop gives them the same seed",
+        repair="seed what is drawn differently on each rank, after the model is built: torch.manual_seed(seed + rank)",
         settle="suppress it where all ranks are to draw the same (a choice that must be common)",
         source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
     ),
     "batch_norm_per_rank": _ran(
         proof="batch norms normalise by the rows of their own rank, and their running statistics part",
         summary="{names} {names:normalise} by the rows of one rank",
-        shown_by="the running statistics of the ranks begin alike and end apart",
+        shown_by="the running statistics of the ranks begin equal and end different",
         repair="model = nn.SyncBatchNorm.convert_sync_batchnorm(model) before it is wrapped (on GPUs), or a norm "
         "without batch statistics",
         settle="suppress it where each rank has rows enough for statistics of its own",
@@ -345,14 +345,14 @@ CAUSES = {
     ),
     "weights_drift": _ran(
         proof="the ranks begin with the same weights, and their weights part",
-        summary="the weights {names} begin alike on all ranks and end apart: {first}",
+        summary="the weights {names} begin equal on all ranks and end different: {first}",
         shown_by="weights, learning rates and gradients at each step, by rank",
         repair="make every change of weights on all ranks, with the same numbers: schedules and stops that follow a "
         "loss need the loss of all ranks",
         settle="suppress it where each rank is to keep a buffer of its own, or broadcast it",
         variants={
             "state": {
-                "summary": "{names} {names:begin} alike on all ranks and {names:end} apart",
+                "summary": "{names} {names:begin} equal on all ranks and {names:end} different",
                 "shown_by": "no optimizer steps it, and nothing brings it together",
             }
         },

@@ -135,7 +135,7 @@ CAUSES = {
     "workers_share_randomness": Cause(
         proof="two fetches of one item differ within a worker, and those of both workers (as advice: those of the next "
         "epoch) are the same",
-        summary="all workers draw the same random numbers: {seeder} seeds them alike",
+        summary="all workers draw the same random numbers: {seeder} gives them the same seed",
         measured="one item fetched four times by two workers: each worker's two differ, and both workers' are the same",
         shown_by="the first two fetches agree bit for bit, so do the next two, and these differ from the first",
         repair="no seeding in worker_init_fn (torch seeds python, torch and numpy in each worker); or "
@@ -271,7 +271,7 @@ CAUSES = {
         proof="two of three tensors of one shape are equal in every row, and the third is not",
         summary="{a} and {b} are equal in every row, and {third} is not",
         measured="{rows} of {rows} rows",
-        repair="draw the positive apart from the anchor, as another row of its class or another view of it",
+        repair="draw the positive independently of the anchor, as another row of its class or another view of it",
     ),
 }
 

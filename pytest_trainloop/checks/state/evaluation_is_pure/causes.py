@@ -213,7 +213,7 @@ CAUSES = {
         summary="evaluate() changes {what}, on which training does not depend",
         measured="{moved} running statistics differ after evaluate()",
         shown_by="they differ right after evaluate(), and the weights that train end as without it",
-        repair="model.eval() before evaluation, unless they are estimated anew on purpose (precise batch norm)",
+        repair="model.eval() before evaluation, unless they are estimated again on purpose (precise batch norm)",
         source="https://github.com/princeton-vl/pytorch_stacked_hourglass/issues/44",
     ),
     "hooks_left": _seen(

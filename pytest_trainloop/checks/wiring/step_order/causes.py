@@ -140,7 +140,7 @@ CAUSES = {
                 "repair": "let the exception out, and mend what raises it",
             },
             "not reached": {
-                "shown_by": "this call of backward() stands in the code that ran, and was never reached",
+                "shown_by": "this call of backward() is in the code that ran, and was never reached",
             },
         },
         source="https://github.com/automl/Auto-PyTorch/issues/281",
@@ -279,25 +279,25 @@ CAUSES = {
             },
             "stand-ins": {
                 "summary": (
-                    "{by} clips nothing: it is handed gradients, or views of weights, which have no .grad of their own"
+                    "{by} clips nothing: it is given gradients, or views of weights, which have no .grad of their own"
                 ),
                 "shown_by": (
-                    "the tensors handed over are the .grad of parameters, or share the memory of one, and have no "
+                    "the tensors that it is given are the .grad of parameters, or share the memory of one, and have no "
                     "gradient"
                 ),
                 "repair": "{by}(model.parameters(), {limit}): hand over the parameters themselves",
             },
             "used up": {
-                "summary": "{by} clips nothing: the iterator that it is handed is used up",
-                "shown_by": "each call is handed the same iterator, which yields no tensor any more",
-                "repair": "params = list(model.parameters()), or call model.parameters() anew for each clip",
+                "summary": "{by} clips nothing: the iterator that it is given is used up",
+                "shown_by": "each call is given the same iterator, which yields no tensor any more",
+                "repair": "params = list(model.parameters()), or call model.parameters() again for each clip",
             },
         },
         source="https://github.com/yandex-research/tabm/issues/20",
     ),
     "clips_another": _clip(
         proof=(
-            "what the clip is handed is used by no step before it is zeroed, and the step that follows each call uses "
+            "what the clip is given is used by no step before it is zeroed, and the step that follows each call uses "
             "gradients that no clip of the run covers"
         ),
         summary="{by} before the step of {whose} clips {clipped}, and {unclipped} {unclipped:are} stepped unclipped",
@@ -316,7 +316,7 @@ CAUSES = {
         repair="clip all groups at once: clip_grad_norm_(model.parameters(), max_norm)",
     ),
     "clip_leaves_out": _seen(
-        proof="steps use gradients that no clip covers beside those of the same optimizer that one does",
+        proof="steps use gradients that no clip covers, along with those of the same optimizer that one does",
         summary="{by} leaves out {tensors:tensor} that {kind} steps: {parts}",
         measured="in {steps:step} with limit {limit}{known:?; {share} of |g|^2 is left out|}",
         repair=(

@@ -37,7 +37,7 @@ CAUSES = {
     ),
     "layer_made_anew": Cause(
         proof="a parameter is used in each pass that did not exist in the pass before",
-        summary="{names} makes weights of shape {shape} anew in every forward pass, and no step trains them",
+        summary="{names} makes new weights of shape {shape} in every forward pass, and no step trains them",
         measured="in each of the steps another parameter is used at this line",
         shown_by="none of them existed when the step before was made",
         repair="make the layer once, in __init__, as self.layer = nn.Linear(...)",
@@ -76,7 +76,7 @@ CAUSES = {
             "a tensor of shape {shape}; made from the second batch it differs by {apart:share} of its largest entry"
         ),
         shown_by="later batches meet it row by row in {function}, and the line that makes it runs once",
-        repair="compute it in every pass, or keep it under a key that tells the batches apart",
+        repair="compute it in every pass, or keep it under a key that differs between batches",
         explains=(
             *_LEARNING,
             "batch_independence",
