@@ -25,6 +25,8 @@ READERS = {
     "frontends.api": "how long an observed block took, for the report",
     "frontends.plugin.progress": "when a line of progress is due",
     "runs.budget": "what the checks of a loop took, for the report; where it is too much, the rest is not looked at",
+    "runs.threads": "the time of the first steps and of an operation: how many threads torch takes, and no verdict",
+    "judging.script": "the time that a script may take; then its checks are skipped",
     "runs.guard": "a timer ends the time of fit, and the check is skipped",
     "checks.state.determinism.repeat": "so does a wait for a child",
     "runs.ranks.launch": "the time that all ranks may take, and the check is skipped",

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from pytest_trainloop.frontends.plugin.nodeids import scopes
+from pytest_trainloop.frontends.plugin.nodeids import check_in, loop_of, scopes
 
 pytest.importorskip("xdist")
 
@@ -77,26 +77,40 @@ def test_usage_errors_stay_clean(pytester, session):
 
 
 @pytest.mark.processes
-def test_a_loop_that_kills_its_workers_is_reported_and_not_run_for_ever(pytester, session):
+def test_a_worker_that_dies_is_an_error_of_its_check(pytester, session):
     pytester.makepyfile(
         test_a="""
         import os
         import pytest
 
-        @pytest.mark.trainloop
-        def test_gpt(): os._exit(3)
-
         @pytest.mark.trainloop(only=["overfit"])
-        def test_fine(): return {}
+        def test_gpt(): os._exit(3)
         """
     )
-    result = session.runpytest_subprocess("--trainloop", "-n1", "--trainloop-json=out.json", "-p", "no:randomly")
-    result.stdout.fnmatch_lines(["  error  *: worker 'gw0' crashed while running *"])
+    result = session.runpytest_subprocess("--trainloop", "-n1", "--trainloop-json=out.json", "--max-worker-restart=0")
+    result.stdout.fnmatch_lines(["  error  overfit: worker 'gw0' crashed while running *"])
     data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
-    fine, killed = data["loops"]
-    assert [check["outcome"] for check in killed["checks"]].count("error") == 2
-    assert [check["looked_at"] for check in killed["checks"]].count(False) == len(killed["checks"]) - 2 > 0
-    assert [check["outcome"] for check in fine["checks"]] == ["passed"]
+    assert data["loops"][0]["checks"][0]["outcome"] == "error"
+
+
+def test_the_loop_of_an_item():
+    assert loop_of("a.py::test_x[overfit]", "overfit") == "a.py::test_x"
+    assert loop_of("a.py::test_x[2-overfit]", "overfit") == "a.py::test_x[2]"
+    assert loop_of("a.py::test_x[c[d]-overfit]", "overfit") == "a.py::test_x[c[d]]"
+    assert loop_of("a.py::test_x[2-overfit-1-3]", "overfit") == "a.py::test_x[2-1-3]"
+    assert loop_of("a.py::test_x[overfit-1-3]", "overfit") == "a.py::test_x[1-3]"
+    assert loop_of("a.py::test_x", "overfit") == "a.py::test_x"
+    assert loop_of("a.py::test_x[overfit-cuda]", "overfit") == "a.py::test_x"
+    assert loop_of("a.py::test_x[2-overfit-cuda]", "overfit") == "a.py::test_x[2]"
+
+
+def test_the_check_of_an_item():
+    assert check_in("a.py::test_x[2-overfit]") == "overfit"
+    assert check_in("a.py::test_x[overfit]") == "overfit"
+    assert check_in("a.py::test_x[overfit-cuda]") == "overfit"
+    assert check_in("a.py::test_x[2-overfit-cuda]") == "overfit"
+    assert check_in("a.py::test_x[over fit]") == ""
+    assert check_in("a.py::test_x") == ""
 
 
 def test_scopes_tell_loops_from_ordinary_tests():

@@ -254,9 +254,13 @@ def _used_up(loop: TrainLoop) -> Iterator[str]:
     bare.fit = bare.step = bare.loss = bare.batches = None
     for path, place in Reach.of(bare).walked.places.items():
         if isinstance(place.value, collections.abc.Iterator):
-            with contextlib.suppress(Exception):  # of the project's iterator
-                if next(place.value, path) is path:
-                    yield path
+            try:
+                ended = next(place.value, path) is path
+            except Exception as error:  # of the project's iterator
+                reraise_ours(error)
+                continue
+            if ended:
+                yield path
 
 
 @contextlib.contextmanager

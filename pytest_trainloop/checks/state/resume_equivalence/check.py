@@ -100,7 +100,8 @@ _OF_SAVE = ("save_changes", "live_references", "rng_not_saved", "weights_rounded
 def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.checkpoint import rounded
     from pytest_trainloop.checks.state.resume_equivalence.runs import Reported, both, changed_by_save
-    from pytest_trainloop.checks.state.resume_equivalence.statements import SAVES, last_call
+    from pytest_trainloop.checks.state.resume_equivalence.state_calls import SAVES
+    from pytest_trainloop.checks.state.resume_equivalence.statements import last_call
     from pytest_trainloop.checks.state.two_courses import two_courses
     from pytest_trainloop.runs.room import require_room
 
@@ -243,7 +244,8 @@ def _schedules(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
 
 def _scalers(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
-    from pytest_trainloop.checks.state.resume_equivalence.statements import SAVES, last_call
+    from pytest_trainloop.checks.state.resume_equivalence.state_calls import SAVES
+    from pytest_trainloop.checks.state.resume_equivalence.statements import last_call
 
     for path, before in a.scales.items() if "scaler" not in b.renewed.names else ():
         if (now := b.scales.get(path, before)) != before:
@@ -253,7 +255,8 @@ def _scalers(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
 
 def _random_states(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
-    from pytest_trainloop.checks.state.resume_equivalence.statements import SAVES, last_call
+    from pytest_trainloop.checks.state.resume_equivalence.state_calls import SAVES
+    from pytest_trainloop.checks.state.resume_equivalence.statements import last_call
 
     if "rng" in b.renewed.names:
         return

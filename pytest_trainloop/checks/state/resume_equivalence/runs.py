@@ -20,7 +20,7 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     tensors_of,
     weights_of,
 )
-from pytest_trainloop.checks.state.resume_equivalence.statements import Call, calls_of_the_project
+from pytest_trainloop.checks.state.resume_equivalence.state_calls import Call, calls_of_the_project
 from pytest_trainloop.checks.state.two_courses import line_of, numbers_in
 from pytest_trainloop.core.errors import CannotDecide, UsageError
 from pytest_trainloop.core.whose import present, project_may_raise, reraise_ours
