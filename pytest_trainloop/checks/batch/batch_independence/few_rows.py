@@ -59,7 +59,8 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
 def few_rows_of_call(
     arguments: Any, batch_dim: Any, sizes: Sequence[int], counts: Sequence[int] = COUNTS
 ) -> FewRows | None:
-    """The same of what a model is called with, where what has a history keeps it; None where it has no two rows."""
+    """The same of what a model is called with, where what has a history keeps it; None where it has no two rows, or
+    none can be taken."""
     try:
         count, rows, axis, known = _chosen(arguments, batch_dim, sizes, counts)
     except CannotDecide:
@@ -69,7 +70,11 @@ def few_rows_of_call(
         has_rows = not tensor.is_nested and tensor.dim() > axis and tensor.shape[axis] == count
         return tensor.narrow(axis, 0, rows) if has_rows and rows < count else tensor
 
-    few_arguments = nested.mapped(arguments, few, lambda value: isinstance(value, torch.Tensor))
+    try:
+        few_arguments = nested.mapped(arguments, few, lambda value: isinstance(value, torch.Tensor))
+    except RuntimeError as error:  # of a sparse tensor (the adjacency of a graph) no rows are a view
+        reraise_raised(error)
+        return None
     return FewRows(few_arguments, rows, axis, known)
 
 

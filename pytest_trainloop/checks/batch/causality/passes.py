@@ -295,7 +295,7 @@ class OutputsAhead:
         self.loss, self.where, self.length = name, place, read.shape[1]
         at = self.length // 2
         self.entered = next(n for n, e in enumerate(seen.data_inputs) if e is entered), read.time, at
-        self.outputs = by_class[(read.position <= at) & read.kept].detach().double()
+        self.outputs = by_class[(read.position <= at) & read.kept].detach()
         if self.leaks and self.closer:
             self.first = first_seeing(seen.ops, entered.leaf, self.length)
             self.attentions = attentions(seen.ops, self.length)

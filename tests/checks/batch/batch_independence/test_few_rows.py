@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.batch.batch_independence.few_rows import few_rows
+from pytest_trainloop.checks.batch.batch_independence.few_rows import few_rows, few_rows_of_call
 from pytest_trainloop.core.errors import CannotDecide
 
 
@@ -65,3 +65,8 @@ def test_no_other_axis_is_as_long():
 def test_one_row_is_too_few():
     with pytest.raises(CannotDecide, match="1 rows along axis 0: at least 2 are needed"):
         rows_of(torch.randn(1, 4))
+
+
+def test_no_rows_are_taken_of_a_sparse_tensor():
+    adjacency = torch.eye(40).to_sparse()
+    assert few_rows_of_call(((torch.randn(40, 3), adjacency), {}), None, ()) is None
