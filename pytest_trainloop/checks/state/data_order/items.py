@@ -430,7 +430,7 @@ def collated(stream: Stream) -> Iterator[Finding]:
     sure = bits >= ENOUGH and source.as_trained and is_target(stream.evidence, at[1])
     sorting = bool(Held.by(("collate_fn", collate)).names & SORTING)
     facts = {"inputs": at[0], "labels": at[1], "rows": rows, "changed": changed, "cut": cut, "sorting": sorting}
-    facts |= {"function": getattr(own, "__name__", type(own).__name__), "stream": source.name}
+    facts |= {"function": name_of(own), "stream": source.name}
     facts |= {"change": line_of(own), "kinds": ("input",) * 2, "level": "fault" if sure else "advice"}
     yield found("labels_apart", source, at, "collated", **facts)
 
@@ -439,10 +439,11 @@ def _collated_apart(loader: Any, streams: Streams) -> tuple[tuple[str, str] | No
     at, rows, changed, bits, cut, renamed = None, 0, 0, 0.0, False, False
     seed_all(streams.loop.seed)
     for indices in some_batches(loader):
-        items = [loader.dataset[index] for index in indices]
-        if len(items) < 2 or not isinstance(items[0], (tuple, dict)):
+        made = of_items(loader, indices, least=2)
+        if made is None:
             return None
-        columns = dict(_columns(items, values_of(loader.collate_fn(copy.deepcopy(items))), streams.pads))
+        items, batch = made
+        columns = dict(_columns(items, values_of(batch), streams.pads))
         at = at or next((key for key, column in columns.items() if len(column.changed()) > 1), None)
         if at is None or at not in columns:
             return None
@@ -502,6 +503,20 @@ def _entries(value: Any) -> list[Any] | None:
         return [value]
     array = array_of(value)
     return None if array is None or array.dtype.kind not in "iub" else array.flatten().tolist()
+
+
+def of_items(loader: Any, indices: Any, *, least: int) -> tuple[list[Any], Any] | None:
+    """The items of a batch, and what the collate function makes of a copy of them; None where these are fewer than
+    ``least``, or have no fields."""
+    items = [loader.dataset[index] for index in indices]
+    if len(items) < least or not isinstance(items[0], (tuple, dict)):
+        return None
+    return items, loader.collate_fn(copy.deepcopy(items))
+
+
+def name_of(own: Any) -> str:
+    """The name of a function, or of the class of an object that is called."""
+    return str(getattr(own, "__name__", type(own).__name__))
 
 
 def of_project(collate: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pytest_trainloop.checks.state.data_order.causes import found
-from pytest_trainloop.checks.state.data_order.items import of_project, some_batches
+from pytest_trainloop.checks.state.data_order.items import name_of, of_items, of_project, some_batches
 from pytest_trainloop.checks.state.data_order.orders import is_target, line_of
 from pytest_trainloop.checks.state.data_order.reading import array_of, digest, values_of
 from pytest_trainloop.runs.process_state import seed_all
@@ -31,12 +30,12 @@ def mixed(stream: Stream) -> Iterator[Finding]:
     """Targets that are mixed of other items than their inputs are, or in other shares.
 
     Each row of inputs is written as a mixture of two items. Classes that its target gives a weight must be theirs; a
-    weight that all classes get alike is taken off (label smoothing).
+    weight that all classes get equally is taken off (label smoothing).
     """
     facts = stream.with_loader(_mixed_apart) if line_of(own := of_project(stream.now.of.collate_fn)) else None
     if facts is not None:
         sure = stream.source.as_trained and is_target(stream.evidence, facts["labels"])
-        facts |= {"function": getattr(own, "__name__", type(own).__name__), "change": line_of(own)}
+        facts |= {"function": name_of(own), "change": line_of(own)}
         facts |= {"stream": stream.source.name, "kinds": ("input",) * 2, "level": "fault" if sure else "advice"}
         yield found("labels_apart", stream.source, (facts["inputs"], facts["labels"]), "mixed", **facts)
 
@@ -44,10 +43,11 @@ def mixed(stream: Stream) -> Iterator[Finding]:
 def _mixed_apart(loader: Any, streams: Streams) -> dict[str, Any] | None:
     seed_all(streams.loop.seed)
     for indices in some_batches(loader, MOST_BATCHES):
-        items = [loader.dataset[index] for index in indices]
-        if len(items) < 3 or not isinstance(items[0], (tuple, dict)):
+        made = of_items(loader, indices, least=3)
+        if made is None:
             return None
-        batch = {path: _stacked(rows) for path, rows in values_of(loader.collate_fn(copy.deepcopy(items))).items()}
+        items = made[0]
+        batch = {path: _stacked(rows) for path, rows in values_of(made[1]).items()}
         fields = [field for rows in values_of(items).values() if (field := _stacked(rows)) is not None]
         for rows in (field for field in fields if field.dtype.kind == "f" and field.shape[1] >= LEAST_NUMBERS):
             for x, values in batch.items():
@@ -73,7 +73,7 @@ def first_alone(stream: Stream) -> Iterator[Finding]:
     own = of_project(stream.now.of.collate_fn)
     facts = stream.with_loader(_first_alone) if line_of(own) else None
     if facts is not None:
-        facts |= {"function": getattr(own, "__name__", type(own).__name__), "change": line_of(own)}
+        facts |= {"function": name_of(own), "change": line_of(own)}
         where, names = stream.source, (facts["lost"],)
         yield found("rows_never_drawn", where, names, "the first one", level="advice", stream=where.name, **facts)
 
@@ -82,10 +82,10 @@ def _first_alone(loader: Any, streams: Streams) -> dict[str, Any] | None:
     known: dict[str, Any] | None = None
     seed_all(streams.loop.seed)
     for indices in some_batches(loader, 2):
-        items = [loader.dataset[index] for index in indices]
-        if len(items) < 3 or not isinstance(items[0], (tuple, dict)):
+        made = of_items(loader, indices, least=3)
+        if made is None:
             return None
-        batch = loader.collate_fn(copy.deepcopy(items))
+        items, batch = made
         single, whole = (
             {path: [digest(row, streams.pads) for row in rows] for path, rows in values_of(batch, count=n).items()}
             for n in (1, len(items))
