@@ -224,6 +224,18 @@ pair(
 )
 
 
+def regressing(model, called):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.mse_loss(called(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+
 def replaced(first):
     """Parameters are made again, as where a module is moved to another device and back."""
 
@@ -234,15 +246,7 @@ def replaced(first):
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
         called = wrapped(model, ranks) if first else called
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.mse_loss(called(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+        return regressing(model, called)
 
     return make
 

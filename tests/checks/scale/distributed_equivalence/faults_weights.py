@@ -15,6 +15,7 @@ from tests.checks.scale.distributed_equivalence.faults_gradients import (
     Regressor,
     averaged,
     broadcast_gradients,
+    regressing,
     summed,
     wrapped,
 )
@@ -268,15 +269,7 @@ def unfrozen(late):
         model.body.requires_grad_(not late)
         called = wrapped(model, ranks)
         model.body.requires_grad_(True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.mse_loss(called(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+        return regressing(model, called)
 
     return make
 

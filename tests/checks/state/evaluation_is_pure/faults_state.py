@@ -50,21 +50,26 @@ class Balanced(nn.Module):
         self.usage.zero_()
 
 
+def classified(model, optimizer, rows):
+    """A classifier that is evaluated on these rows."""
+    x, y = rows
+
+    @torch.no_grad()
+    def evaluate():
+        model.eval()
+        score = F.cross_entropy(model(x), y).item()
+        model.train()
+        return score
+
+    return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+
 def balanced(asking):
     def make():
         model = Balanced(asking)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         optimizer.register_step_post_hook(lambda *_: model.balance())
-        x, y = data.labelled(rows=48, seed=5)
-
-        @torch.no_grad()
-        def evaluate():
-            model.eval()
-            score = F.cross_entropy(model(x), y).item()
-            model.train()
-            return score
-
-        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+        return classified(model, optimizer, data.labelled(rows=48, seed=5))
 
     return make
 
@@ -188,16 +193,7 @@ def prototypes(asking):
     def make():
         model = Prototypes(asking)
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        x, y = data.labelled(rows=24, seed=5)
-
-        def evaluate():
-            model.eval()
-            with torch.no_grad():
-                score = F.cross_entropy(model(x), y).item()
-            model.train()
-            return score
-
-        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+        return classified(model, optimizer, data.labelled(rows=24, seed=5))
 
     return make
 
