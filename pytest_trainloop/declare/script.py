@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 STEPS = 30
-"""Optimizer steps that are watched unless told otherwise: 12 in full, and 18 more in which graphs and states that grow
+"""Optimizer steps that are watched by default: 12 in full, and 18 more in which graphs and states that grow
 show (docs/zero-code.md#how-many-steps)."""
 
 WRITE_A_TEST = "--write-test=FILE writes the test that can"

@@ -34,7 +34,7 @@ BATCHES = 16
 """Batches that are made up."""
 
 KEPT = 4
-"""Batches of the script's own that are kept beside the test, at most."""
+"""Batches of the script's own that are kept next to the test, at most."""
 
 MOST_KEPT = 1_000_000
 """Bytes of them, at most."""
@@ -170,7 +170,7 @@ def _keywords(value: Any, given: dict[str, Any], imports: Imports) -> str:
 
 
 def loader_code(loader: Any, imports: Imports) -> tuple[str, Any]:
-    """An expression that makes a DataLoader of the same kind, and the data that it reads from a file beside the test:
+    """An expression that makes a DataLoader of the same kind, and the data that it reads from a file next to the test:
     rows of the first batches, or these batches, where they are small. Else they are made up: the same nest, dtypes and
     shapes, whole numbers from the range that was seen. Raises ``Unknown``, and what the loader raises."""
     seen = list(itertools.islice(loader, LOOKED_AT))

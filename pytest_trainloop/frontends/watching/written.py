@@ -1,4 +1,4 @@
-"""The test file for a script: its loop handed over, from what is known of it; else the script itself, run once."""
+"""The test file for a script: its loop given to the checks, as far as it is known; else the script itself, run once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_file(loop: Loop, imports: Imports, target: Target, file: Path) -> str:
     parts.append(f"@pytest.mark.trainloop\ndef {_name(target)}():\n{body}")
     code = "\n\n\n".join(parts)
     docstring = (
-        f'"""The loop of {_shown(target)}, handed to all checks: pytest --trainloop.\n\n'
+        f'"""The loop of {_shown(target)}, given to all checks: pytest --trainloop.\n\n'
         "Written by python -m pytest_trainloop --write-test from what the script made when it ran. Look it through:\n"
         'values are those of that run.\n"""\n\nfrom __future__ import annotations'
     )

@@ -29,7 +29,7 @@ MOST_PARTS = 6
 """Components that are left one by one."""
 
 GATHERS = ("update", "compute")
-"""What a metric offers beside ``reset``."""
+"""What a metric has in addition to ``reset``."""
 
 
 def called_again(cut: Cut, first_time: Run, early: Run) -> Iterator[Finding]:
