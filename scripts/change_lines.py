@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from pytest_trainloop.instruments.tracing import definitions  # noqa: E402
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -44,25 +46,16 @@ Line = tuple[str, int]
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-class Source:
-    """The syntax tree of a file, with the parents of its nodes."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
-
-    def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
+class Source(definitions.Source):
+    """The syntax tree of a file, by lines and nodes."""
 
     def at(self, line: int, kinds: Any = Function) -> list[Any]:
         """The nodes of these kinds that begin at a line, with their decorators, or hold it."""
         return [n for n in ast.walk(self.tree) if isinstance(n, kinds) and _first(n) <= line <= n.end_lineno]
 
-    def statement(self, node: ast.AST) -> ast.stmt | None:
-        return next((n for n in (node, *self.above(node)) if isinstance(n, ast.stmt)), None)
+    def holding(self, node: ast.AST) -> ast.stmt | None:
+        """The statement that a node is, or lies in."""
+        return next((n for n in self.above(node) if isinstance(n, ast.stmt)), None)
 
 
 source = cache(Source)
@@ -193,7 +186,7 @@ class Edit:
                 self._use(within, node, use)
 
     def _use(self, within: Source, scope: ast.AST, use: Any) -> None:
-        statement = within.statement(use)
+        statement = within.holding(use)
         if statement is None:
             return
         if isinstance(statement, (ast.If, ast.While, ast.For, ast.With)):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.core.ours import is_our_file
 
 if TYPE_CHECKING:
+    import ast
     from collections.abc import Callable
     from types import CodeType, FrameType
 
@@ -59,19 +60,31 @@ _MOST_DECORATORS = 20
 def of_keyword(file: str, line: int, call: str, keyword: str) -> str:
     """The line of one keyword of the call of this name around a line; that line where there is none."""
     import ast  # on the way to an error only
-    import linecache
 
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return shown(file, line)
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_of(file)):
         if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             found = next((k.value.lineno for k in node.keywords if k.arg == keyword), None)
             if name == call and found is not None:
                 return shown(file, found)
     return shown(file, line)
+
+
+def syntax_of(file: str) -> ast.Module:
+    """The syntax tree of a file; empty where its source is not known."""
+    import linecache
+
+    return _parsed("".join(linecache.getlines(file)))
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(source: str) -> ast.Module:
+    import ast
+
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def code_of(function: object) -> CodeType | None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import linecache
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
+from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.declare.fields import listed
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.construction import maker
@@ -192,12 +192,8 @@ def _line_of_functions(functions: Any) -> str:
 @functools.cache
 def _looped_over(file: str, line: int) -> frozenset[str]:
     """The variables of the loops around a function that begins on a line: of ``for`` and of comprehensions."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return frozenset()
     targets: list[ast.expr] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_of(file)):
         inside = node.lineno <= line <= (node.end_lineno or 0) if isinstance(node, (ast.expr, ast.stmt)) else False
         if inside and isinstance(node, ast.For):
             targets.append(node.target)

@@ -8,10 +8,9 @@ attribute or a container may be read elsewhere: nothing is said.
 from __future__ import annotations
 
 import ast
-import functools
-import linecache
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.recording.torch_names import LOSSES
 
 if TYPE_CHECKING:
@@ -43,19 +42,9 @@ def never_read(site: Site) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=256)
-def parsed(filename: str) -> ast.Module | None:
-    """None where the source is not known."""
-    try:
-        return ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError):
-        return None
-
-
 def statement_at(filename: str, line: int) -> tuple[ast.stmt, list[ast.stmt], Function | None] | None:
     """The simple statement on a line, the block that it belongs to, and the innermost function around it."""
-    module = parsed(filename)
-    for statement, block, function in _simple(module, None) if module else ():
+    for statement, block, function in _simple(syntax_of(filename), None):
         if covers(statement, line):
             return statement, block, function
     return None

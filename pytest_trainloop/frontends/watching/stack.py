@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import operator
 import sys
 import threading
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.core.places import shown
+from pytest_trainloop.core.places import shown, syntax_of
 from pytest_trainloop.recording.source import layer
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class Frame:
 
     def body(self) -> list[ast.stmt]:
         """The statements of its function, or of its module."""
-        tree = parsed(self.file)
+        tree = syntax_of(self.file)
         if self.at_module_level:
             return tree.body
         for node in ast.walk(tree):
@@ -114,15 +112,6 @@ def _attribute(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except Exception:  # of an attribute of the project's: it may be absent, or raise anything
         return ABSENT
-
-
-@cache
-def parsed(file: str) -> ast.Module:
-    """The source of a file; empty where it has none."""
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
 
 
 def user_stack() -> list[Frame]:

@@ -8,6 +8,8 @@ import linecache
 import sys
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.core.places import syntax_of
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -67,11 +69,7 @@ def _call_at(file: str, line: int, last: int, column: int, end: int) -> ast.Call
 
 @functools.lru_cache(maxsize=1024)
 def _call_on(file: str, line: int, names: tuple[str, ...]) -> ast.Call | None:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and called_name(node) in names]
+    calls = [node for node in ast.walk(syntax_of(file)) if isinstance(node, ast.Call) and called_name(node) in names]
     found = [node for node in calls if node.lineno <= line <= (node.end_lineno or line)]
     told = {(len(c.args), tuple(sorted(k.arg or "" for k in c.keywords)), unpacks(c)) for c in found}
     return found[0] if len(told) == 1 else None

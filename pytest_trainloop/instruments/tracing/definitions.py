@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.core.places import code_of, first_line
+from pytest_trainloop.core.places import code_of, first_line, syntax_of
+from pytest_trainloop.instruments.tracing.call_expressions import called_name
 from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Source:
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self.tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        self.tree = syntax_of(file)
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -64,7 +65,7 @@ class Source:
         return found[0] if len(found) == 1 else None
 
     def calls(self, name: str) -> list[ast.Call]:
-        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _called(n) == name]
+        return [n for n in ast.walk(self.tree) if isinstance(n, ast.Call) and called_name(n) == name]
 
     def text(self, node: Any) -> str:
         return str(place_of(self.file, node.lineno))
@@ -79,20 +80,13 @@ def _last(node: Any) -> int:
     return int(max(node.lineno, body[0].lineno - 1) if isinstance(body, list) and body else node.end_lineno)
 
 
-def _called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
 def _at(line: str) -> tuple[Source, Any] | None:
     """The file and the statement of a line as findings have it."""
     name, _, number = line.partition("   ")[0].rpartition(":")
     file = _file(name) if number.isdigit() else ""
     if not file or layer(file) != 2:
         return None
-    try:
-        source = _source(file)
-    except (OSError, SyntaxError, ValueError):
-        return None
+    source = _source(file)
     statement = source.statement(int(number))
     return None if statement is None else (source, statement)
 
@@ -131,10 +125,10 @@ def _mask_in(statement: ast.AST, of: Sequence[str]) -> ast.expr | None:
     if found := [given[name] for name in of or (*_MASK_ARGUMENTS, *PADDING_MASKS) if name in given]:
         return found[0]
     if of and any(name in given for name in (*_MASK_ARGUMENTS, *PADDING_MASKS)):
-        kernel = any("scaled_dot_product" in _called(call) for call in calls)
+        kernel = any("scaled_dot_product" in called_name(call) for call in calls)
         return given["attn_mask"] if kernel and "attn_mask" in given else None
     for call in calls:
-        if _called(call) in _FILLS and call.args:
+        if called_name(call) in _FILLS and call.args:
             return call.args[0]
     return next((n for n in _within(statement) if isinstance(n, ast.Name) and _MASKS.search(n.id)), None)
 
@@ -147,6 +141,19 @@ def _within(statement: ast.AST) -> Iterator[ast.AST]:
         node = todo.pop(0)
         yield node
         todo += ast.iter_child_nodes(node)
+
+
+def _calls_at(line: str, name: str) -> list[tuple[Source, ast.Call]]:
+    """The calls of this name in the statement at a line, with its file."""
+    found = _at(line)
+    nodes = [] if found is None else [n for n in _within(found[1]) if isinstance(n, ast.Call)]
+    return [(found[0], call) for call in nodes if found is not None and called_name(call) == name]
+
+
+def _passed(call: ast.Call, name: str, place: int) -> ast.expr | None:
+    """What a call gives for a parameter, by its name or at its place."""
+    keyword = next((k.value for k in call.keywords if k.arg == name), None)
+    return keyword or (call.args[place] if 0 <= place < len(call.args) else None)
 
 
 def _list(value: Any) -> list[Any]:
@@ -169,45 +176,35 @@ def positions(line: str) -> str:
 
 def value(line: str, method: str = "backward") -> str:
     """The statement that made what a method is called on at a line, as the loss that is backpropagated."""
-    found = _at(line)
-    if found is None:
-        return ""
-    source, statement = found
-    calls = [n for n in _within(statement) if isinstance(n, ast.Call) and _called(n) == method]
-    on = next((c.func.value for c in calls if isinstance(c.func, ast.Attribute)), None)
-    return "" if on is None else _made(source, on)
+    for source, call in _calls_at(line, method):
+        if isinstance(call.func, ast.Attribute):
+            return _made(source, call.func.value)
+    return ""
 
 
 def argument(line: str, call: str, name: str, position: int) -> str:
     """The statement that made an argument of a call at a line."""
-    found = _at(line)
-    calls = [] if found is None else [n for n in _within(found[1]) if isinstance(n, ast.Call) and _called(n) == call]
-    if found is None or not calls:
-        return ""
-    keyword = next((k.value for k in calls[0].keywords if k.arg == name), None)
-    given = keyword or (calls[0].args[position] if len(calls[0].args) > position else None)
-    return "" if given is None else _made(found[0], given)
+    for source, made in _calls_at(line, call):
+        given = _passed(made, name, position)
+        return "" if given is None else _made(source, given)
+    return ""
 
 
 def copied(line: str) -> str:
     """The statement that made the state which ``load_state_dict`` is given at a line; where that is the state of
     another model, the one that made the model that loads it."""
-    found = _at(line)
-    calls = [] if found is None else [n for n in _within(found[1]) if isinstance(n, ast.Call)]
-    call = next((c for c in calls if _called(c) == "load_state_dict" and c.args), None)
-    if found is None or call is None or not isinstance(call.func, ast.Attribute):
-        return ""
-    of_a_model = isinstance(call.args[0], ast.Call)
-    return _made(found[0], call.func.value if of_a_model else call.args[0])
+    for source, call in _calls_at(line, "load_state_dict"):
+        if call.args and isinstance(call.func, ast.Attribute):
+            of_a_model = isinstance(call.args[0], ast.Call)
+            return _made(source, call.func.value if of_a_model else call.args[0])
+    return ""
 
 
 def network(line: str, name: str) -> str:
     """The statement that made the network of this name, which the statement at a line calls."""
-    found = _at(line)
     last = name.rpartition(".")[2]
-    for node in _within(found[1]) if found is not None and last else ():
-        if isinstance(node, ast.Call) and _called(node) == last and found is not None:
-            return _made(found[0], node.func)
+    for source, call in _calls_at(line, last) if last else ():
+        return _made(source, call.func)
     return ""
 
 
@@ -245,8 +242,7 @@ def length_given(line: str) -> str:
     if len(calls) != 1 or not lengths:
         return ""
     total = next((n for n in lengths if "warm" not in n), lengths[0])
-    given = next((k.value for k in calls[0].keywords if k.arg == total), None)
-    given = given or next(iter(calls[0].args[parameters.index(total) :]), None)
+    given = _passed(calls[0], total, parameters.index(total))
     before = _assigned(source, given) if isinstance(given, ast.Name) else None
     return source.text(before if before is not None else calls[0])
 
@@ -255,7 +251,7 @@ def only_return(line: str) -> str:
     """What the function returns whose result a line assigns, where it has one ``return``."""
     found = _at(line)
     value = getattr(found[1], "value", None) if found is not None else None
-    own = isinstance(value, ast.Call) and found is not None and found[0].named(_called(value)) is not None
+    own = isinstance(value, ast.Call) and found is not None and found[0].named(called_name(value)) is not None
     return _made(found[0], value) if own and found is not None else ""
 
 
@@ -313,7 +309,7 @@ def end_of(evaluate: Any, line: str, name: str = "") -> str:
         lambdas = [] if source is None else [n for n in ast.walk(source.tree) if isinstance(n, ast.Lambda)]
         own = next((n for n in lambdas if n.lineno == code.co_firstlineno and code.co_name == "<lambda>"), None)
         if own is not None and isinstance(own.body, ast.Call) and source is not None:
-            function = source.named(_called(own.body))
+            function = source.named(called_name(own.body))
         elif found is not None and isinstance(found[1], _Functions):
             function = found[1]
     elif evaluate is None and (found := _at(line)) is not None:
@@ -336,7 +332,7 @@ def without_gradients(line: str) -> str:
         for above in found[0].above(node) if found is not None else ():
             blocks = [item.context_expr for item in above.items] if isinstance(above, ast.With) else []
             for switch in (*blocks, *(above.decorator_list if isinstance(above, _Functions) else ())):
-                name = _called(switch) if isinstance(switch, ast.Call) else getattr(switch, "attr", "")
+                name = called_name(switch) if isinstance(switch, ast.Call) else getattr(switch, "attr", "")
                 if name in ("no_grad", "inference_mode", "set_grad_enabled") and found is not None:
                     return found[0].text(switch)
             if isinstance(above, _Functions):
@@ -391,7 +387,9 @@ def names_in_condition(line: str) -> str:
         whole = node.test if isinstance(node, ast.If) else node
         lists = [g.iter for n in _within(whole) if isinstance(n, ast.GeneratorExp) for g in n.generators]
         chosen = [n for n in lists if isinstance(n, (ast.Name, ast.Attribute))]
-        given = [c.args[0] for c in _within(whole) if isinstance(c, ast.Call) and _called(c) == "startswith" and c.args]
+        given = [
+            c.args[0] for c in _within(whole) if isinstance(c, ast.Call) and called_name(c) == "startswith" and c.args
+        ]
         chosen += [n for n in given if isinstance(n, (ast.Name, ast.Attribute))]
         for one in chosen:
             if (made := _made(source, one)) and made != source.text(source.statement(one.lineno)):
@@ -423,7 +421,7 @@ def _made(source: Source, used: Any, depth: int = _FARTHEST) -> str:
     if depth == 0 or own is None:
         return ""
     if isinstance(base, ast.Call):
-        function = source.named(_called(base))
+        function = source.named(called_name(base))
         returns = [] if function is None else [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value]
         inside = [n for n in returns if source.function(n) is function]
         return _made(source, inside[0].value, depth - 1) if len(inside) == 1 else source.text(own)
@@ -473,7 +471,7 @@ def _assigned(source: Source, name: ast.Name) -> Any:
 
 def _iterated(loop: Any, name: str) -> Any:
     """What a name of a loop goes over: of ``zip`` the argument in its place."""
-    zipped = isinstance(loop.iter, ast.Call) and _called(loop.iter) == "zip" and isinstance(loop.target, ast.Tuple)
+    zipped = isinstance(loop.iter, ast.Call) and called_name(loop.iter) == "zip" and isinstance(loop.target, ast.Tuple)
     places = [getattr(n, "id", "") for n in loop.target.elts] if zipped else []
     place = places.index(name) if name in places else len(loop.iter.args) if zipped else 0
     return loop.iter.args[place] if zipped and place < len(loop.iter.args) else loop.iter
@@ -497,8 +495,7 @@ def _given(source: Source, name: ast.Name, depth: int) -> str:
     if len(calls) != 1:
         return ""
     place = _parameters(function).index(name.id) - (_parameters(function)[0] in ("self", "cls"))
-    given = next((k.value for k in calls[0].keywords if k.arg == name.id), None)
-    given = given or (calls[0].args[place] if 0 <= place < len(calls[0].args) else None)
+    given = _passed(calls[0], name.id, place)
     return "" if given is None else _made(source, given, depth - 1)
 
 
@@ -513,6 +510,6 @@ def _attribute(source: Source, used: ast.Attribute) -> str:
             names += [n.id for t in targets if in_class for n in ast.walk(t) if isinstance(n, ast.Name)]
             empty = isinstance(node.value, ast.Constant) and node.value.value is None
             found += [node] if used.attr in names and not empty else []
-        elif isinstance(node, ast.Call) and _called(node) == "register_buffer" and node.args:
+        elif isinstance(node, ast.Call) and called_name(node) == "register_buffer" and node.args:
             found += [node] if getattr(node.args[0], "value", None) == used.attr else []
     return source.text(found[0]) if len(found) == 1 else ""

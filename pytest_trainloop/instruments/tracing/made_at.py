@@ -201,45 +201,71 @@ class MadeAt:
 
 def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
     """The line that made a part of the loop: the one that belongs to the first parameter among the finding's names."""
-    names = finding.culprits
-    record, made = evidence.run(), evidence.shared(MadeAt.of)
+    names, seen = finding.culprits, finding.where
+    match part:  # what the source says, or a fresh loop: no further run is made
+        case "data":
+            return evidence.shared(DataLines.of).at(names)
+        case "mask":
+            return definitions.mask(seen)
+        case "padding mask":
+            return definitions.mask(seen, of=definitions.PADDING_MASKS)
+        case "positions":
+            return definitions.positions(seen)
+        case "loss":
+            return definitions.value(seen)
+        case "names":
+            return definitions.names_in_condition(seen)
+        case "bound of clip":
+            return definitions.argument(seen, "clip_grad_norm_", "max_norm", 1)
+        case "copied":
+            return definitions.copied(seen)
+        case "without gradients":
+            return definitions.without_gradients(seen)
+        case "network":
+            return definitions.network(seen, next(iter(names), ""))
+        case "given":
+            return definitions.given(seen)
+        case "end of evaluation":
+            return definitions.end_of(evidence.fresh_loop().evaluate, seen)
+    record = evidence.run()
+    backward = next((str(b.place) for b in record.backwards()), "")
+    if part in ("backward", "backpropagated"):
+        return backward if part == "backward" else definitions.value(backward)
+    made = evidence.shared(MadeAt.of)
     known = {p.name: p for p in record.parameters}
     owners = {name.rpartition(".")[0] for name in names if name in {s.name for s in record.statistics}}
     own = [name for name in names if name in known] or [name for name, p in known.items() if p.owner in owners]
     index = next((o for name in own for o in record.held.get(known[name].index, ())), 0)
     owner = next((known[name].owner for name in own), next((name for name in names if made.module(name)), ""))
-    lines: dict[Part, Callable[[], str]] = {
-        "optimizer": lambda: made.optimizer(index),
-        "group": lambda: made.group(index),
-        "step": lambda: made.step_of(index),
-        "freeze": lambda: made.froze(own),
-        "scheduler": made.scheduler,
-        "scaler": made.scaler,
-        "loader": made.loader,
-        "cast": lambda: made.cast(own),
-        "module": lambda: made.attribute(own[0]) if own else made.module(owner) if owner else "",
-        "forward": lambda: made.forward([known[name].owner for name in own]),
-        "layer": lambda: made.layer_of(finding),
-        "backward": lambda: next((str(b.place) for b in record.backwards()), ""),
-        "data": lambda: evidence.shared(DataLines.of).at(names),
-        "mask": lambda: definitions.mask(finding.where),
-        "padding mask": lambda: definitions.mask(finding.where, of=definitions.PADDING_MASKS),
-        "positions": lambda: definitions.positions(finding.where),
-        "loss": lambda: definitions.value(finding.where),
-        "names": lambda: definitions.names_in_condition(finding.where),
-        "names of freeze": lambda: definitions.names_in_condition(made.froze(own)),
-        "bound of clip": lambda: definitions.argument(finding.where, "clip_grad_norm_", "max_norm", 1),
-        "copied": lambda: definitions.copied(finding.where),
-        "backpropagated": lambda: definitions.value(lines["backward"]()),
-        "without gradients": lambda: definitions.without_gradients(finding.where),
-        "use": lambda: definitions.use_of(lines["forward"](), own),
-        "network": lambda: definitions.network(finding.where, next(iter(names), "")),
-        "given": lambda: definitions.given(finding.where),
-        "end of evaluation": lambda: definitions.end_of(evidence.fresh_loop().evaluate, finding.where),
-        "sampler": lambda: definitions.argument(made.loader() or finding.where, "DataLoader", "sampler", 3),
-        "drawn": lambda: made.drawn([*own, *(name for name, p in known.items() if p.owner in names)]),
-    }
-    return lines[part]()
+    match part:
+        case "optimizer":
+            return made.optimizer(index)
+        case "group":
+            return made.group(index)
+        case "step":
+            return made.step_of(index)
+        case "freeze":
+            return made.froze(own)
+        case "names of freeze":
+            return definitions.names_in_condition(made.froze(own))
+        case "scheduler":
+            return made.scheduler()
+        case "scaler":
+            return made.scaler()
+        case "loader":
+            return made.loader()
+        case "sampler":
+            return definitions.argument(made.loader() or seen, "DataLoader", "sampler", 3)
+        case "cast":
+            return made.cast(own)
+        case "module":
+            return made.attribute(own[0]) if own else made.module(owner) if owner else ""
+        case "layer":
+            return made.layer_of(finding)
+        case "drawn":
+            return made.drawn([*own, *(name for name, p in known.items() if p.owner in names)])
+    forward = made.forward([known[name].owner for name in own])
+    return definitions.use_of(forward, own) if part == "use" else forward
 
 
 def _put(places: dict[T, Place], key: T, place: Place | None) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
-import linecache
 import math
 import re
 from functools import cache
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.causes import FALLS, PLAIN, RISES, TURNED, found
 from pytest_trainloop.core.errors import BrokenRun, CannotDecide
+from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.core.wording import module_of, some
 from pytest_trainloop.instruments.records.learning_rates import called, rates
 from pytest_trainloop.recording.events import Backward, SchedulerStep
@@ -256,7 +256,7 @@ def _calls_in(file: str) -> dict[int, tuple[int, ...]]:
         return any(word in _name(function).lower() for word in ("sched", "adjust", "epoch_end", "lr_step", "step_lr"))
 
     lines: dict[int, tuple[int, ...]] = {}
-    for node in ast.walk(_parsed("".join(linecache.getlines(file)))):
+    for node in ast.walk(syntax_of(file)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
             calls = (c.lineno for c in ast.walk(node) if isinstance(c, ast.Call) and may_be_one(c.func))
@@ -357,7 +357,7 @@ def rebuilt(evidence: Evidence) -> Iterator[Finding]:
 
 def loop_around(place: Place) -> str:
     """What the innermost loop around a line goes over, or asks; empty where the line is in none."""
-    nodes = ast.walk(_parsed("".join(linecache.getlines(place.file))))
+    nodes = ast.walk(syntax_of(place.file))
     loops = [n for n in nodes if isinstance(n, ast.For | ast.While) and n.lineno < place.line <= (n.end_lineno or 0)]
     innermost = max(loops, key=lambda n: n.lineno, default=None)
     if innermost is None:

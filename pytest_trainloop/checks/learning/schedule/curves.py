@@ -8,9 +8,7 @@ two windows and over three, show which of their counts a schedule ends with.
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
-import linecache
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.checks.learning.schedule.causes import found
 from pytest_trainloop.checks.learning.schedule.rates import held_in, learns
 from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.core.wording import count, some
 from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
 from pytest_trainloop.instruments.tracing.definitions import length_given, only_return
@@ -499,7 +498,7 @@ def _of_names(one: Projected) -> Iterator[Finding]:
 def _length_text(place: tuple[str, int], kind: str) -> str:
     """The expression that is given as the number of calls where a scheduler is built; empty where it is not told."""
     file, line = place
-    for node in ast.walk(_parsed(file)):
+    for node in ast.walk(syntax_of(file)):
         if not isinstance(node, ast.Call) or not node.lineno <= line <= (node.end_lineno or line):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -511,11 +510,3 @@ def _length_text(place: tuple[str, int], kind: str) -> str:
             given = node.args[position]
         return "" if given is None or isinstance(given, ast.Constant) else ast.unparse(given)
     return ""
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(file: str) -> ast.Module:
-    try:
-        return ast.parse("".join(linecache.getlines(file)) if file else "")
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])

@@ -6,7 +6,8 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.loss.dead_values import covers, parsed, reads, statement_at
+from pytest_trainloop.checks.loss.dead_values import covers, reads, statement_at
+from pytest_trainloop.core.places import syntax_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Site
@@ -73,10 +74,8 @@ def loops_over(site: Site) -> tuple[str, int] | None:
         found = statement_at(filename, line)
         if found is not None and isinstance(found[0], ast.Return):
             continue
-        module = parsed(filename)
-        loops = (
-            [n for n in ast.walk(module) if isinstance(n, (ast.For, ast.While)) and covers(n, line)] if module else []
-        )
+        nodes = ast.walk(syntax_of(filename))
+        loops = [n for n in nodes if isinstance(n, (ast.For, ast.While)) and covers(n, line)]
         for loop in sorted(loops, key=lambda n: -n.lineno):
             for statement in loop.body:
                 if covers(statement, line):

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import functools
 import gc
-import linecache
 import sys
 from collections import deque
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -17,6 +16,7 @@ from torch import nn
 
 from pytest_trainloop.core.ours import holds_alone, is_ours
 from pytest_trainloop.core.paths import FIT_CALLER
+from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.graphs import metadata_of
@@ -378,12 +378,8 @@ def referrers(values: list[Any], ignored: Iterable[int] = ()) -> list[Any]:
 @functools.lru_cache(maxsize=64)
 def _puts(file: str) -> dict[str, tuple[int, ...]]:
     """The lines that put something into a container, by the last name of the container."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return {}
     found: dict[str, list[int]] = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_of(file)):
         into: list[ast.expr] = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDS:
             into = [node.func.value]

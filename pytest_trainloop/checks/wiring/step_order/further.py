@@ -17,6 +17,7 @@ import torch
 from pytest_trainloop.checks.wiring.step_order.causes import found
 from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.core.ours import holds_alone
+from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.recording.events import SchedulerStep, Step
 from pytest_trainloop.recording.function_mode import FunctionMode
@@ -53,11 +54,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def _nodes(file: str) -> list[Any]:
     """What a file holds, as Python reads it; nothing where there is no source."""
-    source = "".join(linecache.getlines(file))
-    try:
-        return list(ast.walk(ast.parse(source))) if source else []
-    except SyntaxError:
-        return []
+    tree = syntax_of(file)
+    return list(ast.walk(tree)) if tree.body else []
 
 
 def _called(nodes: Any, method: str) -> list[int]:
