@@ -128,6 +128,8 @@ class Check:
     """Keywords that its function takes besides the evidence, as a project may set them."""
     instrument: str = ""
     """What ``observe()`` opens during its single run for this check, as ``module:class``."""
+    listener: str = ""
+    """What listens to the second run for this check, in the same form."""
     names: str = "operation"
     """What a name among a finding's culprits is that is no parameter, buffer, module, input or call."""
     long: bool = False
@@ -199,6 +201,7 @@ def check(
     rank: int = 100,
     subject: Judged = "loop",
     instrument: str = "",
+    listener: str = "",
     names: str = "operation",
     long: bool = False,
     steps: int = STEPS,
@@ -208,15 +211,16 @@ def check(
 
     Its keyword-only parameters are options that a project may set, as in ``overfit_one_batch={"steps": 400}``.
 
-    ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a finding
-    of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a
-    loss function. ``instrument`` names what must record during the single run of ``observe()``, as ``module:class``.
-    ``names`` says what a culprit is that is no parameter, buffer, module, input or call: "attribute" of the state of a
-    loop. ``steps`` is what the check costs on a right loop beside the watched run, in bare optimizer steps: with the
-    number of its causes it says what is left out first where time is short. ``absent`` is asked where the check found
-    nothing: a function from evidence to the reason why the loop has nothing of the check's kind ("no GradScaler is
-    called"), or to an empty text if it has. With a reason the check does not apply; without one it passed. Raises
-    ``ValueError`` for a name that another module has registered, and for no causes.
+    ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a
+    finding of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a
+    property of a loss function. ``instrument`` names what must record during the single run of ``observe()``, as
+    ``module:class``, and ``listener`` what listens to the second run. ``names`` says what a culprit is that is no
+    parameter, buffer, module, input or call: "attribute" of the state of a loop. ``steps`` is what the check costs
+    on a right loop beside the watched run, in bare optimizer steps: with the number of its causes it says what is
+    left out first where time is short. ``absent`` is asked where the check found nothing: a function from evidence
+    to the reason why the loop has nothing of the check's kind ("no GradScaler is called"), or to an empty text if
+    it has. With a reason the check does not apply; without one it passed. Raises ``ValueError`` for a name that
+    another module has registered, and for no causes.
 
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
     ... def steps_at_all(evidence): ...
@@ -244,6 +248,7 @@ def check(
             subject=subject,
             options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
             instrument=instrument,
+            listener=listener,
             names=names,
             long=long,
             steps=steps,

@@ -389,6 +389,7 @@ class Subject:
         return self._evidence
 
     def _evidence_of_loop(self) -> Evidence:
+        from pytest_trainloop.core.registry import of
         from pytest_trainloop.runs.evidence import Evidence
 
         settings = self._settings
@@ -404,6 +405,7 @@ class Subject:
         )
         evidence.tick = lambda steps: self.progress(steps, 0, 0.0)
         evidence.root_causes = self._root_causes
+        evidence.listeners = lambda: self._waiting.listeners(of("loop"))
         evidence.baseline = self.baseline
         evidence.progress = lambda *at: self.progress(*at)
         return evidence

@@ -62,6 +62,10 @@ class Waiting:
         """What the checks to come will take, where the watched run and those so far took ``spent`` seconds."""
         return spent / (WATCHED + self._done) * sum(check.steps for check in self._to_come(known, offers))
 
+    def listeners(self, known: Mapping[str, Check]) -> list[str]:
+        """Those of the checks to come."""
+        return [known[name].listener for name in self._options if name in known and known[name].listener]
+
     def _to_come(self, known: Mapping[str, Check], offers: Collection[str]) -> list[Check]:
         checks = [known[name] for name in self._options if name in known]
         return [check for check in checks if check.needs <= set(offers)]

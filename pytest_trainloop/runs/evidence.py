@@ -106,6 +106,8 @@ class Evidence:
         """Called in long runs with step, number of steps and loss."""
         self.tick: Callable[[int], None] = lambda steps: None
         """Called in all runs with the number of steps so far."""
+        self.listeners: Callable[[], Sequence[str]] = lambda: ()
+        """The listeners of the checks that are to come, as ``module:class`` (runs/second_run.py)."""
 
     @property
     def offers(self) -> frozenset[str]:
@@ -152,6 +154,11 @@ class Evidence:
     def watched(self) -> Record | None:
         """The watched run with all knobs at their defaults, if it was made."""
         return self._records.get(())
+
+    @property
+    def kept_batches(self) -> bool:
+        """Whether runs were given batches that an earlier run had read from workers."""
+        return bool(self._kept)
 
     def plan(self, **knobs: Any) -> RunPlan:
         """The plan of the run with these knobs; that of the watched run has as many batches as it needed."""

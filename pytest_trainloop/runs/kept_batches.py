@@ -55,6 +55,9 @@ class LoaderBatches:
 
     _kept: dict[tuple[int, str, bool], KeptBatches] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        return any(kept.batches for kept in self._kept.values())
+
     def of(self, seed: int, knobs: Mapping[str, Any], *, double: bool = False) -> KeptBatches:
         return self._kept.setdefault((seed, repr(sorted(knobs.items())), double), KeptBatches())
 

@@ -36,6 +36,7 @@ from pytest_trainloop.recording.torch_internals import has_values, writes_in_pla
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import before_calls
+from pytest_trainloop.runs.second_run import SecondRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -106,15 +107,17 @@ class LossCalls(Listener):
         self._waiting: deque[tuple[int, list[LossCall]]] = deque()
         self._versions: dict[int, tuple[int, int]] = {}
         self._record: Record | None = None
+        self._own_data = False
 
     @classmethod
     def of(cls, evidence: Evidence) -> LossCalls:
         """The watched run made again, with every call of a loss function recorded."""
+        return evidence.shared(SecondRun).heard(cls)
+
+    @classmethod
+    def listening(cls, evidence: Evidence) -> LossCalls:
         calls = cls(evidence.declared("padding"))
-        if evidence.shared(makes_own_data):
-            evidence.rerun(contexts=lambda watch: (*calls.contexts(watch), calls.taking_arguments(watch)))
-        else:
-            evidence.rerun(contexts=calls.contexts, before_item=calls.take_batch)
+        calls._own_data = evidence.shared(makes_own_data)
         return calls
 
     @classmethod
@@ -126,7 +129,8 @@ class LossCalls(Listener):
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         self._record = watch.record
-        return (self._recorded(), *self.tape.contexts(watch))
+        contexts = (self._recorded(), *self.tape.contexts(watch))
+        return (*contexts, self._taking_arguments(watch)) if self._own_data else contexts
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -138,11 +142,13 @@ class LossCalls(Listener):
                 waiting.clear()
 
     def take_batch(self, number: int, item: Any) -> None:
+        if self._own_data:
+            return
         self._step.rows, self._step.batch = nested.rows(item), item
         self.tape.take(number, item)
         self.sides.take()
 
-    def taking_arguments(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
+    def _taking_arguments(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
         """What a model is called with takes the place of the batch where the loop makes its own data."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 INSTRUMENT = "pytest_trainloop.checks.loss.loss_contract.calls:LossCalls"
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10, instrument=INSTRUMENT)
+@check(needs={"run"}, causes=CAUSES, rank=10, instrument=INSTRUMENT, listener=INSTRUMENT)
 def loss_contract(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.loss_contract.adapted import adapted
     from pytest_trainloop.checks.loss.loss_contract.calls import LossCalls

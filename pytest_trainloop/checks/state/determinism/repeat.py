@@ -26,6 +26,7 @@ from pytest_trainloop.core.errors import TimeRanOut
 from pytest_trainloop.core.whose import is_ours, mistake
 from pytest_trainloop.recording.events import Backward, Event, Step
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.runs.second_run import SecondRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,7 +72,9 @@ class Repetition:
 
 def repetition(evidence: Evidence) -> Repetition:
     """Make the watched run again and compare the two; look for the source where they differ."""
-    first = evidence.run()
+    first, second = evidence.run(), evidence.shared(SecondRun).record
+    if second is not None and not evidence.kept_batches and first_difference(first, second) is None:
+        return Repetition(None)
     with preserved():
         return _repetition(first, replace(evidence.plan(), kept=None), evidence.rerun)
 

@@ -78,7 +78,10 @@ def _no_target_networks(evidence: Evidence) -> str:
     return "" if anything else "no weights are copied, averaged or compared, and no network but the trained one is used"
 
 
-@check(needs={"run"}, causes=CAUSES, rank=45, absent=_no_target_networks)
+LISTENER = "pytest_trainloop.checks.wiring.target_networks.writes:WeightWrites"
+
+
+@check(needs={"run"}, causes=CAUSES, rank=45, listener=LISTENER, absent=_no_target_networks)
 def target_networks(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.target_networks import findings, noise
     from pytest_trainloop.checks.wiring.target_networks.statistics import statistics_left_behind

@@ -32,6 +32,7 @@ from pytest_trainloop.recording.torch_names import (
     MULTIPLICATIONS,
     SUBTRACTIONS,
 )
+from pytest_trainloop.runs.second_run import SecondRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -128,9 +129,14 @@ class WeightWrites(WatchingMode):
 
     @classmethod
     def of(cls, evidence: Evidence) -> WeightWrites:
-        found = cls()
-        evidence.rerun(contexts=found.contexts)
-        return found
+        return evidence.shared(SecondRun).heard(cls)
+
+    @classmethod
+    def listening(cls, _evidence: Evidence) -> WeightWrites:
+        return cls()
+
+    def take_batch(self, number: int, item: Any) -> None:
+        """Batches are none of its business."""
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
