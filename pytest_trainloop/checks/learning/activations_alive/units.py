@@ -31,6 +31,10 @@ ROUNDS = 25
 WINDOW = 6
 """Steps over which a unit is looked at as training begins; twice as many as the run ends."""
 
+QUIET = 0.3
+"""The share of silent units in each layer below which the run ends after two windows: half of what is reported. Units
+die by and by."""
+
 NO_UNITS = 3
 """Steps after which the run ends where no activation was called whose units can be dead or saturated."""
 
@@ -86,6 +90,13 @@ class Outputs:
         return 0 if self.low is None or self.high is None else int((self.low == self.high).sum())
 
     @property
+    def quiet(self) -> bool:
+        """Whether most units gave different numbers, away from the ends, for as many batches as are judged by."""
+        if self.low is None or len(self.batches) < DIFFERENT:
+            return False
+        return max(self.dead, self.saturated) < QUIET * len(self.low)
+
+    @property
     def saturated(self) -> int:
         """Units most of whose outputs lie at the ends."""
         return 0 if self.at_ends is None else int((self.at_ends >= MOST_OUTPUTS * self.outputs).sum())
@@ -112,7 +123,7 @@ class Layer:
 
 
 class Units:
-    """The layers of a run of 25 steps over different batches."""
+    """The layers of a run over different batches."""
 
     def __init__(self, layers: tuple[Layer, ...], steps: int, rates: tuple[float, ...]) -> None:
         self.layers, self.steps, self.rates = layers, steps, rates
@@ -135,7 +146,7 @@ class Units:
             contexts=mode.contexts,
             before_item=mode.note_item,
             count=ROUNDS * max(per_round, 1),
-            enough=lambda r: r.rounds >= (ROUNDS if mode.called else NO_UNITS),
+            enough=mode.enough,
             may_raise=True,
         )
         if not mode.called:
@@ -155,7 +166,7 @@ class _Activations(WatchingMode):
         super().__init__()
         self._own_data = own_data
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
-        self._seen: dict[tuple[str, str], tuple[str, Outputs, Outputs]] = {}
+        self._seen: dict[tuple[str, str], tuple[str, Outputs, Outputs, Outputs]] = {}
         self._batch = 0
         self._parameters: dict[str, int] = {}
         self._inputs: dict[str, tuple[float, float]] = {}
@@ -166,6 +177,12 @@ class _Activations(WatchingMode):
     def called(self) -> bool:
         """Whether an activation was called on what a layer gave."""
         return bool(self._seen)
+
+    def enough(self, record: Record) -> bool:
+        """Whether the run ends: early where there is nothing to look at, or few units of any layer are silent."""
+        if not self.called or record.rounds >= ROUNDS:
+            return record.rounds >= NO_UNITS
+        return record.rounds >= 2 * WINDOW and all(second.quiet for _, _, second, _ in self._seen.values())
 
     def note_item(self, number: int, item: Any) -> None:
         # The same rows in another order are no other batch; squares, since standardized rows all have the sum 0.
@@ -232,12 +249,13 @@ class _Activations(WatchingMode):
         units = units.reshape(len(units), -1)  # one example without an axis of rows has one value for each unit
         centre, beyond = _TWO_SIDED.get(kind, (0.0, math.inf))
         if (path, kind) not in self._seen:
-            self._seen[path, kind] = (str(here()[0]), Outputs(), Outputs())
-        _, start, end = self._seen[path, kind]
+            self._seen[path, kind] = (str(here()[0]), Outputs(), Outputs(), Outputs())
+        _, start, second, end = self._seen[path, kind]
         rounds = self.watch.record.rounds
-        for outputs, open_now in ((start, rounds < WINDOW), (end, rounds >= ROUNDS - 2 * WINDOW)):
-            if open_now:
-                outputs.add(units, centre, beyond, self._batch)
+        if rounds < 2 * WINDOW:
+            (start if rounds < WINDOW else second).add(units, centre, beyond, self._batch)
+        elif rounds >= ROUNDS - 2 * WINDOW:
+            end.add(units, centre, beyond, self._batch)
 
     def layers(self, record: Record) -> list[Layer]:
         """Those that were looked at over enough batches, behind modules that train."""
@@ -256,6 +274,7 @@ class _Activations(WatchingMode):
                 batches=len(end.batches),
                 inputs=self._inputs.get(path, (math.nan, math.nan)),
             )
-            for (path, kind), (place, start, end) in self._seen.items()
+            for (path, kind), (place, start, second, last) in self._seen.items()
+            for end in [last if last.outputs else second]
             if path in trained and len(end.batches) >= DIFFERENT
         ]
