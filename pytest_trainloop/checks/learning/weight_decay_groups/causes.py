@@ -67,6 +67,17 @@ CAUSES = {
         repair='give the decay to the group of the matrices, and "weight_decay": 0.0 to the other',
         source="https://github.com/facebookresearch/BalancingGroups/issues/6",
     ),
+    "groups_not_given": _optimizer(
+        proof="a variable holds the optimizer's parameters in groups with other options, and no code reads it",
+        summary=(
+            "{variable} holds {groups:group} for {optimizer}, and no code reads it: {optimizer} got other parameters, "
+            "with {option} {given:g} for {names}"
+        ),
+        measured="{variable} has the parameters of {optimizer}, with {option} {wanted} for {names}",
+        shown_by="no code around the line reads {variable}; the groups of {optimizer} have {option} {given:g}",
+        change=("seen",),
+        source="https://github.com/marvis/pytorch-yolo2/issues/34",
+    ),
     "decays_by_default": _optimizer(
         proof="the group of norms and biases gives no weight_decay and takes that of its optimizer",
         summary=(

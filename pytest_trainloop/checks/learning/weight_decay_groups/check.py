@@ -26,6 +26,7 @@ How it decides
     | a filter matches none of a kind, or only some | ``filter_matches_nothing`` and another | another norm's name |
     | norms and biases decay, no matrix does | ``groups_swapped`` |  |
     | the vectors' group gives no decay and differs in nothing else | ``decays_by_default`` |  |
+    | groups for the optimizer are made, and no code reads them | ``groups_not_given`` |  |
     | two groups decay equally | ``split_without_effect`` | always |
     | ``steps=`` shows 5 % shrinkage, or some group does not decay | ``norms_and_biases_decay`` | always |
     | Adam adds the decay to the gradient | ``decay_inside_adam`` | always |
@@ -100,11 +101,14 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
     from pytest_trainloop.checks.learning.weight_decay_groups.l2_in_loss import l2_in_loss
+    from pytest_trainloop.checks.learning.weight_decay_groups.unused_groups import unused_groups
     from pytest_trainloop.instruments.records.unread_options import UnreadOptions
 
     unread = list(evidence.shared(UnreadOptions.of).findings(evidence.run(), decay=True))
     yield from unread
     groups = evidence.shared(DecayGroups.of)
+    unused = list(unused_groups(evidence)) if evidence.repeatable and not groups.splits else []
+    yield from unused
     if not any(g.decay > 0 for g in groups.groups):
         yield from rules.divided_without_effect(evidence, groups)
         return
@@ -120,6 +124,6 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     yield from on_last
     overdone = list(rules.overdone(groups))
     yield from overdone
-    if not (named or overdone or any(f.level == "fault" for f in unread)):
+    if not (named or unused or overdone or any(f.level == "fault" for f in unread)):
         yield from rules.decayed(evidence, groups)
     yield from rules.inside_adam(groups)

@@ -211,3 +211,66 @@ pair(
     faulty=loop(sgd(0.0, 30.0)),
     fixed=loop(sgd(0.0, 30.0 * 1e-5)),
 )
+
+
+# Groups that are made and not given.
+
+
+def by_name(given):
+    def configure(model):
+        params = []
+        for key, value in model.named_parameters():
+            if "bias" in key or "ln_" in key:
+                params += [{"params": [value], "weight_decay": 0.0}]
+            else:
+                params += [{"params": [value], "weight_decay": 0.05}]
+        if given:
+            return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.05)
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+    return configure
+
+
+def unread(model):
+    params = []
+    for key, value in model.named_parameters():
+        decay = 0.0 if "bias" in key or "ln_" in key else 0.05
+        params.append({"params": [value], "weight_decay": decay})
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def layerwise(model):
+    return [{"params": list(m.parameters()), "lr": 1e-2 * 0.5**i} for i, (_, m) in enumerate(model.named_children())]
+
+
+def fine_tuned(model):
+    groups = []
+    groups.extend(layerwise(model))
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+
+
+def fine_tuned_by_layer(model):
+    groups = layerwise(model)
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.01)
+
+
+pair(
+    "decay_groups_made_and_not_given",
+    "weight_decay_groups",
+    "groups_not_given",
+    culprits=("ln_1.weight",),
+    change="torch.optim.SGD(model.parameters()",
+    quick=True,
+    faulty=loop(unread),
+    fixed=loop(by_name(given=True)),
+)
+pair(
+    "learning_rates_by_layer_made_and_not_given",
+    "weight_decay_groups",
+    "groups_not_given",
+    culprits=("head.weight",),
+    change="torch.optim.AdamW(model.parameters()",
+    quick=True,
+    faulty=loop(fine_tuned),
+    fixed=loop(fine_tuned_by_layer),
+)

@@ -12,6 +12,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.checks.learning.weight_decay_groups.faults_filters import Vision, by_list, by_type, two_groups
+from tests.checks.learning.weight_decay_groups.faults_groups import by_name, layerwise
 from tests.checks.learning.weight_decay_groups.faults_own_optimizers import (
     DecaysTheHead,
     DecaysTheHeadAndCounts,
@@ -295,3 +296,39 @@ def optimizer_that_decays_the_head_alone():
 @odd(notes="the head alone decays, and the last weight is read behind its loop, for its device")
 def optimizer_that_reads_the_last_weight_behind_its_loop():
     return last_matrix(DecaysTheHeadAndCounts)()
+
+
+@odd(notes="groups that another branch of the function gives to the optimizer")
+def groups_of_another_branch():
+    return loop(by_name(given=False))()
+
+
+@odd(notes="groups that are only counted for a log")
+def groups_that_are_counted():
+    def configure(model):
+        groups = layerwise(model)
+        print(f"{len(groups)} layers")
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+
+    return loop(configure)()
+
+
+@odd(notes="groups with just the options that the optimizer has, and nobody reads them")
+def groups_that_say_nothing_else():
+    def configure(model):
+        groups = []
+        for p in model.parameters():
+            groups += [{"params": [p], "weight_decay": 0.01}]
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+
+    return loop(configure)()
+
+
+@odd(notes="groups of the head alone, a part of what the optimizer has")
+def groups_of_the_head_that_nobody_reads():
+    def configure(model):
+        groups = []
+        groups.append({"params": list(model.head.parameters()), "weight_decay": 0.0})
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+
+    return loop(configure)()
