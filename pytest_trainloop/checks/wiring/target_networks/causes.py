@@ -27,6 +27,22 @@ CAUSES = {
         source="https://github.com/pytorch/tutorials/pull/188",
         change=("copied", "seen"),
     ),
+    "target_rebound": _seen(
+        proof="a line ran another network without gradients, and runs the trained one of the same shape ever since",
+        summary="from step {step} on this line runs {online}, which trains, and {target} no longer runs: both names "
+        "are now one network",
+        measured="{before:pass} of {target}, then {after:pass} of {online}",
+        repair="copy the values, target.load_state_dict(online.state_dict()), and do not assign the network itself",
+        source="https://github.com/andri27-ts/Reinforcement-Learning/issues/14",
+    ),
+    "target_left_behind": _seen(
+        proof="a copy of a trained network never moves, and the copy that works with it follows its own network",
+        summary="{network} keeps the values that {source} began with, while {other}, which works with it, follows the "
+        "network that it was copied from",
+        measured="in {steps:step} no line writes to {network}, and user code moves {other}",
+        repair="update {network} where {other} is updated, from {source}",
+        source="https://github.com/kakaoenterprise/JORLDY/issues/120",
+    ),
     "average_dropped": _seen(
         proof="averages with the weights that train are computed, nothing reads them, and the others never change",
         summary="the average of {names} with the weights that train is thrown away at each step: {names:they} never "

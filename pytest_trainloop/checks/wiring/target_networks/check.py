@@ -84,6 +84,7 @@ LISTENER = "pytest_trainloop.checks.wiring.target_networks.writes:WeightWrites"
 @check(needs={"run"}, causes=CAUSES, rank=45, listener=LISTENER, absent=_no_target_networks)
 def target_networks(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.target_networks import findings, noise
+    from pytest_trainloop.checks.wiring.target_networks.network_passes import target_left_behind, target_rebound
     from pytest_trainloop.checks.wiring.target_networks.statistics import statistics_left_behind
     from pytest_trainloop.checks.wiring.target_networks.writes import WeightWrites
 
@@ -94,6 +95,9 @@ def target_networks(evidence: Evidence) -> Iterator[Finding]:
     yield from findings.average_dropped(record, seen)
     yield from findings.average_moves_away(record, seen)
     yield from findings.anchor_moves_along(record, seen)
+    if seen.networks is not None:
+        yield from target_rebound(seen.networks, frozenset(record.name(i) for i in record.held))
+        yield from target_left_behind(evidence, record, seen.networks)
     yield from findings.average_for_each_micro_batch(record, seen)
     if seen.norms and any(write.average and write.of for write in seen.writes):
         yield from statistics_left_behind(evidence)

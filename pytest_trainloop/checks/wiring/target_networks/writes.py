@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.checks.wiring.target_networks.network_passes import NetworkPasses
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.function_mode import tensors_in
@@ -35,10 +36,12 @@ from pytest_trainloop.recording.torch_names import (
 from pytest_trainloop.runs.second_run import SecondRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import contextlib
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
 Memory = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -126,14 +129,21 @@ class WeightWrites(WatchingMode):
         self._names: dict[Memory, str] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._known_at = (-1, -1)
+        self.networks: NetworkPasses | None = None
 
     @classmethod
     def of(cls, evidence: Evidence) -> WeightWrites:
         return evidence.shared(SecondRun).heard(cls)
 
     @classmethod
-    def listening(cls, _evidence: Evidence) -> WeightWrites:
-        return cls()
+    def listening(cls, evidence: Evidence) -> WeightWrites:
+        found, record = cls(), evidence.run()
+        found.networks = NetworkPasses(frozenset(record.name(i) for i in record.held))
+        return found
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        networks = () if self.networks is None else (self.networks.watching(watch),)
+        return (*networks, *super().contexts(watch))
 
     def take_batch(self, number: int, item: Any) -> None:
         """Batches are none of its business."""
@@ -157,6 +167,8 @@ class WeightWrites(WatchingMode):
         out = passed_on(func, args, kwargs)
         with self.watch.suspended():
             self._made(name, args, kwargs, out)
+            if self.networks is not None:
+                self.networks.follow(tensors_in(args, kwargs), tensors_in(out))
         return out
 
     def _settle(self) -> None:
