@@ -40,7 +40,7 @@ CAUSES = {
         summary="{network} keeps the values that {source} began with, while {other}, which works with it, follows the "
         "network that it was copied from",
         measured="in {steps:step} no line writes to {network}, and user code moves {other}",
-        repair="update {network} where {other} is updated, from {source}",
+        repair="update it where the other copy is updated",
         source="https://github.com/kakaoenterprise/JORLDY/issues/120",
     ),
     "average_dropped": _seen(

@@ -11,23 +11,23 @@ Why is this bad?
     dropout gives another target for the same example at each call.
 
 How it decides
-    1. ``copied_into_itself``: all writes of a line take values from the memory that they write to. Values put back that
-       were taken before the weights changed last are a fault at once. So are those of a line that took other values in
-       an earlier step. Networks that share only some layers are silent.
-    2. ``average_dropped``: the average of each trained and a resting weight is computed in three steps. Nothing
-       reads or keeps it.
+    1. ``copied_into_itself``: all writes of a line take values from the memory that they write to. Values put back must
+       be older than the last change of the weights.
+    2. ``average_dropped``: in three steps nothing reads or keeps the average of a trained and a resting weight.
     3. ``average_moves_away``: in three steps an average adds a multiple of its difference from a trained weight.
-    4. ``anchor_moves_along``: a penalty, or what is added to a gradient, holds the difference of a weight and an older
+    4. ``target_rebound``: a line ran another network without gradients, and runs the trained one of its shape since a
+       statement gave its name to that.
+    5. ``target_left_behind``: of two copies of trained networks one follows, and the other never moves in 60 steps. Its
+       results go into the first, or meet results of a network of its own shape.
+    6. ``anchor_moves_along``: a penalty, or what is added to a gradient, holds the difference of a weight and an older
        tensor with its memory. ``w - w.detach()`` is silent.
-    5. ``dropout_in_targets``: nothing of a network trains or moves, its results have no history, and no trained weight
-       meets what is made of them. With dropout off and equal draws after it, what is backpropagated must change. Silent
-       are networks switched by ``train()``, repeated rows, and copies that may be updated later.
-    6. Passes before ``fit`` are tried in the same way: a fault if the trained model made them, else advice.
-    7. An average that moves several times a step, with backward passes between, is advice:
+    7. ``dropout_in_targets``: a network without training gives targets with dropout on. Without it the loss must
+       change. Silent are networks switched by ``train()``, repeated rows, and copies that may be updated later.
+    8. Passes before ``fit`` are tried in the same way: a fault if the trained model made them, else advice.
+    9. An average that moves several times a step, with backward passes between, is advice:
        ``average_for_each_micro_batch``.
-    8. ``statistics_left_behind``: after three updates an average's batch norm is evaluated with the followed network's
-       first statistics, bit for bit. It is a fault if these are 0 and 1 and the file does not name ``update_bn``; else
-       advice. Silent are averages in training mode and shared buffers.
+    10. ``statistics_left_behind``: an average's batch norm is evaluated with the followed network's first statistics.
+        It is a fault if these are 0 and 1 and the file does not name ``update_bn``; else advice.
 
 Faulty
     >>> start = list(model.parameters())
@@ -46,7 +46,8 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    A target that is never brought up to date because a condition never holds looks like one whose turn has not come.
+    A single target that is never brought up to date because a condition never holds looks like one whose turn has not
+    come.
     An average that starts from zeros is not looked at: in a long training it forgets them. Best weights that are the
     only ones of the run look right. Of recurrent layers that draw dropout before ``fit`` nothing is known.
 
@@ -97,7 +98,8 @@ def target_networks(evidence: Evidence) -> Iterator[Finding]:
     yield from findings.anchor_moves_along(record, seen)
     if seen.networks is not None:
         yield from target_rebound(seen.networks, frozenset(record.name(i) for i in record.held))
-        yield from target_left_behind(evidence, record, seen.networks)
+        written = {write.name: str(write.place) for write in seen.writes}
+        yield from target_left_behind(evidence, record, seen.networks, written)
     yield from findings.average_for_each_micro_batch(record, seen)
     if seen.norms and any(write.average and write.of for write in seen.writes):
         yield from statistics_left_behind(evidence)

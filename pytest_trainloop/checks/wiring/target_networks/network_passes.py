@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import re
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from pytest_trainloop.runs.further_runs import longer_run
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -40,6 +39,9 @@ LEAST_STEPS = 3
 
 Network = tuple[str, ...]
 """The names of its parameters, in its own order."""
+
+Calls = tuple[str, ...]
+"""Of torch, that were made of a network's results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,9 @@ class NetworkPasses:
         self.names: dict[Network, str] = {}
         self.without_gradients: list[Pass] = []
         self.meets: set[tuple[Network, Network]] = set()
-        """A network, and one that takes its results, or whose results meet these in a call."""
+        """A network, and one that takes its results, or whose results meet these in a call after the same calls."""
         self._inside: nn.Module | None = None
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], frozenset[Network]]] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], dict[Network, Calls]]] = {}
         self._step = 0
 
     @contextlib.contextmanager
@@ -76,7 +78,7 @@ class NetworkPasses:
                 self._inside = None
                 network = self._network(watch, module)
                 if network and not self._held.intersection(network):
-                    self._keep(nested.tensors(output), frozenset({network}))
+                    self._keep(nested.tensors(output), {network: ()})
 
         before = before_modules(unless_suspended(watch, enter))
         after = after_modules(unless_suspended(watch, leave), always_call=True)
@@ -102,21 +104,21 @@ class NetworkPasses:
             line = str(here()[0])
             self.without_gradients.append(Pass(self._step, network, line, frames[0].f_code.co_filename))
 
-    def follow(self, given: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+    def follow(self, name: str, given: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
         """A call of torch outside of networks."""
         if not self._made or self._inside is not None:
             return
         sources = self._sources(given)
-        self.meets |= {(one, other) for one in sources for other in sources if one != other}
+        self.meets |= {(a, b) for a in sources for b in sources if a != b and sources[a] == sources[b]}
         if sources:
-            self._keep(results, sources)
+            self._keep(results, {network: (*calls, name) for network, calls in sources.items()})
 
-    def _keep(self, tensors: Iterable[torch.Tensor], networks: frozenset[Network]) -> None:
+    def _keep(self, tensors: Iterable[torch.Tensor], networks: dict[Network, Calls]) -> None:
         self._made |= {id(t): (weakref.ref(t), networks) for t in tensors}
 
-    def _sources(self, tensors: Iterable[torch.Tensor]) -> frozenset[Network]:
+    def _sources(self, tensors: Iterable[torch.Tensor]) -> dict[Network, Calls]:
         known = [(t, self._made.get(id(t))) for t in tensors]
-        return frozenset(n for t, made in known if made is not None and made[0]() is t for n in made[1])
+        return {n: c for t, made in known if made is not None and made[0]() is t for n, c in made[1].items()}
 
 
 def target_rebound(seen: NetworkPasses, held: frozenset[str]) -> Iterator[Finding]:
@@ -131,34 +133,47 @@ def target_rebound(seen: NetworkPasses, held: frozenset[str]) -> Iterator[Findin
         since = next(n for n, p in enumerate(passes) if p.network == networks[1])
         steps = {p.step for p in passes[since:]}
         again = any(p.network == networks[0] for p in (*passes[since:], *_elsewhere(seen, line, passes[since].step)))
-        if len(networks[0]) != len(networks[1]) or again or len(steps) < LEAST_STEPS:
-            continue
+        assigned = _assigned(line, passes[0].file)
+        if len(networks[0]) != len(networks[1]) or again or len(steps) < LEAST_STEPS or not assigned:
+            continue  # a function that evaluates whichever network it is given
         names = [seen.names[n] for n in networks]
         facts: dict[str, Any] = {"target": names[0], "online": names[1], "before": since}
         facts |= {"after": len(passes) - since, "step": passes[since].step}
-        yield found("target_rebound", line, networks[0], change=_rebinding(line, passes[0].file), **facts)
+        yield found("target_rebound", line, networks[0], change=assigned[0] if len(assigned) == 1 else "", **facts)
 
 
 def _elsewhere(seen: NetworkPasses, line: str, step: int) -> list[Pass]:
     return [p for p in seen.without_gradients if p.line != line and p.step > step]
 
 
-def _rebinding(line: str, file: str) -> str:
-    """The only statement that gives the name of the network that the line calls another name's value."""
-    called = re.findall(r"([A-Za-z_]\w*)\(", line.partition("   ")[2])
-    found = [
-        node
-        for node in ast.walk(syntax_of(file))
+def _assigned(line: str, file: str) -> list[str]:
+    """The statements that give the network's name at this line the value of another name: of an attribute all in the
+    file, of a variable those in the function around the line."""
+    number = int(line.partition("   ")[0].rpartition(":")[2])
+    tree: ast.AST = syntax_of(file)
+    holders = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _spans(n, number)]
+    called = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call) and _spans(n, number)]
+    scopes: dict[str, ast.AST] = {f.attr: tree for f in called if isinstance(f, ast.Attribute)}
+    scopes |= {f.id: max(holders, key=lambda n: n.lineno) for f in called if isinstance(f, ast.Name) and holders}
+    return [
+        str(place_of(file, node.lineno))
+        for name, scope in scopes.items()
+        for node in ast.walk(scope)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Name | ast.Attribute)
-        and {getattr(t, "attr", None) or getattr(t, "id", None) for t in node.targets} & set(called)
+        and any(name == (getattr(target, "attr", "") or getattr(target, "id", "")) for target in node.targets)
     ]
-    return str(place_of(file, found[0].lineno)) if len(found) == 1 else ""
 
 
-def target_left_behind(evidence: Evidence, record: Record, seen: NetworkPasses) -> Iterator[Finding]:
+def _spans(node: ast.FunctionDef | ast.Call, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def target_left_behind(
+    evidence: Evidence, record: Record, seen: NetworkPasses, written: Mapping[str, str]
+) -> Iterator[Finding]:
     """A copy of a trained network that nothing moves, whose results go into another such copy, or meet those of one of
-    its own shape, that follows its network."""
+    its own shape, that follows its network. ``written``: the line that writes to a parameter."""
     held = {record.name(i) for i in record.held}
     moved = _moves(record)
     start = {p.name: p.start for p in record.parameters}
@@ -184,8 +199,10 @@ def target_left_behind(evidence: Evidence, record: Record, seen: NetworkPasses) 
                 "other": seen.names[other],
             }
             facts |= {"steps": len(longer.innermost_steps())}
-            lines = [p.line for p in seen.without_gradients if p.network == still]
-            yield found("target_left_behind", lines[0] if lines else "", still, **facts)
+            facts["repair"] = "update {network} where {other} is updated, from {source}".format_map(facts)
+            where = next((p.line for p in seen.without_gradients if p.network == still), "")
+            change = next((written[name] for name in other if name in written), "")
+            yield found("target_left_behind", where, still, change=change, **facts)
             break
 
 

@@ -168,7 +168,7 @@ class WeightWrites(WatchingMode):
         with self.watch.suspended():
             self._made(name, args, kwargs, out)
             if self.networks is not None:
-                self.networks.follow(tensors_in(args, kwargs), tensors_in(out))
+                self.networks.follow(name, tensors_in(args, kwargs), tensors_in(out))
         return out
 
     def _settle(self) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.checks.wiring.target_networks.faults import normed_average, trained
+from tests.checks.wiring.target_networks.faults_left_behind import actor_critic, teacher_from
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points
@@ -303,3 +304,52 @@ def particles_that_repel():
                 p.add_(0.001 * (p - q))
 
     return trained(both, lambda x, y: F.cross_entropy(one(x), y) + F.cross_entropy(other(x), y), after=after)
+
+
+@odd(notes="the target of the actor is brought up to date after every fifth batch (TD3)")
+def target_actor_that_follows_seldom():
+    return actor_critic(actor=5, first=1, second=1)()
+
+
+@odd(notes="a copy of the first policy is kept as it is; its log-probabilities meet a target critic's values")
+def first_policy_beside_a_target_critic():
+    policy, critic = relu_mlp(8, 24, 4), relu_mlp(8, 24, 4)
+    first, target = copy.deepcopy(policy).requires_grad_(False), copy.deepcopy(critic).requires_grad_(False)
+    target[-1], critic[-1] = (nn.Linear(24, 4) for _ in range(2))
+    target.load_state_dict(critic.state_dict())
+
+    def loss(x, y):
+        with torch.no_grad():
+            kept = first(x).log_softmax(1)
+            goal = x[:, 0] + 0.5 * (target(x).amax(1) + 0.1 * kept.amax(1))
+        scores = policy(x).log_softmax(1)
+        value = critic(x)[torch.arange(len(x)), y]
+        return F.mse_loss(value, goal) + F.kl_div(scores, kept, log_target=True, reduction="batchmean") - scores.mean()
+
+    def after(number):
+        for slow, fast in zip(target.parameters(), critic.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.05)
+
+    both = nn.ModuleDict({"policy": policy, "critic": critic})
+    return trained(both, loss, after=after)
+
+
+@odd(notes="one function measures the network that it is given: the teacher once, then the student")
+def teacher_and_student_measured_by_one_line():
+    student, teacher = relu_mlp(8, 24, 4), relu_mlp(8, 24, 4).requires_grad_(False)
+    scores = []
+
+    def measure(net, x, y):
+        with torch.no_grad():
+            scores.append(float((net(x).argmax(1) == y).float().mean()))
+
+    def loss(x, y):
+        measure(student if scores else teacher, x, y)
+        return F.cross_entropy(student(x), y)
+
+    return trained(student, loss)
+
+
+@odd(notes="the teacher of the first batches is followed by an average of the student")
+def average_after_a_fixed_teacher():
+    return teacher_from(assign=False)()
