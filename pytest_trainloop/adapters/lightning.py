@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.adapters.lightning_plan import configured_schedules, told
+from pytest_trainloop.adapters.lightning_plan import configured_schedules, declared_length
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.adapters.training_data import TrainingData
 from pytest_trainloop.core.errors import CannotDecide, UsageError
@@ -45,7 +45,7 @@ def from_lightning(
     During the runs nothing is logged or drawn. Validation inside ``fit`` takes one batch; ``evaluate`` is
     ``trainer.validate`` over two. ``save`` is ``trainer.save_checkpoint``, ``load`` is what
     ``trainer.fit(ckpt_path=...)`` restores before it trains. A second ``fit`` goes on with the optimizers' states, the
-    epoch and the step count of the first; the schedule begins anew with the batches that it gets. ``steps`` and
+    epoch and the step count of the first; the schedule starts again with the batches that it gets. ``steps`` and
     ``epochs`` are the ``max_steps`` and ``max_epochs`` of the trainer, where it is given some. A trainer with
     ``enable_checkpointing=False`` is given neither ``save`` nor ``load``.
 
@@ -98,7 +98,7 @@ def from_lightning(
     fit.training_data = lambda: _training_data(package, module, datamodule)  # type: ignore[attr-defined]
     plan = Counts(fields.get("steps"), None, fields.get("epochs"))
     if not own:
-        plan = told(trainer, plan)
+        plan = declared_length(trainer, plan)
         fit.planned_schedules = lambda: _planned(package, module, trainer, datamodule, plan)  # type: ignore[attr-defined]
     offered = {
         "model": module,
@@ -321,7 +321,7 @@ def _quiet_trainer(package: ModuleType, module: Any) -> Any:
 
 @contextmanager
 def _silenced(package: ModuleType, trainer: Any, validation_batches: int = 1) -> Iterator[None]:
-    """One pass over all the batches given; no files, no output; limits meant for the user's whole data do not apply."""
+    """One pass over all the batches given; no files, no output; limits for the user's whole data do not apply."""
     callbacks = package.callbacks
     loud = (callbacks.Checkpoint, callbacks.ProgressBar, callbacks.ModelSummary)
     # A logger that swallows everything rather than none: modules call self.logger.experiment, some callbacks need one.

@@ -14,7 +14,7 @@ DEFAULT_EPOCHS = 1000
 """What Lightning takes where neither max_epochs nor max_steps is given."""
 
 
-def told(trainer: Any, declared: Counts) -> Counts:
+def declared_length(trainer: Any, declared: Counts) -> Counts:
     """What the project says of the length: its own fields first, then the settings of its trainer."""
     epochs, steps = trainer.max_epochs, trainer.max_steps
     by_default = epochs == DEFAULT_EPOCHS and steps == -1

@@ -23,6 +23,6 @@ class TrainingData:
 
 
 def training_data(loop: TrainLoop) -> Iterable[TrainingData]:
-    """The loaders of the trainer that a loop was made from, made anew; none of a loop that is no trainer's."""
+    """New loaders of the trainer that a loop was made from; none of a loop that is no trainer's."""
     make = getattr(loop.fit, "training_data", None)
     return () if make is None else make()

@@ -142,7 +142,7 @@ def _resuming(trainer: Any) -> dict[str, Callable[[Path], None]]:
 
 
 def _save(trainer: Any, folder: Path) -> None:
-    """As in the middle of ``train()``: the checkpoint, and what callbacks write beside it."""
+    """As in the middle of ``train()``: the checkpoint, and what callbacks write next to it."""
     args = copy.copy(trainer.args)
     args.output_dir, args.push_to_hub = str(folder), False
     with gradient_state_kept(), _silenced(trainer), _untold(), swapped(trainer, args=args):

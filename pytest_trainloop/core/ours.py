@@ -37,7 +37,7 @@ def is_our_module(name: object) -> bool:
 
 
 def is_our_class(kind: type) -> bool:
-    """Whether the instances of a class are ours: a class of this package, but for what stands in for the project's."""
+    """Whether the instances of a class are ours: a class of this package, except what replaces the project's."""
     return is_our_module(getattr(kind, "__module__", "")) and not issubclass(kind, StandsIn)
 
 

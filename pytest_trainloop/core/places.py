@@ -1,4 +1,4 @@
-"""Where in the user's files something stands, for messages. Standard library only."""
+"""Places in the user's files, for messages. Standard library only."""
 
 from __future__ import annotations
 

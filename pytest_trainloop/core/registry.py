@@ -94,7 +94,7 @@ class Cause:
     do_not: str = ""
     """A common repair that only silences the check, and why."""
     settle: str = ""
-    """What to declare where an observation may be meant: shown with advice."""
+    """What to declare if the observed code may be intended: shown with advice."""
     explains: tuple[str, ...] = ()
     """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
     summary: str = ""
@@ -135,7 +135,7 @@ class Check:
     long: bool = False
     """Whether it makes long runs: it is not asked what made ``fit`` raise."""
     steps: int = STEPS
-    """What it costs on a right loop beside the watched run, in bare optimizer steps, by order of magnitude."""
+    """What it costs on a right loop besides the watched run, in bare optimizer steps, by order of magnitude."""
     absent: Absent | None = None
     """Says, of a loop on which it found nothing, why there was nothing of its kind to look at; empty if there was."""
 

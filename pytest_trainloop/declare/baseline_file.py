@@ -18,7 +18,7 @@ Mode = Literal["check", "update", "new"]
 Done = Literal["recorded", "updated", "unchanged"]
 
 FOLDER = "trainloop_baselines"
-"""The folder beside a test file that holds what is stored of its loops."""
+"""The folder next to a test file that holds what is stored of its loops."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class BaselineFile:
 
     path: Path
     shown: str
-    """The path as it is told."""
+    """The path as messages show it."""
     mode: Mode = "check"
     command: str = "check_loop(..., update=True)"
-    """What writes the file anew."""
+    """The command that writes the file again."""
     first: str = "check_loop(..., update=True)"
     """What writes it where there is none yet."""
     flag: str = "update=True"
@@ -60,7 +60,7 @@ class BaselineFile:
     @property
     def repair(self) -> str:
         """What to do about a file that is no baseline."""
-        return f"restore it from version control, or record it anew: {self.command}"
+        return f"restore it from version control, or record it again: {self.command}"
 
 
 def is_written(mode: Mode, *, is_there: bool) -> bool:

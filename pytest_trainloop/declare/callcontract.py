@@ -54,7 +54,7 @@ class CallContract:
         ``"class_logits"``, ``"probabilities"``, ``"log_probabilities"``, ``"values"``, ``"variance"``,
         ``"embeddings"``, ``"boxes"`` (x1, y1, x2, y2), ``"images"``; of targets ``"index"``, ``"one_hot"``,
         ``"distribution"``, ``"binary"``, ``"value"``, ``"labels"`` (one for each embedding). Scores are over classes
-        beside an index, a one-hot or a distribution, else each is a yes or no
+        next to an index, a one-hot or a distribution, else each is a yes or no
     when
         flags, by the name of another parameter of the function or of an attribute of the module, and the values with
         which this contract holds; several contracts may be registered for one function, and the first that fits counts

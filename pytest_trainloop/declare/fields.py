@@ -88,7 +88,7 @@ def require_fields(loop: Any) -> None:
 
 
 def _call(absent: str, other: Any) -> str:
-    """How ``save`` or ``load`` is called beside the other one, which shows whether a path is handed over."""
+    """How ``save`` or ``load`` is called compared with the other one, which shows whether a path is passed."""
     signature = _own_signature(other) if other is not None else None
     first = _first_parameter(signature)
     if signature is None or first is None:
@@ -160,7 +160,7 @@ def _refused(name: str, given: Any, needed: str) -> UsageError:
 
 
 def _adapter(model: Any) -> str:
-    """What to call for the trainer of a library, handed over in place of a model."""
+    """What to call for the trainer of a library, passed in place of a model."""
     kinds = {f"{k.__module__.partition('.')[0]}.{k.__name__}" for k in type(model).__mro__}
     if "transformers.Trainer" in kinds:
         return "; for a Trainer: from_trainer(trainer)"

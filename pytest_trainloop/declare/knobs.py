@@ -137,7 +137,7 @@ def _one_letter_off(given: str, name: str) -> bool:
 
 
 def near(given: str, known: Iterable[str]) -> str:
-    """The name that is meant, where one is near enough; else empty."""
+    """The most similar known name, if one is near enough; else empty."""
     import difflib
 
     return next(iter(difflib.get_close_matches(given, list(known), n=1)), "")

@@ -67,7 +67,7 @@ class Padding:
 
     @property
     def all(self) -> tuple[Padding, ...]:
-        """This one, and those declared beside it."""
+        """This one, and those declared with it."""
         return (self, *self._more)
 
     @property
@@ -180,7 +180,7 @@ class TrainLoop:
     loss
         ``loss(model, batch) -> scalar tensor``: a probe, never compared with what the loop backpropagates
     frozen
-        paths of what is meant not to train, e.g. ``("backbone.",)``: parameters of that name, and all below it
+        paths of what should not train, e.g. ``("backbone.",)``: parameters of that name, and all below it
     evaluate
         ``evaluate()``, called once after a short run, for the mode in which it runs the model
     padding
@@ -193,7 +193,7 @@ class TrainLoop:
     split_batch
         ``split_batch(batch, k)``, the project's own way to split a batch into k micro-batches
     rows_interact
-        True: the examples of a batch are meant to interact (contrastive losses, batch statistics); False: they must not
+        True: the examples of a batch should interact (contrastive losses, batch statistics); False: they must not
     ordered
         True: the order of the rows of a batch carries something (halves are two views, the next row is the target);
         False: it carries nothing, and rows that change places all together must not change the loss
@@ -218,7 +218,7 @@ class TrainLoop:
         itself where the parameter's name says folder or dir; it is removed afterwards. What else they write goes where
         the project puts it
     renews
-        what ``load`` is meant to begin anew, e.g. ``("optimizer", "scheduler")``: "optimizer", "scheduler", "scaler",
+        what ``load`` should not restore, e.g. ``("optimizer", "scheduler")``: "optimizer", "scheduler", "scaler",
         "rng", or paths as in failures of ``resume_equivalence`` (``"model.bank"``), with all that lies below them. The
         resumed run is judged for the rest
     parts

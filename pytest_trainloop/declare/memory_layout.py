@@ -53,8 +53,8 @@ def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def copied(tensor: torch.Tensor, values: torch.Tensor, memo: dict[int, object]) -> torch.Tensor:
     """A tensor with these values that lies in memory as another one does; those made with one ``memo`` share storage
     where the others do."""
-    alike = tensor.shape == values.shape and tensor.dtype == values.dtype
-    if not alike or not _is_strided(tensor) or _entries(tensor) > max(LARGE, 2 * _span(tensor)):
+    same_kind = tensor.shape == values.shape and tensor.dtype == values.dtype
+    if not same_kind or not _is_strided(tensor) or _entries(tensor) > max(LARGE, 2 * _span(tensor)):
         return laid_out_as(values.clone(), tensor)
     made: torch.Tensor = copy.deepcopy(tensor.detach(), memo)
     write(made, values)

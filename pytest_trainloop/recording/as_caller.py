@@ -2,7 +2,7 @@
 
 Python books a warning on a frame: what warns in C on the innermost one, what warns in Python on one as many frames up
 as its ``stacklevel`` says. Where a mode or a patch of this package lies between, that frame is ours: a filter for the
-user's module misses the warning, and two lines that warn alike are shown as one. So such a call is made by a function
+user's module misses the warning, and equal warnings of two lines are shown as one. So such a call is made by a function
 that has the file, the line and the globals of the caller.
 """
 
@@ -61,7 +61,7 @@ def as_caller(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_stand_in(code: CodeType) -> bool:
-    """Whether a frame with this code stands in for its caller: its line is that of the caller's frame."""
+    """Whether a frame with this code is reported as its caller: its line is that of the caller's frame."""
     return code.co_varnames[:1] == _template.__code__.co_varnames[:1]
 
 

@@ -151,7 +151,7 @@ def _settings(scheduler: Any) -> dict[str, str]:
 
 
 def _text(value: Any, depth: int = 3) -> str:
-    """A value as text, equal where it would act alike: functions by their code and closure, others by identity."""
+    """A value as text, equal where it would act the same: functions by their code and closure, others by identity."""
     if value is None or isinstance(value, (int, float, str, bool, bytes)):
         return repr(value)
     if depth and isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Calls of torch's clips of gradients: which tensors they were handed, and what stood in ``.grad``."""
+"""Calls of torch's clips of gradients: which tensors they were given, and what was in ``.grad``."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ class Clips:
         """The call that this one continues: of the same line, with nothing between, on other tensors."""
         for event in reversed(self._watch.record.events):
             if isinstance(event, ClipCall):
-                alike = (event.by, event.limit, event.place, event.site) == (name, limit, place, site)
+                same_call = (event.by, event.limit, event.place, event.site) == (name, limit, place, site)
                 own = event is self._watch.thread.clip
-                return event if own and alike and part and set(event.given).isdisjoint(part) else None
+                return event if own and same_call and part and set(event.given).isdisjoint(part) else None
             if not isinstance(event, GradWrite) or event.how != "clipped":
                 return None
         return None
@@ -182,7 +182,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _stands_for(tensor: torch.Tensor, stand_ins: dict[Any, int]) -> int | None:
-    """The parameter in whose place its gradient or a view of its data is handed over."""
+    """The parameter in whose place its gradient or a view of its data is passed."""
     if not tensor.is_leaf or tensor.grad is not None or not readable(tensor):
         return None
     by_gradient = stand_ins.get(("grad", id(tensor)))

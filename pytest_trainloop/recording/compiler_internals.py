@@ -214,7 +214,7 @@ def fake_results(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _COMPILE = torch.compile
-"""As torch has it, whatever stands in its place during a run."""
+"""As torch has it, whatever replaces it during a run."""
 
 
 @contextlib.contextmanager

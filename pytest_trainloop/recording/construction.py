@@ -205,7 +205,7 @@ def maker(made: Any) -> Place | None:
         code = frame.f_code
         if code.co_filename in (FIT_CALLER, BUILD_CALLER):
             return None
-        # the frame that a stand-in stands for is further up
+        # the frame that this function replaces is further up
         if (
             layer(code.co_filename) == 2
             and not is_stand_in(code)

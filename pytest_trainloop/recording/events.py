@@ -75,7 +75,7 @@ class Forward(Event):
     """Paths of the modules from it down that act by mode and are in evaluation mode."""
     in_training: tuple[str, ...] = ()
     """The same in training mode."""
-    apart: tuple[str, ...] = ()
+    unlike_parent: tuple[str, ...] = ()
     """Those of both whose mode differs from that of the module that holds them."""
     below: frozenset[int] = frozenset()
     """The parameters of the module and of all modules in it."""
@@ -198,21 +198,21 @@ class ClipCall(Event):
     """The function: "clip_grad_norm_" or "clip_grad_value_"."""
     limit: float
     parts: list[list[int]] = field(default_factory=list)
-    """The watched tensors that were handed over; several lists where a loop of one line clips them in parts."""
+    """The watched tensors that were passed; several lists where a loop of one line clips them in parts."""
     totals: list[float] = field(default_factory=list)
     """The norm that the function computed for each of them; NaN where it clips by value."""
     stand_ins: list[int] = field(default_factory=list)
-    """Parameters in whose place their gradient was handed over, or a view of their data: these have no ``.grad``."""
+    """Parameters in whose place their gradient was passed, or a view of their data: these have no ``.grad``."""
     others: int = 0
-    """Tensors handed over that are nothing watched, and have a gradient."""
+    """Tensors passed that are nothing watched, and have a gradient."""
     idle: list[tuple[int, ...]] = field(default_factory=list)
     """The shapes of those that are nothing watched and have none."""
     iterator: int | None = None
-    """The number of the iterator that was handed over; None for a list or a tensor."""
+    """The number of the iterator that was passed; None for a list or a tensor."""
     norms: dict[int, float] = field(default_factory=dict)
-    """The Euclidean norm of each watched gradient before the call, those of tensors not handed over as well."""
+    """The Euclidean norm of each watched gradient before the call, those of tensors that were not passed as well."""
     left: dict[int, float] = field(default_factory=dict)
-    """The norms of the gradients handed over, after a clip by value."""
+    """The norms of the gradients passed, after a clip by value."""
 
     @property
     def given(self) -> list[int]:
@@ -220,7 +220,7 @@ class ClipCall(Event):
 
     @property
     def found(self) -> set[int]:
-        """The tensors handed over whose gradient was not zero."""
+        """The tensors passed whose gradient was not zero."""
         return {i for i in self.given if self.norms.get(i, 0.0) != 0.0}
 
 

@@ -89,21 +89,21 @@ class Modules:
             in_backward=watch.backward is not None,
             in_eval=modes["eval"],
             in_training=modes["training"],
-            apart=modes["apart"],
+            unlike_parent=modes["unlike parent"],
             below=frozenset(i for p in members.parameters(module) if (i := watch.table.index(p)) is not None),
         )
         watch.add(watch.thread.forward)
 
     def _modes(self, root: nn.Module) -> dict[str, tuple[str, ...]]:
         """Modules that act by mode, by the mode that they are in, and those in another mode than what holds them."""
-        found: dict[str, list[str]] = {"eval": [], "training": [], "apart": []}
+        found: dict[str, list[str]] = {"eval": [], "training": [], "unlike parent": []}
         inside = dict(members.named_modules(root))
         for name, module in inside.items():
             if acts_by_mode(module):
                 path = self._watch.table.path_of(module)
                 found["training" if trains(module) else "eval"].append(path)
                 if name and trains(inside[name.rpartition(".")[0]]) is not trains(module):
-                    found["apart"].append(path)
+                    found["unlike parent"].append(path)
         return {kind: tuple(paths) for kind, paths in found.items()}
 
     def _checkpoint_place(self) -> Place:

@@ -1,4 +1,4 @@
-"""The bases of the modes that stand between a loop and torch, and the tensors that a call is given.
+"""The base classes of the modes that intercept a loop's calls of torch, and the tensors that a call is given.
 
 It lies below ``tracing`` because ``recording`` and ``runs`` have such modes too; those that look at a watched run are
 ``tracing.mode.WatchingMode``.
@@ -67,7 +67,7 @@ def is_aside() -> bool:
 class FunctionMode(TorchFunctionMode):
     """Gets every call of a torch function that its thread makes while it is on, but for those made ``aside``.
 
-    The mode is off while ``call`` runs: what it calls of torch goes to the modes below it. It stands aside while torch
+    The mode is off while ``call`` runs: what it calls of torch goes to the modes below it. It is inactive while torch
     is tracing (``is_traced``).
     """
 
@@ -132,7 +132,7 @@ class FunctionMode(TorchFunctionMode):
 class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]
     """Gets every operation that torch dispatches while it is on, those of backward passes included.
 
-    The mode is off while ``operate`` runs. It stands aside while torch is tracing (``is_traced``).
+    The mode is off while ``operate`` runs. It is inactive while torch is tracing (``is_traced``).
     """
 
     changes = False

@@ -2,7 +2,7 @@
 
 Two rules hold for all of them. No hook sits on an object of the project's, where a copy, a pickle or a script of it
 would take it along: hooks of modules and optimizers are torch's global ones, and those of tensors are left out of what
-is saved. And all of them stand aside while torch is tracing (``is_traced``): there are no values then, and what is
+is saved. And all of them are inactive while torch is tracing (``is_traced``): there are no values then, and what is
 called for them would become part of the trace. A mistake in a hook changes nothing for the loop (``mistakes``).
 """
 

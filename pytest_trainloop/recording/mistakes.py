@@ -1,6 +1,6 @@
 """Mistakes of this package inside the project's calls: passed over there, and noted on the record of the run.
 
-A hook, a mode or a patch stands in a call of the project. What goes wrong in it must not end a script that ends well
+A hook, a mode or a patch runs inside a call of the project. What goes wrong in it must not end a script that ends well
 alone: the call goes on as torch makes it, and the checks that read the record end as errors. Each place where the
 project's calls come through this package asks ``passed_over``.
 """
@@ -150,7 +150,7 @@ def ended(seam: Seam, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def guarded(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this package that stands in the place of one of the project's or of torch: a mistake in it gives
+    """A function of this package that replaces one of the project's or of torch: a mistake in it gives
     what the original gives. It must call that by ``passed_on`` or ``as_caller``."""
 
     @functools.wraps(own)
@@ -170,7 +170,7 @@ def guarded(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
 
 
 def unnoticed(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this package that Python or torch calls beside the project's own: a mistake in it gives None."""
+    """A function of this package that Python or torch calls besides the project's own: a mistake in it gives None."""
 
     @functools.wraps(own)
     def seam(*args: Any, **kwargs: Any) -> Any:

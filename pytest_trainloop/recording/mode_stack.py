@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def take_off(mode: TorchFunctionMode) -> bool:
-    """Take a function mode off this thread's stack wherever it stands, and say whether it stood there.
+    """Take a function mode off this thread's stack at any position, and say whether it was there.
 
     Leaving its ``with`` block takes off whichever mode is on top, which may be one that the user's code has entered
     and not left yet (a generator with an open ``with torch.device(...)``).

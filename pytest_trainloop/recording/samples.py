@@ -75,10 +75,10 @@ class Reader:
         with self._lock:
             waiting, self._waiting = self._waiting, []
             for dtype in {entries.dtype for _, entries, _, _ in waiting}:
-                alike = [one for one in waiting if one[1].dtype == dtype]
-                kept = self._entries.keep_all([entries for _, entries, _, _ in alike])
-                extremes = self._numbers.keep_pairs([number for one in alike for number in one[2:]])
-                self._samples += zip((one[0] for one in alike), kept, extremes, strict=True)
+                same_dtype = [one for one in waiting if one[1].dtype == dtype]
+                kept = self._entries.keep_all([entries for _, entries, _, _ in same_dtype])
+                extremes = self._numbers.keep_pairs([number for one in same_dtype for number in one[2:]])
+                self._samples += zip((one[0] for one in same_dtype), kept, extremes, strict=True)
 
     def sample_entries(self, tensor: torch.Tensor) -> TensorSample:
         """A sample without its peak: enough to see a change, at a third of the cost."""

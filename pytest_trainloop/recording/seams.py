@@ -1,6 +1,6 @@
 """The project's calls that come through this package: whether each was made, and what it gave or raised.
 
-A seam is a place where this package stands inside a call of the project: a mode, or a patch. What it does around the
+A seam is a place where this package runs inside a call of the project: a mode, or a patch. What it does around the
 call may go wrong; to go on without it (``mistakes``), one must know whether the call was made already.
 """
 

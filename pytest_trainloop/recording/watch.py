@@ -84,7 +84,7 @@ class Watch:
         self.at_light_density: list[Callable[[], None]] = []
         """Called when the run changes to light density, and after each step from then on."""
         self.over = False
-        """Whether the run was told to end: what a loop that swallows the exception still does is not recorded, since
+        """Whether the run was asked to end: what a loop that swallows the exception still does is not recorded, since
         how much that is depends on when a timer ends it."""
         self.backward_passes = 0
         self.thread = Thread()

@@ -36,7 +36,7 @@ def _gradient_state() -> dict[str, Any]:
 
 
 def forget_process() -> None:
-    """Have Accelerate look anew at what kind of process this is: a fork has other ranks than the one that it was."""
+    """Have Accelerate find out again what kind of process this is: a fork has other ranks than the one that it was."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

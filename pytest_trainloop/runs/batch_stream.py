@@ -30,7 +30,7 @@ statistics take a few, and a loop that never steps may take passes for ever."""
 
 
 MOST_PASSES = 64
-"""Passes that are told apart: what is taken in later ones is counted with the last."""
+"""Epochs that are counted separately: what is taken in later ones is counted with the last."""
 
 
 class Batches(Sequence[Any]):
@@ -245,7 +245,7 @@ class Batches(Sequence[Any]):
                     require_dimensions(self._loop, item)
                     for names in [] if self._loop.padding is None or self._cache else self._loop.padding.names:
                         if any(nested.is_named(path, names) for path, _ in nested.paths(item)):
-                            nested.require_names([item], names, "TrainLoop.padding")  # others may stand in later ones
+                            nested.require_names([item], names, "TrainLoop.padding")  # later ones may have others
                 if self._loop.roles and not self._cache and not isinstance(item, torch.Tensor):
                     self._loop.roles.require_in(item)  # a loop that makes its own data is given any tensor
                 self._cache.append(item)

@@ -111,7 +111,7 @@ class Evidence:
 
     @property
     def offers(self) -> frozenset[str]:
-        """The fields of ``TrainLoop`` that were given; "fit" stands for fit or step, "run" for either of these or a
+        """The fields of ``TrainLoop`` that were given; "fit" is fit or step, "run" is either of these or a
         loss."""
         if self._offers is None:
             self._offers = self._first_look()

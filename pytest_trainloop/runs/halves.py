@@ -147,7 +147,7 @@ def halves(
             enough=lambda record: False,
             prepare=run.opened,
             contexts=lambda watch: (hooked(before_steps(run.stop_late)), *contexts(watch)),
-            fit=run.inside if inside else run.apart,
+            fit=run.inside if inside else run.per_half,
             double=double,
             may_raise=True,
         )
@@ -180,7 +180,7 @@ class _Run:
     def opened(self, watch: Watch) -> None:
         self.watch = watch
 
-    def apart(self, loop: TrainLoop) -> Callable[[Any], Any]:
+    def per_half(self, loop: TrainLoop) -> Callable[[Any], Any]:
         """``fit`` once for each half."""
         fit = _fit_of(loop)
 

@@ -54,7 +54,7 @@ class NoRandomness(FunctionMode):
         return out if self._keeps(name) else self.replaced(name, out, args, kwargs)
 
     def replaced(self, name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What stands for the result of a call; the result itself where it draws nothing."""
+        """What replaces the result of a call; the result itself where it draws nothing."""
         return shared(name, out, args, kwargs)
 
 

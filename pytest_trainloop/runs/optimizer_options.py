@@ -20,7 +20,7 @@ USUAL_EPS = 1e-8
 """The default of torch's Adam (Kingma & Ba, section 2)."""
 
 LARGE_EPS = 1e-3
-"""The largest eps in common use apart from 1.0, with which Inception was trained."""
+"""The largest eps in common use except 1.0, with which Inception was trained."""
 
 
 def lr_times(factor: float) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:

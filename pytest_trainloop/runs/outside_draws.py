@@ -29,7 +29,7 @@ def outside_draw(evidence: Evidence) -> str:
     return f"{which[0]}, {line.where}" if line.where else ""
 
 
-def told(evidence: Evidence) -> str:
+def rng_line(evidence: Evidence) -> str:
     """The line in parentheses, to follow the words of a reason; empty where none was seen."""
     line = evidence.shared(outside_draw)
     return f" ({line})" if line else ""

@@ -2,7 +2,7 @@
 
 It is not where the watched run came back and a further one raised: what was put around the loop, or what it was given,
 made it raise. Such a run shows nothing, and no check may take it for "nothing to judge". The run made once more
-without what was put around it tells the two apart.
+without what was put around it distinguishes the two.
 """
 
 from __future__ import annotations

@@ -87,14 +87,14 @@ def _has_accelerator() -> bool:
 
 
 class SeededApart:
-    """Random states for the data, apart from those of the loop.
+    """Random states for the data, separate from those of the loop.
 
     What is drawn ``in_use`` of them goes on where it was left, and is the same in every run under one seed, whatever
     the loop draws in between. Only in the thread that made them: generators are the whole process's.
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = (seed + APART) % 2**63
+        self._seed = (seed + DATA_STREAM) % 2**63
         self._states: dict[str, Any] | None = None
         self._thread = threading.get_ident()
 
@@ -115,7 +115,7 @@ class SeededApart:
             restore_random(before)
 
 
-APART = 104_729
+DATA_STREAM = 104_729
 """Added to a seed: what a loop draws (noise, a latent) must not be the numbers that its data were drawn from."""
 
 

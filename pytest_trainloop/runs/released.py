@@ -90,7 +90,7 @@ def _resident() -> int:
 
 
 def return_free_pages() -> None:
-    """Have the C library return what it holds of freed memory; nothing where it cannot be told to."""
+    """Have the C library return what it holds of freed memory; nothing where it has no call for it."""
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,15 +1,15 @@
 """Random numbers keyed by row: what a loop draws for a row is the same for this row in every batch that holds it.
 
-Which axis of a draw stands for rows is read off two runs over different numbers of rows (``DrawAxes.between``), never
+Which axis of a draw is that of rows is read off two runs over different numbers of rows (``DrawAxes.between``), never
 guessed from a size that may be equal by chance:
 - an axis whose size is the number of rows in both runs has a number for each row;
 - one that grows in proportion (several samples of a row, two views behind each other, positions of all rows) has the
   same along all of it, since the order of rows in it is not known;
 - one that does not grow has its own numbers, but for the first of a draw without an axis of rows: how many there are
   may depend on what the rows hold.
-What fits none of these is drawn alike for all rows, and ``DrawAxes.unknown`` says where.
+What fits none of these is drawn the same for all rows, and ``DrawAxes.unknown`` says where.
 
-Draws of one kind and number of axes are told apart by their order in a batch, where it is the same in both runs: two
+Draws of one kind and number of axes are matched by their order in a batch, where it is the same in both runs: two
 views get two noises. Where there are as many more as rows (a loop over rows), each row's is the same.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
 Axis = Literal["rows", "fixed", "grows"]
-"""What an axis of a draw stands for: one entry for each row; as many for any number of rows; several for each row."""
+"""The kind of an axis of a draw: one entry for each row; as many for any number of rows; several for each row."""
 
 Kind = tuple[str, int]
 """The name of a function that draws, and the number of axes of what it gave."""
@@ -55,12 +55,13 @@ class DrawLog:
 
 @dataclass(frozen=True, slots=True)
 class DrawAxes:
-    """What the axes of each draw stand for; ``in_order``: of which kinds the draws are told apart by their order."""
+    """The kinds of the axes of each draw; ``in_order``: kinds of draws that are matched by their position in the
+    sequence."""
 
     axes: Mapping[Kind, tuple[tuple[Axis, ...], ...]] = field(default_factory=dict)
     in_order: frozenset[Kind] = frozenset()
     unknown: tuple[str, ...] = ()
-    """Draws of which no axis of rows can be told, as ``randn of shape (4, 4), train.py:12``."""
+    """Draws of which no axis of rows is known, as ``randn of shape (4, 4), train.py:12``."""
 
     @classmethod
     def between(cls, many: DrawLog, few: DrawLog, rows: int, fewer_rows: int) -> DrawAxes:

@@ -43,7 +43,7 @@ ENOUGH_ROUNDS = 3
 
 STEPLESS_BACKWARDS = 256
 """Backward passes without a step after which a run is given no more batches, and none is made with more: no loop's
-window is meant to be longer than this."""
+window should be longer than this."""
 
 SKIPPED_STEPS = 64
 """Steps skipped by a gradient scaler, with none made, that count the same: its scale falls from 2**40 to 2**-24."""

@@ -153,7 +153,7 @@ class _Scheduler:
     in_fit: bool = False
     place: str = ""
     calls: int = 0
-    told: bool = False
+    given_value: bool = False
     """Whether a call was given a position or a metric."""
     raised: str = ""
 
@@ -252,9 +252,9 @@ class Schedules:
 
         return step
 
-    def _before(self, scheduler: Any, told: bool) -> tuple[_Scheduler, _Traced]:
+    def _before(self, scheduler: Any, given_value: bool) -> tuple[_Scheduler, _Traced]:
         called = self._made.setdefault(id(scheduler), _Scheduler(scheduler, {}))
-        called.told = called.told or told or isinstance(scheduler, ReduceLROnPlateau)
+        called.given_value = called.given_value or given_value or isinstance(scheduler, ReduceLROnPlateau)
         place = here()[0]
         library = layer(place.file) != OWN  # of a trainer
         called.place = called.place or str((library and called.made_at) or place)
@@ -310,7 +310,7 @@ def _why_not(traced: _Traced) -> str:
     kinds = [type(one.scheduler).__name__ for one in traced.schedulers]
     if any(isinstance(one.scheduler, ReduceLROnPlateau) for one in traced.schedulers):
         return PLATEAU
-    if any(one.told for one in traced.schedulers):
+    if any(one.given_value for one in traced.schedulers):
         return f"the loop gives {kinds[0]} its position at each call"
     if traced.by_hand:
         return BY_HAND

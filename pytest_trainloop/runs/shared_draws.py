@@ -1,8 +1,8 @@
 """Random numbers that do not depend on how a batch is composed.
 
 Noise, time steps and masks that a loop draws for each example make two ways of splitting a batch differ by chance.
-Here each number depends only on the kind of the draw and on where it stands in what is drawn: ``coordinates`` gives the
-numbers that stand for the places along each axis. By default they are the places, and 0 along the first: every row of
+Here each number depends only on the kind of the draw and on its place in what is drawn: ``coordinates`` gives the
+numbers of the places along each axis. By default they are the places, and 0 along the first: every row of
 every micro-batch gets the same, whatever comes after it. The gradient is then one that the loop could have had, and the
 same however the batch is split. ``row_draws`` gives each row its own.
 """
@@ -214,7 +214,7 @@ Draw = tuple[str, tuple[int, ...], tuple[float, ...]]
 
 def first_unlike(longer: Sequence[Draw], shorter: Sequence[Draw], lengths: Sequence[int]) -> str:
     """The name of the first draw of one run that differs from that of another at positions that both have; empty where
-    all are alike. ``lengths`` are the positions of a row in each run, where those that only the first has come last.
+    all are equal. ``lengths`` are the positions of a row in each run, where those that only the first has come last.
     """
     for one, other in itertools.zip_longest(longer, shorter):
         if one is None or other is None or (one != other and not (lengths and _begins_as(one, other, *lengths))):

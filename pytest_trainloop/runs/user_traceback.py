@@ -52,7 +52,7 @@ def _strip(shown: traceback.TracebackException) -> None:
             after_ours = True
             continue
         known = [tuple(before)[:3] for before in kept[-2:]]  # the line, and the function of torch that it calls
-        if after_ours and (same := tuple(frame)[:3]) in known:  # such a frame stands in for its caller (as_caller)
+        if after_ours and (same := tuple(frame)[:3]) in known:  # such a frame is reported as its caller (as_caller)
             del kept[len(kept) - len(known) + known.index(same) + 1 :]
         else:
             kept.append(frame)

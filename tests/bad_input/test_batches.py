@@ -182,7 +182,7 @@ def test_rows_are_taken_from_other_data_than_tensors_and_inputs_are_not_exchange
     assert judged_alone(name, "batch_independence") == ("passed", "")
     assert judged_alone(name, "input_dependence") == (
         "skipped",
-        f"the batch holds no tensors but {TAKEN[name][1]}, so that its rows cannot be told: hand over tensors "
+        f"the batch holds no tensors but {TAKEN[name][1]}, so that its rows are not known: hand over tensors "
         "(torch.from_numpy, ids in place of text) and convert nothing in fit",
     )
 

@@ -78,7 +78,7 @@ def test_it_is_the_same_when_it_is_made_again(evidence, trajectory):
 def test_a_file_gives_back_what_it_keeps(trajectory):
     kept = thinned(trajectory)
     text = text_of(kept)
-    again = trajectory_of(text, "a.json", "record it anew")
+    again = trajectory_of(text, "a.json", "record it again")
     assert text_of(again) == text
     assert text_of(thinned(again)) == text
     for mine, its in ((kept.own, again.own), (kept.double, again.double)):
@@ -145,9 +145,9 @@ def test_a_loop_that_raises_has_no_trajectory():
 def test_a_file_that_is_no_baseline_is_one_sentence(trajectory, change, sentence):
     text = text_of(thinned(trajectory))
     with pytest.raises(UsageError, match=r"tests/a\.json") as raised:
-        trajectory_of(change(text), "tests/a.json", "restore it, or record it anew: pytest --trainloop-update")
+        trajectory_of(change(text), "tests/a.json", "restore it, or record it again: pytest --trainloop-update")
     assert sentence in str(raised.value)
-    assert "record it anew: pytest --trainloop-update" in str(raised.value)
+    assert "record it again: pytest --trainloop-update" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

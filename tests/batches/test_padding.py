@@ -42,9 +42,9 @@ def empty(batch, declared=None, pads=(), rows=0):
         ({"ids": IDS, "mask": 1 - MASK}, None, (), "mask", "mask is 1 there"),
         ({"ids": IDS, "added": (1.0 - MASK) * -1e4}, None, (), "mask", "added is -10000.0 there"),
         ((IDS, LENGTHS), None, (), "lengths", "they lie beyond batch[1]"),
-        (IDS, DECLARED, (), "id", "the declared pad_id 0 stands there"),
-        (IDS, None, (0,), "id", "the padding id 0 stands there"),
-        ({"ids": IDS, "tags": LABELS}, DECLARED, (), "id", "the declared pad_id 0 stands there"),
+        (IDS, DECLARED, (), "id", "the declared pad_id 0 is there"),
+        (IDS, None, (0,), "id", "the padding id 0 is there"),
+        ({"ids": IDS, "tags": LABELS}, DECLARED, (), "id", "the declared pad_id 0 is there"),
         ({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK.double()}, None, (), "mask", "mask is 0.0 there"),
         ({"x": torch.randn(3, 4, 5) * MASK[:, None], "n": LENGTHS}, None, (), "lengths", "they lie beyond n"),
         ({"x": torch.randn(3, 5, 5) * MASK[..., None], "n": LENGTHS}, None, (), "lengths", "they lie beyond n"),
@@ -128,7 +128,7 @@ def test_how_far_it_is_proven(batch, declared, proof):
         (text_without_padding(), None, "attention_mask is 1 everywhere"),
         ((IDS, torch.zeros(3, 5, dtype=torch.bool)), None, "batch[1] is 0 everywhere"),
         ((FEATURES, torch.full((3,), 5)), None, "all batch[1] are 5"),
-        (IDS, Padding(pad_id=77), "the declared pad_id 77 stands nowhere"),
+        (IDS, Padding(pad_id=77), "the declared pad_id 77 does not occur"),
     ],
 )
 def test_that_nothing_is_padding(batch, declared, reason):

@@ -55,7 +55,7 @@ def test_axes_may_differ_from_tensor_to_tensor():
         ({"ids": IDS, "n": torch.tensor([3, 6, 2])}, None, "n counts more positions than the 5 that are there"),
         (text(shifted=IDS[:, 1:]), None, r"shifted of shape \(3, 4\)"),
         (text(causal=torch.ones(5, 5).tril()), None, r"causal of shape \(5, 5\)"),
-        ((IDS[:, [0, 3, 1, 2]], LABELS[:, :4]), Padding(pad_id=0), "pad_id 0 stands between real tokens"),
+        ((IDS[:, [0, 3, 1, 2]], LABELS[:, :4]), Padding(pad_id=0), "pad_id 0 occurs between real tokens"),
         (
             text(decoder_attention_mask=torch.tensor([[1, 1, 1, 1, 0]] * 3)),
             None,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.runs.outside_draws import outside_draw, told
+from pytest_trainloop.runs.outside_draws import outside_draw, rng_line
 from tests.loops import plain
 
 
@@ -50,7 +50,7 @@ def test_the_line_is_named(change, generator, code):
 def test_draws_of_torch_are_none():
     seen = evidence(with_torch)
     assert outside_draw(seen) == ""
-    assert told(seen) == ""
+    assert rng_line(seen) == ""
 
 
 def test_a_tracer_that_was_there_is_put_back():

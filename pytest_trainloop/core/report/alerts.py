@@ -1,4 +1,4 @@
-"""What a session found, one entry a fault: for those who show it beside the user's line. No torch, no pytest.
+"""What a session found, one entry a fault: for those who show it next to the user's line. No torch, no pytest.
 
 A check that fails because of another one's fault makes no entry of its own, and one fault of several loops that share
 its line is one entry, as is one sentence about several loops that has no line.
@@ -65,9 +65,9 @@ def alerts(document: Mapping[str, Any], places: Places, proofs: Proofs) -> list[
 
     ``proofs`` has the texts of the causes.
     """
-    told = [alert for loop in document["loops"] for alert in _Loop(loop, places, proofs).alerts()]
+    found = [alert for loop in document["loops"] for alert in _Loop(loop, places, proofs).alerts()]
     merged: dict[object, Alert] = {}
-    for alert in told:
+    for alert in found:
         sentence = "" if alert.cause and alert.has_line else alert.summary
         place = (alert.at.file, alert.at.number) if alert.at and alert.has_line else None
         key = (alert.title, alert.level, alert.accepted, place, alert.culprits, sentence)

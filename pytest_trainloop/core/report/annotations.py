@@ -28,12 +28,12 @@ def commands(alerts: Sequence[Alert], *, errors: bool = True, nothing: str = "")
             continue
         place = {"file": alert.at.file, "line": str(alert.at.number)} if alert.at else {}
         properties = {**place, "title": alert.title}
-        told = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
-        yield f"::{command} {told}::{_data(message(alert))}"
+        fields = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
+        yield f"::{command} {fields}::{_data(message(alert))}"
 
 
 def message(alert: Alert) -> str:
-    """What stands beside the line: the text of the failure, and whom else it concerns."""
+    """What is shown next to the line: the text of the failure, and whom else it concerns."""
     lines = [alert.text[:_MOST]]
     if alert.also:
         lines.append(f"also fails for it: {', '.join(alert.also)}")

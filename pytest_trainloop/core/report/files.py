@@ -24,16 +24,16 @@ def write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
         return
     target = file.resolve()  # of a link, the file that it leads to
-    beside = target.with_name(f".{target.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with beside.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
+        with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
             stream.write(text)
         if target.exists():
-            beside.chmod(target.stat().st_mode & 0o777)
-        beside.replace(target)
+            temporary.chmod(target.stat().st_mode & 0o777)
+        temporary.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
 
 

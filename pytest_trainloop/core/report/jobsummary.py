@@ -47,14 +47,14 @@ def _head(entries: Sequence[Entry], alerts: Sequence[Alert], nothing: str) -> It
     loops = {entry.loop for entry in entries}
     bad = [alert for alert in alerts if alert.level == "error" and not alert.accepted]
     faults = sum(bool(alert.check) for alert in bad)
-    told = [_number(faults, "fault")] if faults else []
-    told += [_number(len(bad) - faults, "error")] if len(bad) > faults else []
+    parts = [_number(faults, "fault")] if faults else []
+    parts += [_number(len(bad) - faults, "error")] if len(bad) > faults else []
     failed = len(loops & {loop for alert in bad for loop in alert.loops})
     if nothing:
         yield f"## Training loops: nothing was checked\n\n{_text(nothing)}\n\n"
-    elif told:
+    elif parts:
         share = f"{failed} of {_number(len(loops), 'loop')} fail{'s' * (failed == 1)}"
-        yield f"## Training loops: {' and '.join(told)}; {share}\n\n"
+        yield f"## Training loops: {' and '.join(parts)}; {share}\n\n"
     else:
         yield f"## Training loops: no fault in {_number(len(loops), 'loop')}\n\n"
 
@@ -77,8 +77,8 @@ def _alert(alert: Alert, *, folded: bool) -> str:
     below = alert.text[:_MOST_TEXT].removeprefix(alert.summary).strip("\n")  # the summary is the heading
     body = f"{about}\n\n{_fenced(below)}\n" if below else f"{about}\n\n"
     if folded:
-        told = f"<b>{_html(alert.summary)}</b> (<code>{_html(alert.title)}</code>)"
-        return f"<details><summary>{told}</summary>\n\n{body}</details>\n\n"
+        parts = f"<b>{_html(alert.summary)}</b> (<code>{_html(alert.title)}</code>)"
+        return f"<details><summary>{parts}</summary>\n\n{body}</details>\n\n"
     return f"**{_text(alert.summary)}** ({_code(alert.title)})\n\n{body}"
 
 

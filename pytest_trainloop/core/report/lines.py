@@ -1,7 +1,7 @@
 """Lines of the user's files: what a finding names, and where the file is. Standard library only.
 
 A finding says ``train.py:57   loss.backward()``, with a path that is relative to the folder in which the loop ran, or
-with a bare name for a file outside of it. Whoever shows the line beside the source needs the file itself.
+with a bare name for a file outside of it. Whoever shows the line next to the source needs the file itself.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Places:
         return At(path, self.relative(path), line.number, self.text(path, line.number) or line.source)
 
     def definition(self, line: Line) -> At | None:
-        """The ``def`` of a function whose first decorator stands at this line, or the line itself."""
+        """The ``def`` of a function whose first decorator is at this line, or the line itself."""
         path = self.find(line)
         if path is None:
             return None

@@ -58,7 +58,7 @@ def _follows(result: Result, fault: Finding) -> bool:
 
 
 _WIRING = frozenset({"optimizer_holds_every_param", "gradient_reaches_every_param", "every_param_moves"})
-"""Checks of which parameters train: that some no longer do is told by the change from a baseline as well."""
+"""Checks of which parameters train: that some no longer do is reported by the change from a baseline as well."""
 
 
 def _within(faults: Sequence[Finding], other: Finding) -> bool:

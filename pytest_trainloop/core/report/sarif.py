@@ -124,24 +124,24 @@ def _result(alert: Alert, rule: int, fingerprint: str) -> dict[str, Any]:
         result["relatedLocations"] = [seen]
     if alert.accepted:
         result["suppressions"] = [{"kind": "external", "status": "accepted", "justification": alert.accepted}]
-    told = {"measured": finding.measured, "shown_by": finding.shown_by, "repair": finding.repair} if finding else {}
-    properties = {"loops": list(alert.loops), "also_fails": list(alert.also), **told}
+    evidence = {"measured": finding.measured, "shown_by": finding.shown_by, "repair": finding.repair} if finding else {}
+    properties = {"loops": list(alert.loops), "also_fails": list(alert.also), **evidence}
     result["properties"] = {name: value for name, value in properties.items() if value}
     return result
 
 
 def _message(alert: Alert) -> str:
-    """The sentence that a list shows, then what to do; code scanning shows no more than this beside the line."""
+    """The sentence that a list shows, then what to do; code scanning shows no more than this next to the line."""
     finding = alert.finding
-    told = [f"{alert.summary}."]
+    lines = [f"{alert.summary}."]
     if finding is not None:
-        told += [f"Measured: {finding.measured}."] if finding.measured else []
-        told += [f"Shown by: {finding.shown_by}."] if finding.shown_by else []
-        told += [f"Repair: {finding.repair}"] if finding.repair else []
-        told += [f"Do not: {finding.do_not}"] if finding.do_not else []
-    told += [f"For it also {_fail(alert.also)}."] if alert.also else []
-    told += [f"Found in {', '.join(alert.loops)}."]
-    text = re.sub(r"\](?=\(\d+\))", "] ", "\n".join(told))  # "[name](1)" would be a link to a location
+        lines += [f"Measured: {finding.measured}."] if finding.measured else []
+        lines += [f"Shown by: {finding.shown_by}."] if finding.shown_by else []
+        lines += [f"Repair: {finding.repair}"] if finding.repair else []
+        lines += [f"Do not: {finding.do_not}"] if finding.do_not else []
+    lines += [f"For it also {_fail(alert.also)}."] if alert.also else []
+    lines += [f"Found in {', '.join(alert.loops)}."]
+    text = re.sub(r"\](?=\(\d+\))", "] ", "\n".join(lines))  # "[name](1)" would be a link to a location
     return f"{text}\nSee also [{_in_link(alert.other)}](1)." if alert.other is not None else text
 
 
@@ -182,8 +182,8 @@ def _physical(at: At) -> dict[str, Any]:
 
 
 def _notification(level: str, text: str, at: At | None) -> dict[str, Any]:
-    told = {"level": level, "message": {"text": text}}
-    return {**told, "locations": [{"physicalLocation": _physical(at)}]} if at is not None else told
+    notification = {"level": level, "message": {"text": text}}
+    return {**notification, "locations": [{"physicalLocation": _physical(at)}]} if at is not None else notification
 
 
 def _fingerprints(alerts: Sequence[Alert]) -> list[str]:

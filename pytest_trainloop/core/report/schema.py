@@ -22,7 +22,7 @@ def schema() -> dict[str, Any]:
 
 def lacking(document: Any) -> str:
     """What a document lacks to be a report, or has of another kind, the first of all: "loops[0] lacks 'checks'". Empty
-    where there is nothing of that; what it has beside is not looked at, nor is the name of the schema."""
+    where there is nothing of that; further keys are not looked at, nor is the name of the schema."""
     known = schema()
     required = [name for name in known["required"] if name != "$schema"]
     return next(_lacking(document, {**known, "required": required}, known["$defs"], ""), "")
@@ -45,7 +45,7 @@ def _lacking(value: Any, known: dict[str, Any], named: dict[str, Any], at: str) 
     if "anyOf" in known:
         every = [list(_lacking(value, one, named, at)) for one in known["anyOf"]]
         if all(every):
-            yield from every[0]  # the fuller kind stands before null
+            yield from every[0]  # the fuller kind precedes null
         return
     kinds = known.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)

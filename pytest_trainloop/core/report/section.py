@@ -123,12 +123,12 @@ def counts(results: Sequence[Result]) -> str:
         "do not apply" if elsewhere > 1 else "does not apply": elsewhere,
         f"need{'s' * (len(needs) == 1)} more ({', '.join(dict.fromkeys(needs))})": len(needs),
     }
-    told = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
+    counted_in_words = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
     nothing = "" if any(map(_ran, results)) else "NOTHING WAS CHECKED, "
     if not nothing and not half_looked_at(results):
         nothing = "MORE THAN HALF WAS NOT LOOKED AT, "
     cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} optimizer steps"
-    return f"{nothing}{told}; {cost}"
+    return f"{nothing}{counted_in_words}; {cost}"
 
 
 @dataclass(frozen=True, slots=True)

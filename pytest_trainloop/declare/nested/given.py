@@ -54,7 +54,7 @@ def is_named(path: Path, names: Collection[str]) -> bool:
 
 
 def require_names(batches: Sequence[Any], names: Iterable[str], field: str = "") -> None:
-    """Raise ``UsageError`` for the first name that no tensor of these batches has; a list beside tensors counts as
+    """Raise ``UsageError`` for the first name that no tensor of these batches has; a list next to tensors counts as
     one."""
     there = dict.fromkeys(path for batch in batches for path, _ in paths(batch))
     held = (named_children(batch) for batch in batches if not isinstance(batch, torch.Tensor))
@@ -66,7 +66,7 @@ def require_names(batches: Sequence[Any], names: Iterable[str], field: str = "")
 
 
 def without_tensors(batch: Any) -> str:
-    """Why the rows of a batch cannot be told, where it holds other data than tensors (arrays, text); else empty."""
+    """Why the rows of a batch are not known, where it holds other data than tensors (arrays, text); else empty."""
     if any(True for _ in tensors(batch)):
         return ""
     kinds: dict[str, None] = {}
@@ -82,7 +82,7 @@ def without_tensors(batch: Any) -> str:
         else:
             kinds[type(value).__name__] = None
     return (
-        f"the batch holds no tensors but {some(list(kinds), most=3)}, so that its rows cannot be told: hand over "
+        f"the batch holds no tensors but {some(list(kinds), most=3)}, so that its rows are not known: hand over "
         "tensors (torch.from_numpy, ids in place of text) and convert nothing in fit"
     )
 

@@ -1,4 +1,5 @@
-"""Lists of rows, told from lists of columns: texts, samples, images with their boxes, sequences of different lengths.
+"""Lists of rows, as opposed to lists of columns: texts, samples, images with their boxes, sequences of different
+lengths.
 
 A list of columns holds tensors that each have all rows: inputs and labels, several views, the layers of a cache. What
 both could be is taken for columns.
@@ -73,7 +74,7 @@ def hold_rows(listings: Sequence[Sequence[Any]]) -> bool:
     sizes = [{len(tensor) for _, tensor in entry} for entry in held]
     if any(len(own) > 1 for own in sizes):
         return True
-    if all(len(entry) == 1 for entry in held) and any(_plain_beside(listing[0]) for listing in listings):
+    if all(len(entry) == 1 for entry in held) and any(_plain_in(listing[0]) for listing in listings):
         return True
     ids = all(t.dim() == 1 for t in found) and any("ids" in str(path[-1:]) for path, _ in held[0])
     return ids or (len(set.union(*sizes)) > 1 and not any(isinstance(listing[0], tuple) for listing in listings))
@@ -87,7 +88,7 @@ def _uneven(listing: Sequence[Any]) -> bool:
     return dims == 1 or len(sizes) >= SURE or len(set(sizes)) > 2
 
 
-def _plain_beside(entry: Any) -> bool:
+def _plain_in(entry: Any) -> bool:
     """Whether a record holds a number or a text next to its tensors."""
     if isinstance(entry, (*NO_NEST, torch.Tensor)):
         return False

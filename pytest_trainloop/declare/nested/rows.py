@@ -1,6 +1,6 @@
 """The rows of a batch, whatever it is made of.
 
-A row is an entry of every tensor along one axis. Beside tensors it may be an entry of an array, of a list of texts or
+A row is an entry of every tensor along one axis. Besides tensors it may be an entry of an array, of a list of texts or
 numbers, of a list of tensors of different sizes, a sequence of a ``PackedSequence`` or of a jagged tensor. The batch
 may also be a list of samples. ``listings`` tells lists of rows from lists of columns.
 """
@@ -167,7 +167,7 @@ class _Taking:
         self._kept: list[Any] = []
 
     def memo(self, batch: Any) -> dict[int, Any]:
-        """What stands for each leaf in a deep copy of the batch."""
+        """What replaces each leaf in a deep copy of the batch."""
         memo: dict[int, Any] = {}
         for leaf in self._layout.leaves(batch):
             taken = self._taken(leaf)

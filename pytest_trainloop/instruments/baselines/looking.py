@@ -197,7 +197,7 @@ class Looking:
 
     def _ending(self, module: nn.Module, table: ParameterTable) -> str:
         """`` (2)`` for the parts of a second model of one class, as the names of its parameters end. Models without a
-        tensor (a loss module that is made anew each step) share their paths."""
+        tensor (a loss module that is made in each step) share their paths."""
         if id(module) in self._endings:
             return self._endings[id(module)]
         for _, model in list(table.named_modules()):  # a model is entered before its parts
@@ -309,7 +309,7 @@ def _entries(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sums(rows: torch.Tensor, *, factor: int) -> list[torch.Tensor]:
-    """The four numbers of a digest; ``factor`` tells the tensors of one digest apart."""
+    """The four numbers of a digest; ``factor`` differs for the tensors of one digest."""
     flat = rows.reshape(-1)
     count = flat.numel()
     sampled = flat[:: -(-count // SAMPLED)]

@@ -89,8 +89,8 @@ def distance(a: Digest, b: Digest) -> float:
     if size == 0.0:
         return 0.0
     sums = ((a.total, b.total), (a.ordered, b.ordered), (a.by_row, b.by_row))
-    apart = (abs(one - other) / size for one, other in sums if one is not None and other is not None)
-    return max(abs(a.squares - b.squares) / (2 * size * size), *apart, 0.0)
+    differences = (abs(one - other) / size for one, other in sums if one is not None and other is not None)
+    return max(abs(a.squares - b.squares) / (2 * size * size), *differences, 0.0)
 
 
 def number_distance(a: float, b: float, scale: float = 0.0) -> float:

@@ -1,6 +1,6 @@
-"""Episodes behind each other in a batch of steps: flags of their ends beside rewards, under their usual names.
+"""Episodes behind each other in a batch of steps: flags of their ends next to rewards, under their usual names.
 
-A flag may stand at the last step of an episode or at the first of the next. The steps before the flagged one and those
+A flag may mark the last step of an episode or the first of the next. The steps before the flagged one and those
 after it are of two episodes by both readings.
 """
 
@@ -36,7 +36,7 @@ _BY_NAME = ("terminat", "is_terminal", "terminal", "not_terminal", "nonterminal"
 """Flags that no time limit sets."""
 
 LEAST = 4
-"""Steps before the end that are compared: whether they are all scaled and shifted alike takes more than two."""
+"""Steps before the end that are compared: whether one scale and shift fits all of them takes more than two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Border:
 @dataclass(frozen=True, slots=True, eq=False)
 class Episodes:
     """``ends``: true at flagged steps, (steps,) or (steps, environments) or with these axes swapped. ``flags`` and
-    ``rewards``: where they stand in the batch. ``limits``: whether the flags are of time limits alone. ``streams``: the
+    ``rewards``: their path in the batch. ``limits``: whether the flags are of time limits alone. ``streams``: the
     number of different rewards."""
 
     ends: torch.Tensor
@@ -117,7 +117,7 @@ def segments_along(episodes: Episodes, axis: int) -> Segments:
 @dataclass(frozen=True, slots=True, eq=False)
 class Transitions:
     """Steps with the observation that comes after each. ``ends``: true where every flag says that the episode ends
-    there, by no time limit, in the shape of the rewards. ``flags``, ``rewards``, ``after``: where they stand in the
+    there, by no time limit, in the shape of the rewards. ``flags``, ``rewards``, ``after``: their paths in the
     batch. ``certain``: whether by their names the flags are of no time limits, or these have flags of their own."""
 
     ends: torch.Tensor

@@ -1,6 +1,6 @@
 """Which tensors of a batch are padded together: source and target, chosen and rejected, two sentences.
 
-What says where padding stands (a mask, lengths, a pad id) is a *teller*; tellers of equal regions are one. A tensor
+What says where padding is (a mask, lengths, a pad id) is a *teller*; tellers of equal regions are one. A tensor
 belongs to the teller over whose region it holds one value, and several before; of nested regions that fit, to the
 larger one, since a longer padding holds one value over a shorter one's region too. Equal width is no tie: two sequences
 may have one length by chance. A tensor of one value goes to the only group of its width, else to none.
@@ -158,20 +158,20 @@ def _group(tellers: list[Hint], own: list[Leaf], grid: Grid, *, alone: bool) -> 
 
 
 def _declared(under: list[Leaf], grid: Grid, padding: Padding, pad_ids: Sequence[int]) -> list[PaddingMask]:
-    """The group that ``Padding(of=)`` names, by what says in it where padding stands."""
+    """The group that ``Padding(of=)`` names, by what says in it where padding is."""
     own = [leaf for leaf in under if leaf.time is not None and nested.is_named(leaf.path, padding.of or ())]
-    beside = [leaf for leaf in under if leaf.time is None and nested.is_named(leaf.path, padding.of or ())]
+    features = [leaf for leaf in under if leaf.time is None and nested.is_named(leaf.path, padding.of or ())]
     if not own:
         return []
-    said = [h for h in hints(View(grid, [*own, *beside], padding, pad_ids, labels=True)) if in_part(h.mask)]
-    said = said or [h for h in _lengths_beside(under, own, grid, padding) if all(empty(leaf, h.mask) for leaf in own)]
+    said = [h for h in hints(View(grid, [*own, *features], padding, pad_ids, labels=True)) if in_part(h.mask)]
+    said = said or [h for h in _lengths_next_to(under, own, grid, padding) if all(empty(leaf, h.mask) for leaf in own)]
     if not said:
         return []
     same = [h for h in said if torch.equal(h.mask, said[0].mask)]
     return [_group(same, own, grid, alone=False)]
 
 
-def _lengths_beside(under: list[Leaf], own: list[Leaf], grid: Grid, padding: Padding) -> Iterator[Hint]:
+def _lengths_next_to(under: list[Leaf], own: list[Leaf], grid: Grid, padding: Padding) -> Iterator[Hint]:
     """What masks and lengths that the declaration does not name say, for tensors that no id pads."""
     for hint in hints(View(grid, under, padding, labels=True)):
         if hint.source in ("mask", "lengths") and hint.leaf not in own and _tells(hint):
@@ -196,6 +196,6 @@ def _each_once(groups: list[PaddingMask]) -> list[PaddingMask]:
 def _is_shifted(one: PaddingMask, known: PaddingMask) -> bool:
     if abs(one.grid.length - known.grid.length) != 1 or one.side != known.side:
         return False
-    apart = one.mask.sum(1) - known.mask.sum(1)
+    shift = one.mask.sum(1) - known.mask.sum(1)
     some = known.mask.any(1) & one.mask.any(1)
-    return bool(some.any()) and int(apart[some].min()) == int(apart[some].max()) and int(apart[some].abs().max()) <= 1
+    return bool(some.any()) and int(shift[some].min()) == int(shift[some].max()) and int(shift[some].abs().max()) <= 1

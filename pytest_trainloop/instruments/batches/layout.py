@@ -108,7 +108,7 @@ def _mask(part: Part, layout: Layout, kind: MaskKind | None) -> torch.Tensor:
             raise UsageError(f"a mask has no kind {kind!r}: there are {', '.join(_DTYPES)}")
         if abs(fill) > 1 and kind != "additive":
             raise UsageError(
-                f"{part.name} is added to scores: whether 1 would stand for real or for padded positions in a mask as "
+                f"{part.name} is added to scores: whether 1 would mark real or padded positions in a mask as "
                 f"{kind} is not known; pass masks=() or masks=['additive']"
             )
         dtype = _DTYPES[kind]

@@ -41,7 +41,7 @@ class MicroBatches:
     """The project's own way to split a batch."""
     valid: ValidTargets
     shared: dict[Path, float]
-    """Numbers and tensors without rows, by where they stand in the batch."""
+    """Numbers and tensors without rows, by their path in the batch."""
     totals: Mapping[Path, Sequence[int]]
     """The summands by row, of those numbers that are totals over rows."""
     declared: bool = False
@@ -85,7 +85,7 @@ class MicroBatches:
 
     @classmethod
     def uncut(cls, loop: TrainLoop, count: int) -> MicroBatches:
-        """Batches of a loop that only counts them: each stands for any rows."""
+        """Batches of a loop that only counts them: each may be any rows."""
         return cls(_copies(loop, count, False), 0, lambda batch, k: [batch] * k, _ANY_ROWS, {}, {}, whole=True)
 
     def of_whole_batches(self) -> MicroBatches:

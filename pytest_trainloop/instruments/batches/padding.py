@@ -2,14 +2,14 @@
 
 Every check and every strategy asks here. A position is padding if something says so:
 
-1. a mask of two values next to the tokens (bool, 0 and 1, or added to scores; either value may stand for padding) that
+1. a mask of two values next to the tokens (bool, 0 and 1, or added to scores; either value may mark padding) that
    has one of them at one end of the rows only;
 2. the lengths of the rows;
-3. an id that stands at one end of the rows only: the declared ``Padding(pad_id=)``, else an embedding's
+3. an id at one end of the rows only: the declared ``Padding(pad_id=)``, else an embedding's
    ``padding_idx``. It comes last, since the first one may end a text, and then a mask or lengths count it as real.
 
 A mask may be of other things (segments, prompts, tokens to predict), whole numbers may be classes and an id a token.
-So what is said needs proof by what stands there, from the strongest to the weakest:
+So a hint needs proof by the values at these positions, from the strongest to the weakest:
 
 ``Proof.EMPTY``
     every tensor with rows and positions holds one value there, or positions that count up; and a mask or lengths leave
@@ -23,10 +23,10 @@ So what is said needs proof by what stands there, from the strongest to the weak
     given the batch for this purpose and leave real tokens alone. Only this proves as well that *nothing* is padding:
     by a mask of one value, lengths that are all full, a declared id that does not occur.
 ``Proof.REPEATED``
-    nothing says so, and one value stands at the ends of rows of different lengths, and nowhere else. For
+    nothing says so, and one value is at the ends of rows of different lengths, and nowhere else. For
     batch_independence, which only needs to know that positions lie along this axis.
 ``Proof.HINT``
-    one tensor leaves entries out, wherever they stand: ignored targets, NaN, any mask (``counted_entries``). For
+    one tensor leaves entries out, at any position: ignored targets, NaN, any mask (``counted_entries``). For
     accumulation_equivalence and edge_batches, which measure what it says.
 """
 
@@ -43,7 +43,7 @@ from pytest_trainloop.core import members
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.grids import Grid, Leaf, fixed_grids, leaves, open_grids
 from pytest_trainloop.instruments.batches.padding_hints import Ids, View, counted_entries, hints, is_label, repeated
-from pytest_trainloop.instruments.batches.values import alike, constant, in_part, trailing
+from pytest_trainloop.instruments.batches.values import all_equal, constant, in_part, trailing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -72,7 +72,7 @@ _ORDER: tuple[Source, ...] = ("mask", "lengths", "id", "repeated")
 class PaddingMask:
     """Which positions of a batch are padding.
 
-    ``mask``: (rows, positions) on the CPU, true at padding, which stands at one end of the rows; all false where it is
+    ``mask``: (rows, positions) on the CPU, true at padding, which is at one end of the rows; all false where it is
     proven that nothing is padding. ``grid``: the axes of rows and positions. ``source``: what says so, and ``by`` the
     paths of all masks and lengths that say the same. ``of_ids``: what is padded are ids rather than features.
     ``reason``: one sentence for the user, as "attention_mask is 0 there".
@@ -101,7 +101,7 @@ class PaddingMask:
 
     @property
     def side(self) -> Literal["left", "right"]:
-        """At which end of the rows padding stands; on the right where there is none."""
+        """At which end of the rows padding is; on the right where there is none."""
         return "right" if trailing(self.mask) else "left"
 
     @property
@@ -199,7 +199,7 @@ def _padding_mask(hint: Hint, proof: Proof, view: View) -> PaddingMask:
 
 
 def _proof(hint: Hint, view: View) -> Proof | None:
-    """How far what stands there proves what is said."""
+    """How strongly the values at the hinted positions confirm that they are padding."""
     said = Proof.SAID if hint.said else None
     if not bool(hint.mask.any()):
         return said
@@ -239,14 +239,14 @@ def _inputs_empty(hint: Hint, view: View) -> bool:
 
 
 def empty(leaf: Leaf, mask: torch.Tensor) -> bool:
-    """Whether the same stands in all of these places, or positions: counted alike in all rows, or up to a length."""
+    """Whether the cells are constant, or are position ids: equal in every row, or capped at the row length."""
     values = leaf.at(mask)
-    if alike(values):
+    if all_equal(values):
         return True
     cells = leaf.cells
     if cells.is_floating_point() or cells.dim() != 2:
         return False
-    if bool((cells.diff(dim=1) == 1).all()) and alike(cells):
+    if bool((cells.diff(dim=1) == 1).all()) and all_equal(cells):
         return True
     lengths = (~mask).sum(1, keepdim=True).expand(mask.shape)[mask].to(values.device)
     return bool((values == lengths - 1).all()) or bool((values == lengths).all())

@@ -153,7 +153,7 @@ def _pad_ids(view: View) -> Iterator[Hint]:
                 declared = view.pad_id is not None
                 what = "declared pad_id" if declared else "padding id"
                 said = declared and number == 0 and not is_label(leaf, view.declared)
-                yield Hint("id", mask, leaf, said, f"the {what} {pad} stands there")
+                yield Hint("id", mask, leaf, said, f"the {what} {pad} is there")
 
 
 def _pad_features(view: View) -> Iterator[Hint]:
@@ -173,7 +173,7 @@ def _without_padding(view: View) -> Iterator[Hint]:
     if view.pad_id is not None and (found := view.tokens()):
         leaf = found[0][0]
         if not is_label(leaf, view.declared) and not bool((leaf.tensor == view.pad_id).any()):
-            yield Hint("id", nothing, leaf, True, f"the declared pad_id {view.pad_id} stands nowhere")
+            yield Hint("id", nothing, leaf, True, f"the declared pad_id {view.pad_id} does not occur")
     for leaf in view.leaves:
         if leaf.time is not None and leaf.tensor.dim() == 2 and leaf.two_valued:
             named = "mask" in leaf.name or leaf.tensor.dtype is torch.bool
@@ -186,7 +186,7 @@ def _without_padding(view: View) -> Iterator[Hint]:
 
 
 def repeated(view: View) -> Iterator[Hint]:
-    """One value that stands at the ends of rows, twice or more in some and not in all alike, and nowhere else."""
+    """One value at the ends of rows, twice or more in some rows, in different numbers, and nowhere else."""
     for leaf in view.aligned:
         if leaf.tensor.dim() != 2 or leaf.tensor.is_floating_point() or leaf.tensor.is_complex():
             continue
@@ -195,7 +195,7 @@ def repeated(view: View) -> Iterator[Hint]:
             mask = cells == value
             count = mask.sum(1)
             if trailing(mask) and int(count.max()) > 1 and int(count.min()) < int(count.max()) and in_part(mask):
-                reason = f"{value} stands at the ends of rows of {nested.shown(leaf.path)}, and nowhere else"
+                reason = f"{value} is at the ends of rows of {nested.shown(leaf.path)}, and nowhere else"
                 yield Hint("repeated", mask, leaf, False, reason)
 
 

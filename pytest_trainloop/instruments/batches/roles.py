@@ -1,4 +1,4 @@
-"""What the tensors of a batch are: ids, masks, labels, lengths or features; their axes, and what stands at padding."""
+"""What the tensors of a batch are: ids, masks, labels, lengths or features; their axes, and their value at padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ELSEWHERE = ("type", "segment", "position", "token_type_ids", "position_ids", "
 class Part:
     """One tensor of a batch.
 
-    ``row`` and ``time`` are the axes of rows and of positions, None where it has none. ``fill`` is what stands in it at
+    ``row`` and ``time`` are the axes of rows and of positions, None where it has none. ``fill`` is its value at
     padded positions and ``real`` what a mask has at the others; None where that is not known.
     """
 
@@ -80,7 +80,7 @@ class Roles:
 
     @property
     def side(self) -> Literal["left", "right"]:
-        """At which end of the rows padding stands: on the right, also where there is none."""
+        """At which end of the rows padding is: on the right, also where there is none."""
         return "right" if self.found is None else self.found.side
 
     def of(self, *roles: Role) -> tuple[Part, ...]:
@@ -92,7 +92,7 @@ def read(batch: Any, padding: Padding | None = None) -> Roles:
     """The role and the axes of each tensor of a batch; raises nothing: ``undecided`` says what is not known.
 
     Positions lie along ``padding.dim`` where padding is declared. Else the axes are those under which a mask or lengths
-    say where padding stands; where rows and positions could be either, rows come first.
+    say where padding is; where rows and positions could be either, rows come first.
     """
     found = read_padding(batch, at_least=Proof.SAID, declared=padding)
     tensors = leaves(batch)
@@ -165,7 +165,7 @@ def _role(leaf: Leaf, found: PaddingMask | None, padding: Padding | None, has_id
 
 
 def _fill(leaf: Leaf, role: Role, found: PaddingMask | None, padding: Padding | None) -> float | None:
-    """What stands at padded positions, or would."""
+    """The value at padded positions, also if there are none."""
     cells = leaf.cells
     if found is not None and found.any:
         seen = constant(leaf.at(found.mask))
@@ -201,7 +201,7 @@ def _undecided(parts: Sequence[Part], grid: Grid, found: PaddingMask | None, pad
     declare = "pass padding=Padding(pad_id=, ignore_index=, dim=)"
     if found is None and padding is not None and padding.pad_id is not None:
         return (
-            f"the declared pad_id {padding.pad_id} stands between real tokens of the batch, or nowhere else: "
+            f"the declared pad_id {padding.pad_id} occurs between real tokens of the batch, or nowhere else: "
             "give a mask or lengths next to the ids"
         )
     if found is None:
@@ -211,7 +211,7 @@ def _undecided(parts: Sequence[Part], grid: Grid, found: PaddingMask | None, pad
         if part.time is not None and (part.fill is None or (part.role == "mask" and part.real is None)):
             how = {"ids": "pass padding=Padding(pad_id=)", "labels": "pass padding=Padding(ignore_index=)"}
             needed = how.get(part.role, "give a batch in which some row is padded, with one value there")
-            return f"what stands at padded positions of {part.name} is not known: {needed}"
+            return f"the value at padded positions of {part.name} is not known: {needed}"
         if part.role == "lengths" and found is not None and tuple(part.tensor.tolist()) != found.lengths:
             return f"{part.name} counts more positions than the {grid.length} that are there: leave it out of the batch"
         if part.time is None and _may_have_positions(part, grid):

@@ -2,7 +2,7 @@
 
 What says so, by the fields of PyTorch Geometric, DGL, jraph, Pointcept, Hugging Face and T5, none of which is imported:
 
-* a vector with the number of the graph of each node (``batch``), known by its name, or by an ``edge_index`` beside it;
+* a vector with the number of the graph of each node (``batch``), known by its name, or by an ``edge_index`` next to it;
 * borders that begin with 0 (``ptr``, ``cu_seqlens``), ends (``offset``) or counts (``batch_num_nodes``, ``n_node``)
   that add up to the length of the axis;
 * the number of the document of each token (``seq_idx``, ``document_ids``, ``inputs_segmentation``);
@@ -11,7 +11,7 @@ What says so, by the fields of PyTorch Geometric, DGL, jraph, Pointcept, Hugging
 Numbers of sentences (0 and 1 in each row) are not such: the two sentences of a pair are to see each other.
 
 Under any other name, and only if they are asked for, values may say so: whole numbers for each token that are constant
-within a document and count up by 1 at its end; a mask of pairs of positions that keeps blocks of each row apart; a
+within a document and count up by 1 at its end; a mask of pairs of positions that separates blocks of each row; a
 sorted vector of numbers from 0, and another tensor with one entry for each of these numbers.
 """
 
@@ -169,7 +169,7 @@ def _all(nest: Any, declared: Sequence[str] = ()) -> list[tuple[nested.Path, Seg
 
 def take(nest: Any, segments: Segments, chosen: Sequence[int]) -> Any | None:
     """A fresh batch of the chosen segments, in this order: their entries, the edges within them, borders and numbers of
-    their own. None where the segments lie in several rows, or lengths do not tell entries, edges and segments apart."""
+    their own. None where the segments lie in several rows, or lengths fit several of entries, edges and segments."""
     ids = segments.ids.reshape(-1)
     edges = [t.shape[1] for t in segments.edges.values()]
     lengths = [len(ids), segments.count, *edges]
@@ -261,7 +261,7 @@ def unclear(nest: Any) -> str:
         held = (t != t[:, -1:]).flip(1).cumsum(1).flip(1) > 0  # without what is filled up at the end
         goes_on = (t[:, 1:] == t[:, :-1]) & held[:, :-1]
         most = max(row.unique().numel() for row in t)
-        if most > 2 and 2 * int(goes_on.sum()) >= int(held.sum()) and not _alike(~goes_on):
+        if most > 2 and 2 * int(goes_on.sum()) >= int(held.sum()) and not _same_starts(~goes_on):
             return nested.shown(path)
     return ""
 
@@ -308,7 +308,7 @@ def _counted(tensor: torch.Tensor) -> torch.Tensor | None:
     several = [row for row in rows if len(row) > 1 and bool(row[0] != row[-1])]
     if two_valued(values[~outside]) or not several or not all(map(_steps, several)):
         return None
-    return None if _alike(changes & ~outside) else _numbered(changes, outside)
+    return None if _same_starts(changes & ~outside) else _numbered(changes, outside)
 
 
 def _blocks(mask: torch.Tensor) -> torch.Tensor | None:
@@ -323,10 +323,10 @@ def _blocks(mask: torch.Tensor) -> torch.Tensor | None:
         return None
     starts = (first == torch.arange(shape[-1], device=mask.device)) & ~outside
     several = int(starts.sum(1).max()) > 1 and 2 * int(starts.sum()) <= int((~outside).sum())
-    return None if not several or _alike(starts) else _numbered(starts, outside)
+    return None if not several or _same_starts(starts) else _numbered(starts, outside)
 
 
-def _alike(starts: torch.Tensor) -> bool:
+def _same_starts(starts: torch.Tensor) -> bool:
     """Whether documents begin at the same places in all rows, or in one row at equal distances."""
     if len(starts) > 1:
         return bool((starts == starts[:1]).all())
@@ -370,7 +370,7 @@ def _one(
 def _graphs(
     name: str, shown: str, tensor: torch.Tensor, edges: Mapping[str, torch.Tensor], entries: set[int]
 ) -> Segments | None:
-    """By a vector that numbers the graphs from 0: under a name for it, or beside edges between that many nodes."""
+    """By a vector that numbers the graphs from 0: under a name for it, or next to edges between that many nodes."""
     count = int(tensor.max()) + 1
     if len(tensor) < 3 or not 1 < count < len(tensor) or len(tensor) not in entries:
         return None
@@ -430,8 +430,8 @@ def _by_positions(tensor: torch.Tensor) -> torch.Tensor | None:
     if not bool((goes_on | starts[:, 1:] | outside[:, 1:]).all()):
         return None
     inner = starts & ~outside
-    alike = bool((inner == inner[:1]).all()) and len(values) > 1
-    return None if alike or int(inner.sum(1).max()) < 2 else _numbered(starts, outside)
+    same_ends = bool((inner == inner[:1]).all()) and len(values) > 1
+    return None if same_ends or int(inner.sum(1).max()) < 2 else _numbered(starts, outside)
 
 
 def _numbered(starts: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def shared_by_rows(batch: Any, rows: int) -> dict[Path, float]:
-    """Numbers, and tensors that have no entry for each row (NaN in place of a number), by where they stand."""
+    """Numbers, and tensors that have no entry for each row (NaN in place of a number), by their path."""
     found: dict[Path, float] = {}
 
     def number(path: Path, value: float) -> float:

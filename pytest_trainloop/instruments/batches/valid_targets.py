@@ -55,7 +55,7 @@ def valid_targets(batch: Any, count: int, axis: int, padding: Padding | None, se
 
 
 def _ignored(padding: Padding | None, seen: Record) -> list[int]:
-    """Values that stand for no label or no token: what the loss calls ignore first, then what was declared."""
+    """Values that mean no label or no token: what the loss calls ignore first, then what was declared."""
     found = [call.ignore_index for call in seen.of(LossCall)]
     declared = [] if padding is None else [padding.ignore_index, padding.pad_id]
     return [v for v in dict.fromkeys([*found, *declared]) if v is not None]
@@ -88,7 +88,7 @@ def _shifted(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _counts(
     batch: Any, count: int, axis: int, padding: Padding | None, ignored: list[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Valid entries by row, then lengths that are given as such, how many entries the tensors have that stand in a list
+    """Valid entries by row, then lengths that are given as such, how many entries the tensors have that are in a list
     with one item for each row, and the positions that are no padding."""
     for mask in counted_entries(batch, count, axis, ignored):
         for rows in _shifted(mask):

@@ -45,8 +45,8 @@ def left_out(mask: torch.Tensor) -> torch.Tensor:
     return mask.detach() != 0 if additive(mask) else mask.detach() == 0
 
 
-def alike(values: torch.Tensor) -> bool:
-    """Whether all entries along the first axis are the same; NaN equals itself. No entries are not alike."""
+def all_equal(values: torch.Tensor) -> bool:
+    """Whether all entries along the first axis are the same; NaN equals itself. False for no entries."""
     if len(values) == 0:
         return False
     same = values == values[:1]
@@ -58,7 +58,7 @@ def alike(values: torch.Tensor) -> bool:
 def constant(values: torch.Tensor) -> float | None:
     """The one value of a tensor, None where it has several or none. NaN equals itself."""
     flat = values.flatten()
-    return float(flat[0]) if alike(flat) else None
+    return float(flat[0]) if all_equal(flat) else None
 
 
 def at_one_end(mask: torch.Tensor) -> bool:

@@ -63,6 +63,6 @@ class Composition:
         """The same rows in one batch."""
         return Composition(self.rows, change=self.change)
 
-    def told(self) -> SmallestBatch:
+    def as_data(self) -> SmallestBatch:
         """The composition as plain data, for ``Finding.composition``."""
         return SmallestBatch(self.rows, self.parts, "" if self.change is None else str(self.change))

@@ -15,7 +15,7 @@ from pytest_trainloop.instruments.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.instruments.gradients.vectors import Gradient, consumed, vectors
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.no_randomness import NoRandomness
-from pytest_trainloop.runs.outside_draws import told
+from pytest_trainloop.runs.outside_draws import rng_line
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 
 if TYPE_CHECKING:
@@ -145,15 +145,15 @@ class Experiment:
 
     def difference(self, one: Outcome, other: Outcome) -> Difference | None:
         """None where one of them is refused, or no gradient comes in either."""
-        apart = {
+        agreements = {
             o: agreement(*vectors([one.gradients[o], other.gradients[o]]))
             for o in sorted(one.gradients.keys() & other.gradients.keys())
             if any(bool(g.any()) for g in (*one.gradients[o].values(), *other.gradients[o].values()))
         }
-        if not apart:
+        if not agreements:
             return None
-        worst = max(apart, key=lambda o: apart[o].difference)
-        return Difference(apart[worst], (other.loss, one.loss), len(one.gradients[worst]), self.precision)
+        worst = max(agreements, key=lambda o: agreements[o].difference)
+        return Difference(agreements[worst], (other.loss, one.loss), len(one.gradients[worst]), self.precision)
 
     def not_finite(self, *arms: Outcome) -> str:
         """The reason where no entry of any gradient of these arms is finite."""
@@ -176,6 +176,6 @@ class Experiment:
         found = self.difference(first, self.arm((*key, "reseeded"), batch, fit_seed=RESEEDED))
         if found is not None and not found.equal:
             raise CannotDecide(
-                f"the loop draws random numbers from python's or numpy's generators{told(self.evidence)}: draw with "
-                "torch"
+                f"the loop draws random numbers from python's or numpy's generators{rng_line(self.evidence)}: draw "
+                "with torch"
             )

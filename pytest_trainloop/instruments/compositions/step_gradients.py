@@ -169,7 +169,7 @@ class StepGradients:
         if composition.parts and not self._splits and len(composition.parts) != self.window:
             raise CannotDecide("the function has no knob accumulate: give it accumulate=1", needs="accumulate=1")
         if composition.parts and not self._splits and self._runs.axes is None:
-            self.at(composition.whole())  # which tells what the axes of random draws stand for
+            self.at(composition.whole())  # which finds the kinds of the axes of random draws
         repeated = 1 if composition.parts else self.window
 
         def first_step(rows: tuple[tuple[int, ...], ...] = ()) -> StepGradient:
@@ -180,10 +180,10 @@ class StepGradients:
             made = first_step()
             return first_step() if self._learns(composition, made.record) else made
         if self._runs.axes is None and not composition.parts:
-            alike = first_step()
-            if alike.refused:
-                return alike
-            self._runs.know(self._axes(composition, alike))
+            first = first_step()
+            if first.refused:
+                return first
+            self._runs.know(self._axes(composition, first))
         keyed = self._runs.axes is not None and self._runs.axes.axes
         return first_step(tuple(part.rows for part in composition.split()) * repeated if keyed else ())
 
@@ -201,7 +201,7 @@ class StepGradients:
         return bool(self._runs.axes and self._runs.axes.axes)
 
     def _axes(self, composition: Composition, made: StepGradient) -> DrawAxes:
-        """What the axes of random draws stand for, from this run and one over another number of rows, which is made
+        """The kinds of the axes of random draws, from this run and one over another number of rows, which is made
         only where anything is drawn."""
         rows, drawn = composition.rows, self._runs.log(made.record)
         other = rows[: len(rows) // 2] or (*rows, (rows[0] + 1) % max(1, self.rows))

@@ -12,7 +12,7 @@ import torch
 from pytest_trainloop.core.errors import CannotDecide, UserCodeError
 from pytest_trainloop.core.finding import UserError
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
-from pytest_trainloop.runs.outside_draws import told
+from pytest_trainloop.runs.outside_draws import rng_line
 from pytest_trainloop.runs.row_draws import DrawLog, RowDraws
 from pytest_trainloop.runs.run import RunPlan, canonical
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
@@ -62,7 +62,7 @@ class StepRuns:
         self.outside_draw: Callable[[], str] = str
         """Gives the line that draws from python's or numpy's generator, in parentheses; empty where none is known."""
         self.axes: DrawAxes | None = None
-        """What the axes of each draw stand for, once that is known."""
+        """The kinds of the axes of each draw, once they are known."""
         self._log = DrawLog()
         self._logs: dict[int, DrawLog] = {}
         """By the identity of the record."""
@@ -71,7 +71,7 @@ class StepRuns:
     def of(cls, evidence: Evidence) -> StepRuns:
         """Those of the project's loop. To be asked for by ``evidence.shared``."""
         made = cls(lambda knobs: evidence.plan(**knobs), evidence.rerun)
-        made.outside_draw = functools.partial(told, evidence)
+        made.outside_draw = functools.partial(rng_line, evidence)
         return made
 
     @classmethod

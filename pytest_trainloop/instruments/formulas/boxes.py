@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOT_CLAMPED = Mistake(
     "clamp_missing",
-    "the sides of the intersection are not clamped at 0: two boxes that are apart in both directions overlap",
+    "the sides of the intersection are not clamped at 0: two boxes that are disjoint in both directions overlap",
     "where the intersection is made: w = (x2 - x1).clamp(min=0); h = (y2 - y1).clamp(min=0)",
     otherwise="advice",
 )
@@ -228,7 +228,7 @@ _NAMES = {
     "iou": ("IoU of boxes", "https://en.wikipedia.org/wiki/Jaccard_index"),
 }
 
-_BESIDE = {
+_NEIGHBOURS = {
     "ciou": (frozenset({"atan", "arctan", "atan2", "arctan2"}),),
     "diou": (frozenset({"pow", "__pow__", "square", "sqrt", "norm", "vector_norm", "linalg_vector_norm", "cdist"}),),
 }
@@ -240,7 +240,7 @@ FORMS = tuple(
         page,
         (Argument("prediction", "boxes", learned=True), Argument("target", "boxes", learned=False)),
         _variants(kind),
-        needs=(DIVISIONS, EXTREMES | {"maximum", "minimum"}, *_BESIDE.get(kind, ())),
+        needs=(DIVISIONS, EXTREMES | {"maximum", "minimum"}, *_NEIGHBOURS.get(kind, ())),
         numbers={"eps": (0.0,)},
         among=lambda name, number: 0 < number <= 1e-2,
         suits=functools.partial(_divides, 1 if kind == "iou" else 2),

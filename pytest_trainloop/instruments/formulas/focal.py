@@ -49,7 +49,7 @@ EASY_FOR_HARD = Mistake(
 )
 ONE_SIDE_FOR_BOTH = Mistake(
     "ingredient_differs",
-    "targets of 0 are weighted by the probability that is meant for targets of 1",
+    "targets of 0 are weighted by the probability that belongs to targets of 1",
     "pt = torch.where(t == 1, p, 1 - p); weight = (1 - pt) ** gamma",
 )
 MEAN_FIRST = Mistake(

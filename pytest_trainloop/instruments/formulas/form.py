@@ -65,7 +65,7 @@ class Mistake:
     repair: str
     """What to write."""
     shown_by: str = ""
-    """What the form put right shows, beside that it agrees."""
+    """What the corrected form shows, besides its agreement."""
     shifted: bool = False
     """Whether it moves the optimum: no more is claimed than that the loss leaves the outputs that are best."""
     otherwise: Level | None = None
@@ -142,7 +142,7 @@ class Form:
     judges_direction: bool = True
     """Whether a loop that makes it worse on purpose is not known: else its sign is judged."""
     always_judged: bool = False
-    """Whether its sign is judged beside other terms too, and whatever its target is: where every match of the loop is
+    """Whether its sign is judged next to other terms too, and whatever its target is: where every match of the loop is
     added to what is backpropagated, and is made worse."""
     suits: Callable[[Cut], bool] = lambda cut: True
     """Whether the arguments are those of this form, by shapes and values."""

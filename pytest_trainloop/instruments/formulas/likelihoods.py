@@ -222,8 +222,8 @@ def _divergence(
 
 
 def _read_divergence(found: Coefficients, *, times: float) -> Reading | None:
-    """The square of the mean and the variance count alike, the logarithm of the variance as minus as much; over the
-    prior's variance, where the constant is not that of the standard normal."""
+    """The square of the mean and the variance have equal factors, the logarithm of the variance the negative one; over
+    the prior's variance, where the constant is not that of the standard normal."""
     mean, variance, constant, logarithm = found["mean"], found["variance"], found["1"], found["logarithm"] / times
     if not mean or not variance or not logarithm:
         return None
@@ -263,7 +263,7 @@ _FACTOR_IN_DIVERGENCE = Mistake(
 _MEAN_NOT_SQUARED = Mistake("power_differs", "the mean is not squared: it is driven to minus infinity", _DIVERGENCE)
 _DEVIATION = Mistake(
     "parameter_confused",
-    "the deviation, exp(0.5 * log_var), stands where the variance belongs",
+    "the deviation, exp(0.5 * log_var), is used in place of the variance",
     _DIVERGENCE,
     shifted=True,
 )

@@ -157,8 +157,8 @@ def _bootstraps(cut: Cut) -> bool:
     for name, others in _readers(found, cut.number):
         for other in others:
             if name in _REGRESSIONS and other.requires_grad and other.tensor.numel() == cut.value.numel():
-                apart = not found.depends(other.number, reward) and not found.depends(other.number, following)
-                if apart and mine and mine == _layers(found, other.number):
+                independent = not found.depends(other.number, reward) and not found.depends(other.number, following)
+                if independent and mine and mine == _layers(found, other.number):
                     return True
     return False
 
@@ -190,7 +190,7 @@ _WITH_GRADIENT = Mistake(
     "add .detach() to the target, or compute it under no_grad(): reward + gamma * (1 - done) * ...",
     shown_by="the target equals the textbook form, and a gradient flows through it",
 )
-_MAY_BE_MEANT = Mistake(
+_MAY_BE_INTENDED = Mistake(
     "target_with_gradient",
     _WITH_GRADIENT.summary,
     "add .detach() to the target, or compute it under no_grad()",
@@ -231,7 +231,7 @@ TARGETS = (
     _bootstrapped(_NAME, _WITH_GRADIENT, best=True, ends=False),
     _bootstrapped(_NAME, _WITH_GRADIENT, best=True, ends=True),
     _bootstrapped(_NAME, _WITH_GRADIENT, best=False, ends=True),
-    _bootstrapped(_NAME, _MAY_BE_MEANT, best=False, ends=False),
+    _bootstrapped(_NAME, _MAY_BE_INTENDED, best=False, ends=False),
 )
 
 
@@ -254,8 +254,8 @@ def _advantage_of_a_trained_critic(cut: Cut) -> bool:
         return False
     for n in found.ancestors(found.root) - {cut.number}:
         call, behind = found.call_of(n), found.ancestors(n)
-        apart = bool(critic & behind) and not policy & behind and not found.depends(cut.number, n)
-        if call is not None and call.name in _REDUCTIONS and found.values[n].requires_grad and apart:
+        independent = bool(critic & behind) and not policy & behind and not found.depends(cut.number, n)
+        if call is not None and call.name in _REDUCTIONS and found.values[n].requires_grad and independent:
             return True
     return False
 

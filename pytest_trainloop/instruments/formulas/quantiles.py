@@ -48,7 +48,7 @@ def _pinball(prediction: torch.Tensor, target: torch.Tensor) -> Mapping[str, tor
 
 def _read_pinball(found: Coefficients) -> Reading | None:
     """Both sides cost something. Where one costs and the other pays, the loss falls without bound; where both count
-    alike, it is the difference itself."""
+    equally, it is the difference itself."""
     above, below = found["above"], found["below"]
     if not above or not below or same(above, -below):
         return None
@@ -100,9 +100,9 @@ def _a_share_each(cut: Cut) -> bool:
     """Whether shares lie between 0 and 1 and differ."""
     prediction, target, share = cut.recorded
     count = share.numel()
-    apart = len(set(share.flatten().tolist())) == count > 1
+    distinct = len(set(share.flatten().tolist())) == count > 1
     ends = all(count in (t.squeeze().shape[-1:] or (0,)) and t.numel() > count for t in (prediction, target))
-    return ends and prediction.numel() == target.numel() and apart and bool(((share > 0) & (share < 1)).all())
+    return ends and prediction.numel() == target.numel() and distinct and bool(((share > 0) & (share < 1)).all())
 
 
 _AXIS_OF_TARGET = Mistake(

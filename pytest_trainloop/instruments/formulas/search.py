@@ -288,7 +288,7 @@ def _products(choices: Sequence[Sequence[Value]]) -> Iterator[tuple[Value, ...]]
 
 
 def _nearest(found: Slice, number: int) -> list[Value]:
-    """What a value was computed from, the nearest first. Of values that only differ by a reshape the nearest stands for
+    """What a value was computed from, the nearest first. Of values that only differ by a reshape the nearest represents
     all."""
     order = {n: (c.number, n) for c in found.calls for n in c.outputs}
     before = sorted(found.ancestors(number) - {number}, key=lambda n: order.get(n, (-1, -n)), reverse=True)

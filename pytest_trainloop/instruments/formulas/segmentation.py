@@ -103,8 +103,8 @@ def _look(cut: Cut, reading: Reading) -> Reading:
     for p, t in ((ones, ones), (zeros, zeros), (1 - target, target)):
         given = {cut.arguments[0]: p.reshape(shape), cut.arguments[1]: t.to(cut.recorded[1].dtype)}
         values.append(float(cut.slice.replay(given, [cut.number])[0].mean()))
-    equal, empty, apart = values
-    halfway = abs((empty - apart) / (equal - apart) - 0.5) <= 1e-3 if equal != apart else False
+    equal, empty, disjoint = values
+    halfway = abs((empty - disjoint) / (equal - disjoint) - 0.5) <= 1e-3 if equal != disjoint else False
     return replace(reading, mistake=FACTOR_OF_DICE) if halfway else reading
 
 

@@ -62,7 +62,7 @@ _OBSERVED = ("event", "status", "observed", "death", "dead", "died", "failure", 
 
 
 def _of_events(cut: Cut) -> bool:
-    """Whether the batch names what was observed: without a name 1 may stand for a censored row as well."""
+    """Whether the batch names what was observed: without a name 1 may mean a censored row as well."""
     leaf = cut.slice.values[cut.arguments[2]]
     name = "" if leaf.path is None else nested.shown(leaf.path).lower()
     return _rows(cut) and any(word in name for word in _OBSERVED)

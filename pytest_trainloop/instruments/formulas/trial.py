@@ -31,7 +31,7 @@ LEAST = 1e-2
 """Entries whose gradient is below this share of the largest one stay: where the loss gives none, what is left is that
 of a regulariser."""
 
-APART = 12
+DISTINCT = 12
 """Steps to the start that a mistake needs."""
 
 Outputs = dict[int, torch.Tensor]
@@ -184,13 +184,13 @@ class _Experiment:
         for group in groups:
             by = 0.5 if self.aim.best is not None else 0.75
             if all(_worse(c, group, by) and (not self.aim.endless or _goes_on(c, group)) for c in courses):
-                return Outcome(True, self._told(courses, group, "after"))
+                return Outcome(True, self._in_words(courses, group, "after"))
         if self.shifted:
             least = min(float((c.before - c.best).sum()) for c in courses)
             for group in groups:
                 if all(_left(c, group, least) for c in courses):
-                    return Outcome(True, self._told(courses, group, "kept"))
-        return Outcome(False, self._told(courses, 0, "after"))
+                    return Outcome(True, self._in_words(courses, group, "kept"))
+        return Outcome(False, self._in_words(courses, 0, "after"))
 
     def directions(self) -> Outcome | None:
         """Whether the value's gradient has the direction of the quantity's, at all starts."""
@@ -234,7 +234,7 @@ class _Experiment:
         start, first = self._start(index), self.aim.start
         held = {} if self.aim.shared else self.still
         if first is not None:
-            start, _ = descended(lambda o: self._of(first, o).sum(), start, held, APART)
+            start, _ = descended(lambda o: self._of(first, o).sum(), start, held, DISTINCT)
         self.origin = start
         trained, fell = descended(self._loss, start, held)
         if not (fell or self.aim.moves):
@@ -286,7 +286,7 @@ class _Experiment:
             raise CannotReplay("the form takes no such arguments")
         return made.double() if self.aim.groups else made.double().mean().reshape(1)
 
-    def _told(self, courses: Sequence[_Course], group: int, last: str) -> str:
+    def _in_words(self, courses: Sequence[_Course], group: int, last: str) -> str:
         sign = -1.0 if self.aim.rises else 1.0
 
         def mean(name: str) -> str:

@@ -112,12 +112,12 @@ def learning_rates(record: Record, optimizer: int, count: int) -> list[tuple[flo
     return [tuple(lr if lr == lr else -1.0 for lr in lrs) for lrs in known]  # an optimizer may have none
 
 
-def updates_apart(one: Record, many: Record) -> float:
+def update_difference(one: Record, many: Record) -> float:
     """The distance between the final weights of two runs, over that from the initial weights."""
     (start, end), (_, other) = ends(one), ends(many)
     before, after, got = vectors([start, end, other])
-    apart, moved = (float(torch.linalg.vector_norm(v)) for v in (got - after, after - before))
-    return apart / moved if moved else apart
+    distance, moved = (float(torch.linalg.vector_norm(v)) for v in (got - after, after - before))
+    return distance / moved if moved else distance
 
 
 def first_backward(record: Record, optimizer: int) -> Backward | None:

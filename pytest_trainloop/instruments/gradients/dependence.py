@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 12
-"""Parameters that are moved one by one; of more, one of each owning module stands for the others."""
+"""Parameters that are moved one by one; of more, one of each owning module represents the others."""
 
 
 @dataclass(frozen=True, slots=True)

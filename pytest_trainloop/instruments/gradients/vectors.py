@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Gradient = dict[str, torch.Tensor]
 """The sampled entries by parameter, in float64."""
 
-ALIKE = 1e-7
+RELATIVE_TOLERANCE = 1e-7
 """Smallest relative singular value at which the weights are determined: from gradients with errors of 1e-15 to 1e-8."""
 
 
@@ -101,7 +101,7 @@ def combination(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Combinati
         return None
     basis = torch.stack([p / n for p, n in zip(parts, lengths, strict=True)], dim=1)
     left, singular, right = torch.linalg.svd(basis, full_matrices=False)
-    if float(singular[-1]) < ALIKE * float(singular[0]):
+    if float(singular[-1]) < RELATIVE_TOLERANCE * float(singular[0]):
         return None
     scaled = right.T @ ((left.T @ whole) / singular)
     outside = float(torch.linalg.vector_norm(whole - basis @ scaled))

@@ -68,7 +68,7 @@ class LossEvidence:
 
     @property
     def make(self) -> Callable[[], Any]:
-        """The function that builds the contract; a new one is asked anew."""
+        """The function that builds the contract; a new function is called again."""
         return self._make
 
     @make.setter

@@ -1,4 +1,4 @@
-"""How far apart neighbouring values of a dtype lie, and how far a learning rate still rises."""
+"""The distance of neighbouring values of a dtype, and how far a learning rate still rises."""
 
 from __future__ import annotations
 

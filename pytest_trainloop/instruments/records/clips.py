@@ -37,7 +37,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class GroupLeftOut:
-    """Tensors of one group of an optimizer that are stepped beside clipped ones and that no clip covers."""
+    """Tensors of one group of an optimizer that are stepped together with clipped ones and that no clip covers."""
 
     group: int
     of_groups: int
@@ -77,7 +77,7 @@ class ClipFact:
     uncovered: float
     """The share of |g|^2 of these steps that no clip covers, the median over the steps; NaN if no step followed."""
     groups_left_out: tuple[GroupLeftOut, ...]
-    apart: bool = False
+    in_parts: bool = False
     """Whether a call of the line takes its tensors in parts, each with the limit for itself."""
 
 
@@ -144,7 +144,7 @@ def _fact(record: Record, calls: list[ClipCall], windows: list[Window]) -> ClipF
         leaves=statistics.median(shares) if shares else math.nan,
         uncovered=share_left_out(mine),
         groups_left_out=tuple(g for o in sorted(optimizers) for g in groups_left_out(record, o, mine)),
-        apart=any(len(call.parts) > 1 for call in calls),
+        in_parts=any(len(call.parts) > 1 for call in calls),
     )
 
 

@@ -45,7 +45,7 @@ def nonfinite_from_the_start(record: Record) -> list[Parameter]:
 
 def became_nonfinite(record: Record) -> list[Parameter]:
     """Parameters that were finite before training and are not after it. An infinity that user code writes outside
-    optimizer steps is meant: it rules a choice out."""
+    optimizer steps is intended: it rules a choice out."""
     written = record.moved_outside_steps()
     return [
         p

@@ -1,7 +1,7 @@
 """What became of every gradient of one run: what arrived, was cleared, clipped and written, and which step used it.
 
-A gradient that arrives is added to what stands in ``.grad`` already. Where nothing stands there, the gradients before
-it were cleared. A step uses what it reads. What stands in ``.grad`` was used before where it is bit-identical to what
+A gradient that arrives is added to what ``.grad`` already holds. Where it holds nothing, the gradients before
+it were cleared. A step uses what it reads. What ``.grad`` holds was used before where it is bit-identical to what
 an earlier step left there after it had read it. Plain data, no torch.
 """
 
@@ -203,7 +203,7 @@ class Ledger:
 
 @dataclass(slots=True)
 class _Grad:
-    """What stands in one tensor's ``.grad``."""
+    """What one tensor's ``.grad`` holds."""
 
     pending: list[Pass] = field(default_factory=list)
     used_by: Step | None = None

@@ -30,9 +30,9 @@ _BY_SOURCE = {
         _CLAMPED.format(source="a sigmoid, or 1 minus one,"),
     ),
     ("log", "sub"): Repair(
-        "make the difference positive where it is made: (F.softplus(raw) + eps).log(), or start from points that are "
-        "apart",
-        "clamp it: where both sides are equal no gradient would ever move them apart",
+        "make the difference positive where it is made: (F.softplus(raw) + eps).log(), or start from points that "
+        "differ",
+        "clamp it: where both sides are equal no gradient would ever make them differ",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What a key of a parameter group is meant for, by its name, where the optimizer has no option of this name."""
+"""Which option the name of a key of a parameter group refers to, where the optimizer has no option of this name."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _MEMORY = frozenset(
     "init initial base max min target peak start end final last warmup warm swa orig original old prev previous "
     "default current cur schedule scheduler step steps epoch epochs gamma layer ema drop dropout".split()
 )
-"""Words of what a schedule keeps in a group beside the option."""
+"""Words of what a schedule keeps in a group next to the option."""
 
 _RATE = (["lr"], ["learning", "rate"], ["learningrate"], ["rate"])
 _DECAY = (["wd"], ["weight", "decay"], ["weightdecay"], ["decay"])
 
 _LEAST_SPELLED = 5
-"""Letters of an option that a misspelled key can be told by: two of a shorter one may be another word."""
+"""Letters of an option that identify a misspelled key: two of a shorter one may be another word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The option that a key stands for; ``multiplies``: it is a multiple of the option, and not the option itself."""
+    """The option that a key names; ``multiplies``: it is a multiple of the option, and not the option itself."""
 
     option: str
     multiplies: bool = False
 
 
 def meaning(key: str, options: Collection[str]) -> Meaning | None:
-    """What a key stands for beside these options; None where it is one of them, or something else."""
+    """The option that a key names in other words; None where it is one of them, or something else."""
     if key in options or key == "params":
         return None
     words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())

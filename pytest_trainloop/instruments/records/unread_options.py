@@ -1,4 +1,4 @@
-"""Keys of parameter groups that are meant as an option of their optimizer, and that nobody reads.
+"""Keys of parameter groups that name an option of their optimizer, and that nobody reads.
 
 Torch's optimizers take any key in a group and read only their own.
 """
@@ -143,15 +143,15 @@ def _suspects(record: Record) -> Iterator[Suspect]:
         if not optimizer.from_torch or not optimizer.steps:
             continue
         for key in dict.fromkeys(key for settings in optimizer.settings for key in settings):
-            meant = meaning(key, optimizer.options)
-            if meant is None:
+            named = meaning(key, optimizer.options)
+            if named is None:
                 continue
-            own = _own(record, optimizer, meant.option)
+            own = _own(record, optimizer, named.option)
             values = {g: s[key] for g, s in enumerate(optimizer.settings) if key in s and g in own}
-            if not meant.multiplies:
+            if not named.multiplies:
                 values = {g: text for g, text in values.items() if _differ(_value(text), own[g])}
-            suspect = Suspect(optimizer.index, key, meant.option, meant.multiplies, values, own)
-            if values and (not meant.multiplies or _unmoved(suspect) is not None):
+            suspect = Suspect(optimizer.index, key, named.option, named.multiplies, values, own)
+            if values and (not named.multiplies or _unmoved(suspect) is not None):
                 yield suspect
 
 

@@ -190,6 +190,6 @@ def _sides(roles: Roles, wanted: Sequence[Side] | None) -> Sequence[Side]:
     if wanted is None:
         return [roles.side]
     if "left" in wanted and (lengths := roles.of("lengths")):
-        raise UsageError(f"paddings: {lengths[0].name} are counted from the left, where no padding can stand; leave "
+        raise UsageError(f"paddings: {lengths[0].name} are counted from the left, where no padding can be; leave "
                          "sides= out")  # fmt: skip
     return wanted

@@ -71,5 +71,5 @@ def _call_at(file: str, line: int, last: int, column: int, end: int) -> ast.Call
 def _call_on(file: str, line: int, names: tuple[str, ...]) -> ast.Call | None:
     calls = [node for node in ast.walk(syntax_of(file)) if isinstance(node, ast.Call) and called_name(node) in names]
     found = [node for node in calls if node.lineno <= line <= (node.end_lineno or line)]
-    told = {(len(c.args), tuple(sorted(k.arg or "" for k in c.keywords)), unpacks(c)) for c in found}
-    return found[0] if len(told) == 1 else None
+    signatures = {(len(c.args), tuple(sorted(k.arg or "" for k in c.keywords)), unpacks(c)) for c in found}
+    return found[0] if len(signatures) == 1 else None

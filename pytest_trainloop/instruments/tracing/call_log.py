@@ -36,12 +36,12 @@ _PLAIN = (int, float, str, slice, tuple, type(...))
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One tensor at one moment. ``of_batch`` is its place in the batch, where it was handed over."""
+    """One tensor at one moment. ``of_batch`` is its place in the batch, if it came from one."""
 
     made_by: Call | None = None
     of_batch: str = ""
     number: int = -1
-    """The number of the batch that it was handed over with."""
+    """The number of the batch that it came with."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     history: bool = False

@@ -2,8 +2,8 @@
 
 ``F.dropout(x, p)`` acts in every mode, since ``training`` is True by default; attention's ``dropout_p`` has no such
 switch; a dropout module that is no part of the model, because ``forward`` makes it or a plain list holds it, is never
-switched. Where ``training=`` was written out, as Tacotron's prenets and dropout as a sample have it, dropout is meant.
-"""
+switched. Where ``training=`` was written out, as Tacotron's prenets and dropout as a sample have it, dropout is
+intended."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class ActiveDropout:
 
     @property
     def level(self) -> Level:
-        meant = self.samples or self.on_input or self.why in ("written", "unknown")
-        return "advice" if meant else "fault"
+        intended = self.samples or self.on_input or self.why in ("written", "unknown")
+        return "advice" if intended else "fault"
 
     @property
     def summary(self) -> str:
@@ -355,7 +355,7 @@ def _modules_around() -> list[nn.Module]:
 def _is_given_to_the_model(given: Any, model: nn.Module) -> bool:
     """Whether a tensor is what the model itself was called with.
 
-    That stands in the frame of ``Module.__call__``: ``forward`` may have given its arguments' names to other values.
+    Look in the frame of ``Module.__call__``: ``forward`` may have given its arguments' names to other values.
     """
     frame: FrameType | None = sys._getframe(2)
     called_with: list[Any] = []

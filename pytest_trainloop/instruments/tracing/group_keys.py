@@ -39,9 +39,9 @@ class GroupKeys:
         self._keys = {name: _Key.made(name, self) for name in names}
         self.read: set[str] = set()
         self.lost: set[str] = set()
-        """Keys that stand in a group as another string at the end: nobody knows who reads these."""
+        """Keys that are another string in a group at the end: nobody knows who reads these."""
         self.whole = False
-        """Whether fit came to its end, or began its batches anew: what it reads once a pass has then been read."""
+        """Whether fit came to its end, or began its batches again: what it reads once a pass has then been read."""
         self.groups = GivenGroups(added=self._put_on)
 
     def run(self, evidence: Evidence) -> None:

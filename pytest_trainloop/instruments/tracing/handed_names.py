@@ -47,7 +47,7 @@ class Question:
 
 
 class HandedNames:
-    """For one run. Names are numbered in the order in which they are handed out, the same in each run of a seed.
+    """For one run. Names are numbered in the order in which they are given out, the same in each run of a seed.
 
     ``yes`` answers "yes" where names of these numbers are asked for a pattern. ``renamed`` hands out another name for
     these numbers.
@@ -85,7 +85,7 @@ class HandedNames:
         return self.record
 
     def numbers(self, parameters: Iterable[str]) -> frozenset[int]:
-        """The numbers of the names that these parameters were handed out by."""
+        """The numbers of the names under which these parameters were given out."""
         wanted = set(parameters)
         return frozenset(number for number, name in enumerate(self.parameters) if name in wanted)
 

@@ -43,7 +43,7 @@ class CannotReplay(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands in the arguments of a call for a value of the slice."""
+    """Marks a value of the slice in the arguments of a call."""
 
     number: int
 
@@ -59,7 +59,7 @@ class Value:
     made_by: int | None = None
     """The call of the slice that made it."""
     path: Path | None = None
-    """Where it stands in the batch."""
+    """Its path in the batch."""
     parameters: tuple[str, ...] = ()
     """Of a layer's output: the names of the parameters of this layer."""
     place: Place | None = None

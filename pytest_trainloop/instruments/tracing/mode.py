@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class WatchingMode(FunctionMode):
     """Gets the torch calls of a run while it is ``active``; override ``call`` to look at them.
 
-    It stands aside while torch is tracing, and inside the transforms of functorch, where tensors cannot be read.
+    It is inactive while torch is tracing, and inside the transforms of functorch, where tensors cannot be read.
     ``contexts`` is for a run's plan. Where a mode lives no longer than its watch, it may get that when it is made.
     """
 

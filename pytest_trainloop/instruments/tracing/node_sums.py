@@ -54,7 +54,7 @@ def below(node: Node, through: Callable[[Node], bool] = lambda node: True) -> It
 def trains(node: Node) -> bool:
     """Whether its gradient goes to anything but the batch: to a parameter, or to what is not known.
 
-    The gradient of what rounds is zero, and a number that was made a tensor anew has none behind it.
+    The gradient of what rounds is zero, and a number that was made a new tensor has none behind it.
     """
     return any(True for _ in trained_below(node))
 
@@ -107,7 +107,7 @@ class Number(NamedTuple):
 
 
 def summands(root: Node) -> Iterator[Node | Number]:
-    """What a root is the sum of, each times a number. What trains nothing is not taken apart."""
+    """What a root is the sum of, each times a number. What trains nothing is not split."""
     todo: list[Node] = [root]
     for _ in range(FARTHEST):
         if not todo:

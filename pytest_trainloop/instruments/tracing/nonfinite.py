@@ -140,7 +140,7 @@ class _Operation:
     bounds: tuple[float, float]
     """Of the finite entries of its inputs."""
     literal: bool
-    """Whether an infinity stands among its arguments as a number."""
+    """Whether an infinity is among its arguments as a number."""
 
 
 @dataclass(slots=True)

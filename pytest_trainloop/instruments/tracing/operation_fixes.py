@@ -1,4 +1,4 @@
-"""What keeps rows apart: the same pass with one kind of operation along another axis.
+"""What makes rows independent: the same pass with one kind of operation along another axis.
 
 An operation is named as the cause where this fix alone makes every row independent of all others.
 """
@@ -79,7 +79,7 @@ def normalising(ops: Sequence[Op], rows: int, reaches: Callable[[torch.Tensor], 
     """The first operation that centres or scales rows by a statistic over all rows.
 
     It is a difference, product or quotient of rows and the statistic, and ``reaches`` says of its result that it lies
-    on a row's own way to the outputs. No weight stands between the statistic and it: a layer that reads a statistic
+    on a row's own way to the outputs. No weight lies between the statistic and it: a layer that reads a statistic
     may gate what it likes. The statistic is a mean, a spread or a norm: a largest value may be a range.
     """
     made_by = {id(t): op for op in ops for t in op.outputs}

@@ -173,10 +173,10 @@ def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     def again(other: torch.Tensor) -> torch.Tensor:
         """The same move; indices follow to the device of what is moved."""
 
-        def beside(value: Any) -> Any:
+        def moved(value: Any) -> Any:
             return value.to(other.device) if isinstance(value, torch.Tensor) else value
 
-        out = move(other, *tree_map(beside, rest), **tree_map(beside, named))
+        out = move(other, *tree_map(moved, rest), **tree_map(moved, named))
         return next(t for i, t in enumerate(tensors_in(out)) if i == number)
 
     return again

@@ -1,6 +1,6 @@
-"""What each tensor that a loop backpropagates (a root) is a sum of, and the single numbers with a history beside it.
+"""What each tensor that a loop backpropagates (a root) is a sum of, and the scalars with a history that are outside it.
 
-A root is taken apart along additions, plain factors, sums and means. What has no history there is an additive constant:
+A root is split along additions, plain factors, sums and means. What has no history there is an additive constant:
 whatever it is, it trains nothing. Nodes are kept for the whole of a short run, since a root may be made before a step
 and backpropagated after it; what is read after the run is plain data.
 """
@@ -33,7 +33,7 @@ from pytest_trainloop.instruments.tracing.node_sums import (
     trains,
 )
 from pytest_trainloop.instruments.tracing.provenance import Lineage, Node, name_of, watched
-from pytest_trainloop.instruments.tracing.terms import Beside, Scalar, Term, TermsOfRoot
+from pytest_trainloop.instruments.tracing.terms import DetachedDerivative, Scalar, Term, TermsOfRoot
 from pytest_trainloop.recording.function_mode import is_aside, tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
@@ -83,7 +83,7 @@ class _Tagged(Lineage):
         self.data: dict[int, str] = {}
         """Of what was computed of the batch alone: equal for equal tensors."""
         self.kept: list[Node] = []
-        """Every node: its ``id`` stands for it."""
+        """Every node: its ``id`` is its key."""
         self._early: set[int] = set()
 
     def of(self, tensor: torch.Tensor) -> Node:
@@ -129,7 +129,7 @@ class _Tagged(Lineage):
 
 
 class RootTerms(WatchingMode):
-    """Takes the roots of a run apart; ``roots`` and ``scalars`` hold what was seen."""
+    """Splits the roots of a run into terms; ``roots`` and ``scalars`` hold what was seen."""
 
     def __init__(self, look: Look | None = None) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class RootTerms(WatchingMode):
         self._look = look
         self._lineage: _Tagged | None = None
         self._by_node: dict[int, tuple[Scalar, Node]] = {}
-        self._beside: list[tuple[Node, Beside]] = []
+        self._detached_derivatives: list[tuple[Node, DetachedDerivative]] = []
         self._added: set[int] = set()
         """The terms with a gradient that some root is the sum of, by the ``id`` of their nodes."""
         self._nodes = 0
@@ -173,7 +173,7 @@ class RootTerms(WatchingMode):
             self._lineage = None
             self._by_node.clear()
             self._added.clear()
-            self._beside.clear()
+            self._detached_derivatives.clear()
 
     def _look_into_totals(self) -> None:
         """Of a total that is not backpropagated, and of which some part is, the other parts are what is lost."""
@@ -301,7 +301,9 @@ class RootTerms(WatchingMode):
         taken = derivative_below(dead, detached=False) if dead.shape == live.shape and trains(live) else None
         if taken is not None and (trained := parameters_below(taken)):
             node = lineage.of(result)
-            self._beside.append((node, Beside(lineage.places[id(taken)][0], str(place), trained)))
+            self._detached_derivatives.append(
+                (node, DetachedDerivative(lineage.places[id(taken)][0], str(place), trained))
+            )
 
     def _derivative(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, reads: bool
@@ -351,9 +353,9 @@ class RootTerms(WatchingMode):
         )
         reached = (n for n in below(node, through=lambda n: n.history or bool(n.shape)) if n.op == PARAMETER)
         values = frozenset(abs(n.value) for n in below(node) if n.history and n.parents and not math.isnan(n.value))
-        beside = next((derivative for n, derivative in self._beside if id(n) in behind), None)
+        detached = next((derivative for n, derivative in self._detached_derivatives if id(n) in behind), None)
         self.roots.append(
-            TermsOfRoot(at, str(place), terms, values, beside, frozenset(int(n.numbers[0]) for n in reached))
+            TermsOfRoot(at, str(place), terms, values, detached, frozenset(int(n.numbers[0]) for n in reached))
         )
 
     def _term(self, lineage: _Tagged, node: Node, live: list[Node], behind: set[int]) -> Term:

@@ -129,7 +129,7 @@ class RowTape(ForwardPass):
         return not self.shared_draws
 
     def take(self, item: Any) -> None:
-        """Note the tensors of a batch that is handed to the loop."""
+        """Note the tensors of a batch that the loop gets."""
         for path, tensor in nested.paths(item):
             self.lineage.adopt(tensor)
             node = self.lineage.of(tensor)

@@ -74,7 +74,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class DetachedDerivative:
     """A derivative that was taken without a graph and is added, entry by entry, to what has one."""
 
     taken: str
@@ -89,6 +89,6 @@ class TermsOfRoot:
     place: str
     terms: tuple[Term, ...]
     live_values: frozenset[float] = frozenset()
-    beside: Beside | None = None
+    detached_derivative: DetachedDerivative | None = None
     reads: frozenset[int] = frozenset()
     """Parameters that its value was computed of, with a gradient or not, but not by way of a single detached number."""

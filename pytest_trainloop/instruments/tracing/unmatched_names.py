@@ -65,26 +65,26 @@ def unmatched_names(
     if record is None:
         return []
     for question in (*names.questions.values(), *names.of_modules.values()):
-        meant_by = {n: [name for name in names.below[n] if name in wanted] for n in question.asked}
+        targets_of = {n: [name for name in names.below[n] if name in wanted] for n in question.asked}
         asked = {name for number in question.asked for name in names.below[number]}
         # others are passed over before they are asked (odd: frozen_names_are_passed_over)
         unasked = any(question.pattern in p.name for p in record.parameters if p.name not in asked)
         if question.ever or unasked or not question.pattern or tried == MOST_TRIED:
             continue
-        near = {n: text for n, meant in meant_by.items() if meant and (text := _written(question, names, n))}
+        near = {n: text for n, targets in targets_of.items() if targets and (text := _written(question, names, n))}
         # a list of spellings, an if for each part of the model: some match (odd: parts_of_several_models_are_listed)
         if not near and (question.within in names.matched or not wanted or not wanted <= asked):
             continue
         tried += 1
-        few = min((meant for meant in meant_by.values() if meant), key=len)
-        numbers = frozenset(near or (n for n, meant in meant_by.items() if meant == few))
-        meant = tuple(dict.fromkeys(name for number in sorted(numbers) for name in meant_by[number]))
+        few = min((targets for targets in targets_of.values() if targets), key=len)
+        numbers = frozenset(near or (n for n, targets in targets_of.items() if targets == few))
+        targets = tuple(dict.fromkeys(name for number in sorted(numbers) for name in targets_of[number]))
         answered = HandedNames(yes=(question.pattern, numbers)).run(evidence)
-        if answered is not None and has_effect(answered, meant):
+        if answered is not None and has_effect(answered, targets):
             one = found.setdefault((question.place, bool(near)), UnmatchedNames(question.place, len(question.asked)))
             one.patterns.append(repr(question.pattern))
             one.starts.update(dict.fromkeys(names.given[n].partition(".")[0] for n in sorted(question.asked)))
-            one.nearly.update({name: text for number, text in near.items() for name in meant_by[number]})
+            one.nearly.update({name: text for number, text in near.items() for name in targets_of[number]})
     return list(found.values())
 
 
@@ -100,7 +100,7 @@ def _written(question: Question, names: HandedNames, number: int) -> str:
 
 
 def nearly(question: Question, name: str) -> str:
-    """What to write for a pattern so that it is true of a name: where only what stands before it differs, or its
+    """What to write for a pattern so that it is true of a name: where only its prefix differs, or its
     spelling, or one segment of a path. Empty where more does."""
     wanted = [_plain(part) for part in question.pattern.split(".") if part]
     parts = name.split(".")
@@ -116,7 +116,7 @@ def nearly(question: Question, name: str) -> str:
 
 def _paths(wanted: list[str]) -> Iterator[list[str]]:
     """The segments of a pattern; without a wrapper before them; and without one between two others. A number says
-    which layer is meant, the first segment which part, and the last what."""
+    which layer, the first segment which part, and the last segment what."""
     yield wanted
     if len(wanted) > 1 and wanted[0] in _WRAPPERS:
         yield wanted[1:]

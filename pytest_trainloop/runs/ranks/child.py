@@ -129,11 +129,13 @@ def as_data(error: BaseException) -> tuple[Raised, Any]:
 
     if is_ours(error):
         error = mistake(error)
-    told = raised(error)
+    noted = raised(error)
     if isinstance(error, errors.UserCodeError):  # what the project's own code raised
-        told = replace(told, summary=error.error.summary, traceback=error.error.traceback, message=error.error.summary)
+        noted = replace(
+            noted, summary=error.error.summary, traceback=error.error.traceback, message=error.error.summary
+        )
     ours = type(error).__module__ == errors.__name__
-    return told, (type(error), error.args, vars(error)) if ours else None
+    return noted, (type(error), error.args, vars(error)) if ours else None
 
 
 def _redirect(folder: Path, rank: int) -> None:
@@ -177,7 +179,7 @@ def _set_environment(rank: int, ranks: int, folder: str) -> None:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
-    with contextlib.suppress(KeyError, OSError):  # where torch keeps what it compiled; else each launch compiles anew
+    with contextlib.suppress(KeyError, OSError):  # where torch keeps what it compiled; else each launch compiles again
         os.environ.setdefault(
             "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
         )
@@ -199,11 +201,11 @@ class _Files:
         if safetensors is not None:
             save = safetensors.serialize_file
 
-            def told(data: Any, path: Any, *more: Any, **named: Any) -> Any:
+            def noted(data: Any, path: Any, *more: Any, **named: Any) -> Any:
                 self._note(path)
                 return save(data, path, *more, **named)
 
-            safetensors.serialize_file = told
+            safetensors.serialize_file = noted
 
     def close(self) -> None:
         opened_files.stop(self._note)

@@ -113,7 +113,7 @@ class Children:
             yield rank, "gone", self._status(rank)
 
     def let_go(self, rank: int) -> None:
-        """End a rank that has told its end, with the processes that it has started: they hold its sockets too, and
+        """End a rank that has reported its end, with the processes that it has started: they hold its sockets too, and
         whoever waits for it hears of it when all are closed."""
         self._kill(rank)
 

@@ -1,7 +1,7 @@
-"""The process groups of a launched process, and every collective of it, told as it is called.
+"""The process groups of a launched process, and every collective of it, reported as it is called.
 
 Torch calls its process groups through operators, ``torch.ops.c10d``: ``torch.distributed``'s functions, the reducer of
-DistributedDataParallel in C++, FSDP, DTensor and functional collectives alike. They are given a kernel that torch asks
+DistributedDataParallel in C++, FSDP, DTensor and functional collectives. They are given a kernel that torch asks
 before those of any device: it tells of the call and passes it on. No mode and no hook is needed, so that compiled code
 and inference mode are seen too. It is passed on with Python's lock released, as torch makes the call: a thread of gloo
 that lets go of a tensor waits for that lock, and holds one that a call takes.
@@ -56,7 +56,7 @@ KINDS = {
     "recv_": ("recv", "tensors"),
     "recv_any_source_": ("recv", "tensors"),
 }
-"""Operators of ``torch.ops.c10d``: the public name of what they do, and the argument whose size is told."""
+"""Operators of ``torch.ops.c10d``: the public name of what they do, and the argument whose size is reported."""
 
 SAME_SIZES = (
     *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"),
@@ -80,7 +80,7 @@ class Log:
         self._libraries: list[torch.library.Library] = []
         self.steps = 0
         self.era = ""
-        """Which of several default groups, made one after the other, there is now: names begin anew in each."""
+        """Which of several default groups, made one after the other, there is now: names start again in each."""
         self.alone: int | None = None
         """The rank of this process where the project made it a world of its own."""
 

@@ -46,21 +46,21 @@ def launch(work: Callable[[int], Any], ranks: int, *, timeout: float) -> Launch:
     if fork:
         load_for_wrappers()
     with Children(work, ranks, timeout, fork=fork) as children:
-        told = _Told(children, ranks)
+        reports = _Reports(children, ranks)
         try:
-            hang = told.listen(time.monotonic() + timeout)
+            hang = reports.listen(time.monotonic() + timeout)
         except TimeoutError:
             stacks = list(map(_users_part, children.stacks()))
             for rank, stack in enumerate(stacks):
                 sys.stderr.write(f"rank {rank} after {timeout:g} s:\n{stack}\n{children.output(rank)}\n")
             at = ", ".join(
                 f"rank {rank} has ended"
-                if rank in told.gone
+                if rank in reports.gone
                 else f"rank {rank} at {_users_line(stack) or 'no line of yours'}"
                 for rank, stack in enumerate(stacks)
             )
-            raise TimeRanOut(min(told.steps), timeout, f" of {ranks} ranks ({at})") from None
-        launched = Launch(tuple(map(told.rank, range(ranks))), hang, tuple(sorted(told.waited)))
+            raise TimeRanOut(min(reports.steps), timeout, f" of {ranks} ranks ({at})") from None
+        launched = Launch(tuple(map(reports.rank, range(ranks))), hang, tuple(sorted(reports.waited)))
     for one in launched:
         if isinstance(one.error, UNDECIDED) and one.number not in launched.waiting:
             raise one.error
@@ -81,8 +81,8 @@ def _can_fork() -> bool:
     return not torch.accelerator.is_available()
 
 
-class _Told:
-    """What the ranks told so far."""
+class _Reports:
+    """What the ranks have reported so far."""
 
     def __init__(self, children: Children, ranks: int) -> None:
         self._children = children

@@ -3,7 +3,7 @@
 A rank whose work has ended enters no collective any more. So a collective of a group that it belongs to, and that it
 has not entered, never completes. The same holds where all ranks wait in collectives that only the others could
 complete, and where two ranks make different calls as the n-th of one group. What was read from the ranks may be behind
-what they did, and the conclusion stands: none of the calls that are missed can happen before another of them.
+what they did, and the conclusion holds: none of the calls that are missed can happen before another of them.
 """
 
 from __future__ import annotations

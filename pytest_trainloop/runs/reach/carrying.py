@@ -125,8 +125,8 @@ class Carrying:
         if slot is None or kind is None:
             return kind is None
         if isinstance(slot, Entries):
-            alike = kind == "length" and self._has_the_entries(copy.kept, slot.get())
-            return alike or slot.put(self._entries(copy.kept))
+            same_memory = kind == "length" and self._has_the_entries(copy.kept, slot.get())
+            return same_memory or slot.put(self._entries(copy.kept))
         if isinstance(slot, Hooks):
             return bool(len(slot.get()) == copy.value)  # functions of the other loop's objects
         if kind == "reference":
@@ -134,8 +134,10 @@ class Carrying:
             return target is not None and (slot.get() is target.value or slot.put(target.value))
         held = slot.get()
         if copy.sort == "tensor":
-            alike = isinstance(held, torch.Tensor) and held.shape == copy.raw.shape and held.dtype == copy.raw.dtype
-            if alike and _memory(held, self.memory_there) <= _memory(copy.place.value, self.memory_here):
+            same_memory = (
+                isinstance(held, torch.Tensor) and held.shape == copy.raw.shape and held.dtype == copy.raw.dtype
+            )
+            if same_memory and _memory(held, self.memory_there) <= _memory(copy.place.value, self.memory_here):
                 return restore_tensor(held, copy.value, None)
             return self._replace(place, self._tensor(copy))
         if copy.sort == "array":
@@ -231,8 +233,8 @@ class Carrying:
         return type(kept)(self._rebuilt(value) for value in kept)
 
     def _rebuilt(self, value: Any) -> Any:
-        """What stands for an object in the other loop: the object of its path there, else a copy made of the values in
-        the snapshot."""
+        """The counterpart of an object in the other loop: the object of its path there, else a copy made of the values
+        in the snapshot."""
         if is_plain(value):
             return value
         if id(value) in self.made:
@@ -322,7 +324,7 @@ def _shared(value: Any) -> bool:
 
 
 def _of_one_class(a: Any, b: Any) -> bool:
-    """Also where each call of the project's function makes the class anew."""
+    """Also where each call of the project's function makes a new class."""
     mine, others = type(a), type(b)
     return mine is others or (mine.__module__, mine.__qualname__) == (others.__module__, others.__qualname__)
 

@@ -192,7 +192,7 @@ class Entering:
         """A scheduler or a scaler: all its attributes are one component."""
         component = place.component if place.as_kind else place.path
         for name, slot, value in _attributes(place.value):
-            if name != "_per_optimizer_states":  # by id, and begun anew with every step
+            if name != "_per_optimizer_states":  # by id, and new with every step
                 self.child(joined(place.path, name), slot, value, place, component=component, as_kind=kind)
         _of_class(self.graph, place)
 
@@ -219,10 +219,10 @@ class Entering:
         pairs = list(dict.items(held))
         if not self._whole(place, held, [value for _, value in pairs]):
             self.graph.shorten(place, len(pairs), ENTRIES_MOST)
-            apart = place.as_kind is None and _is_namespace(pairs)
+            namespace = place.as_kind is None and _is_namespace(pairs)
             for number, (key, value) in enumerate(pairs[:ENTRIES_MOST]):
                 path = entry_path(place.path, key, self._key(key, number))
-                component = path if apart else place.component
+                component = path if namespace else place.component
                 self.child(path, OfDict(held, key), value, place, component=component, as_kind=place.as_kind)
         if type(held).__module__ not in ("builtins", "collections"):
             self._object(place)

@@ -52,7 +52,7 @@ PIECE = 2**20
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far apart floating values of this dtype or a finer one may be and still be the same, relative to the largest
+    """How much floating values of this dtype or a finer one may differ and still be the same, relative to the largest
     entry. Not at all in 8 bits, which values are only converted to."""
     info = torch.finfo(dtype)
     if info.bits == 8:
@@ -117,16 +117,16 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    apart = scale = 0.0
+    distance = scale = 0.0
     for x, y in zip(*(torch.split(t.reshape(-1), PIECE) for t in (a, b)), strict=True):
         x, y = x.to(wide), y.to(wide)
         finite = torch.isfinite(x) & torch.isfinite(y)
         if not bool(torch.eq(x, y).logical_or(torch.isnan(x) & torch.isnan(y)).logical_or(finite).all()):
             return False
         if bool(finite.any()):
-            apart = max(apart, float((x - y).abs()[finite].max()))
+            distance = max(distance, float((x - y).abs()[finite].max()))
             scale = max(scale, float(x.abs()[finite].max()), float(y.abs()[finite].max()))
-    return apart <= tolerance(coarser) * scale
+    return distance <= tolerance(coarser) * scale
 
 
 def _same_arrays(a: Any, b: Any) -> bool:

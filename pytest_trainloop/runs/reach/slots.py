@@ -40,7 +40,7 @@ class Slot:
         self.held, self.key = held, key
 
     def same(self) -> tuple[object, ...] | None:
-        """What is equal for two slots that are one place; None where a place cannot be told again."""
+        """What is equal for two slots that are one place; None where a place cannot be identified again."""
         return id(self.held), _key(self.key)
 
     def get(self) -> Any:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Reach:
     """What a loop can touch at this moment: its leaves by path, with the objects behind them.
 
-    A reach holds the loop's own objects; it is meant to be dropped after use. Nothing is changed by a walk and no code
+    A reach holds the loop's own objects; drop it after use. Nothing is changed by a walk and no code
     of the project runs: attributes are read from ``__dict__`` and ``__slots__``, entries by the methods of ``dict`` and
     ``list`` themselves.
 
@@ -69,7 +69,7 @@ class Reach:
 class Snapshot:
     """The values of all leaves at one moment, and the objects that held them then.
 
-    It holds objects of the loop and is meant to be dropped after use. The copies are detached and share nothing with
+    It holds objects of the loop; drop it after use. The copies are detached and share nothing with
     the loop.
     """
 

@@ -1,4 +1,4 @@
-"""What an object is to the walk, told by its class alone, and how far an iterator of Python itself has come.
+"""What an object is to the walk, by its class alone, and how far an iterator of Python itself has come.
 
 Nothing of the project's is called.
 """
@@ -243,7 +243,7 @@ _ITERTOOLS = (itertools.count, itertools.cycle, itertools.islice, itertools.chai
 
 
 def position(stream: Any) -> Any:
-    """How far an iterator has come: something to compare, and for ``set_back``; None where it cannot be told."""
+    """How far an iterator has come: something to compare, and for ``set_back``; None where it is not known."""
     if isinstance(stream, types.GeneratorType):
         frame = stream.gi_frame
         if frame is None:
@@ -281,7 +281,7 @@ _PLAIN: tuple[Any, ...] = (*_SETTABLE, type(enumerate(())), type(zip(())), type(
 
 
 def _reduced(stream: Any) -> Any:
-    """What pickle would be told of an iterator of Python itself; of others nothing, since theirs may be anybody's."""
+    """What pickle would get of an iterator of Python itself; of others nothing, since theirs may be anybody's."""
     if type(stream) not in _PLAIN + _ITERTOOLS:
         return None
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import CallContract, LossContract, TrainLoop, UsageError, check_loop, register_contract
-from pytest_trainloop.instruments.losses.table.registered import beside, forget, registered
+from pytest_trainloop.instruments.losses.table.registered import contracts_for_calls, forget, registered
 from tests.loops.nets import mlp
 
 
@@ -91,7 +91,7 @@ def test_a_module_is_known_by_its_forward_and_its_settings():
 
 
 def test_contracts_beside_a_loop_count_meanwhile():
-    with beside([LossContract(criterion=overlap, expects="logits", target="binary")]):
+    with contracts_for_calls([LossContract(criterion=overlap, expects="logits", target="binary")]):
         assert [f.cause for f in judged(squashed).findings] == ["probabilities_as_logits"]
     assert registered(overlap.__code__) is None
 

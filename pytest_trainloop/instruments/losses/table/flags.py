@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.declare.callcontract import CallContract
 
 _SET_BY_NAME = frozenset({"setattr", "__dict__", "__getattr__", "__getattribute__", "vars"})
-"""What makes attributes whose names stand nowhere in the code."""
+"""What makes attributes whose names do not occur in the code."""
 
 
 def require_names(function: Any, code: CodeType, contract: CallContract) -> None:

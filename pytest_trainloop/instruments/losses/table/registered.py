@@ -33,7 +33,7 @@ class Registered:
 _REGISTERED: dict[CodeType, Registered] = {}
 
 _TESTED: dict[CodeType, Registered] = {}
-"""What the loss functions tested beside the loop under judgement promise."""
+"""The contracts of the loss functions that are tested together with the loop under judgement."""
 
 
 def register_contract(function: Any, contract: LossContract | CallContract) -> None:
@@ -45,7 +45,7 @@ def register_contract(function: Any, contract: LossContract | CallContract) -> N
     Parameters
     ----------
     function
-        a function; or a class of modules or an instance of it, whose ``forward`` is meant: the contract holds for every
+        a function; or a class of modules or an instance of it, whose ``forward`` counts: the contract holds for every
         instance of the class. Functions in C and compiled ones cannot be seen
     contract
         what it takes: a ``CallContract``, argument by argument; or the ``LossContract`` with which it is tested, which
@@ -67,8 +67,8 @@ def register_contract(function: Any, contract: LossContract | CallContract) -> N
 
 
 @contextlib.contextmanager
-def beside(contracts: Iterable[LossContract]) -> Iterator[None]:
-    """Let these contracts count for the calls of their criteria meanwhile, in place of those of another ``beside``.
+def contracts_for_calls(contracts: Iterable[LossContract]) -> Iterator[None]:
+    """Let these contracts count for the calls of their criteria meanwhile, in place of those of an outer call.
 
     What cannot be seen in a loop (a lambda, a function in C) is left out.
     """
@@ -132,7 +132,7 @@ def _name(function: Any) -> str:
 
 
 def registered(code: CodeType) -> Registered | None:
-    """What was registered for this code, and after it what the tests beside the loop say."""
+    """What was registered for this code, and after it what the tests next to the loop say."""
     tested, known = _TESTED.get(code), _REGISTERED.get(code)
     if tested is None or known is None:
         return tested or known
