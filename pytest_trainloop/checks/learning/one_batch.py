@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.run import RunPlan
 
     Contexts = Callable[[Watch], Any]
-    """Told of a step, of the most steps that may follow, and of the loss."""
+    """Called with a step, the most steps that may follow, and the loss."""
     Going = Callable[[Sequence[float], Sequence[float]], bool]
     """Whether losses and rates are those of a loop that needs no further look."""
 
@@ -67,7 +67,7 @@ IN_VAIN = 160
 the project's own may gather for as long (see every_param_moves)."""
 
 ROLLED_STEPS = 24
-"""Steps of a run whose rows stand in their neighbours' places."""
+"""Steps of a run whose rows are moved to their neighbours' places."""
 
 STILL_STEPS = 4 * PHASES
 """Steps of a run in which no weight moves."""
@@ -101,7 +101,7 @@ class Curve:
         return len(self.losses)
 
     @property
-    def stands_still(self) -> bool:
+    def is_stuck(self) -> bool:
         """Whether the loss fell by less than a twentieth, or is not finite in the end."""
         return not self.start - self.end >= LITTLE * abs(self.start)
 
@@ -198,19 +198,20 @@ class OneBatch:
         """The loop with plain Adam at this rate in place of its steps."""
         return self._instead(rate, Adam(rate), Steps(self.progress, REFERENCE_STEPS))
 
-    def rows_alike(self, rate: float) -> tuple[Curve, bool]:
+    def with_equal_inputs(self, rate: float) -> tuple[Curve, bool]:
         """The same where every row of the model's input is the first, and whether they could be made so."""
-        rows = self._rows.setdefault("alike", OtherRows(self.rows, all_the_first))
+        rows = self._rows.setdefault("equal inputs", OtherRows(self.rows, all_the_first))
         steps = Steps(self.progress, REFERENCE_STEPS)
-        return self._instead(("alike", rate), Adam(rate), steps, rows.contexts), rows.made
+        return self._instead(("equal inputs", rate), Adam(rate), steps, rows.contexts), rows.made
 
     def one_row(self, rate: float) -> Curve:
-        """The same where all rows of the batch are the first, whatever else stands in them than the model's input."""
+        """The same where all rows of the batch are copies of the first, with all that they hold besides the model's
+        input."""
         plan = replace(self.plan, stream=self._stream_of_one_row)
         return self._instead(("one row", rate), Adam(rate), Steps(self.progress, REFERENCE_STEPS), plan=plan)
 
     def rows_rolled(self, rate: float) -> tuple[Curve, Curve, bool]:
-        """The first steps of plain Adam, and the same where every row stands in its neighbour's place, both in float64;
+        """The first steps of plain Adam, and the same with every row moved to its neighbour's place, both in float64;
         and whether that could be made."""
         rows = self._rows.setdefault("rolled", OtherRows(self.rows, each_its_neighbours))
         wide = replace(self.plan, double=True)
@@ -318,7 +319,7 @@ class Steps:
 
 class Patience(Steps):
     """Ends it also once the loss is halved, falls on and on (``going``), does not change any more, or, from ``first``
-    on, stands still."""
+    on, does not change."""
 
     def __init__(
         self, progress: Progress, most: int, first: int | None = None, going: Going = lambda losses, rates: False

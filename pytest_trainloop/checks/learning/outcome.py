@@ -89,7 +89,7 @@ class Learning:
 
     @property
     def too_far(self) -> bool:
-        """Whether the loss rises, or stands still after steps as large as the weights."""
+        """Whether the loss rises, or does not change after steps as large as the weights."""
         return self.diverged or (self.ratio >= TOO_LARGE and not self.falling and not self.learned)
 
     @property
@@ -98,18 +98,18 @@ class Learning:
         return self.progress < STUCK and not self.falling
 
     @property
-    def stands_still(self) -> bool:
+    def is_stuck(self) -> bool:
         return self.progress < STUCK and self.start - self.end < LITTLE * abs(self.start)
 
     @property
     def too_small(self) -> bool:
         """Whether nothing happens, by steps that change nothing."""
-        return self.stands_still and self.ratio < TOO_SMALL
+        return self.is_stuck and self.ratio < TOO_SMALL
 
     @property
     def astray(self) -> bool:
         """Whether steps lead up the gradient: no rate and no patience can help."""
-        return (self.stands_still or self.diverged) and self.descent < UPHILL
+        return (self.is_stuck or self.diverged) and self.descent < UPHILL
 
 
 def single_loss(record: Record) -> None:
@@ -184,7 +184,7 @@ def best(batch: OneBatch) -> tuple[float, float]:
     rate = min(ends, key=lambda r: ends[r])
     curve = curves[rate]
     if ends[rate] < 0 and level(curve.losses, curve.steps * 2 // 3) - ends[rate] > 0.1 * (curve.start - ends[rate]):
-        raise CannotDecide("the loss has no floor that plain Adam comes to; how far the loop got cannot be told")
+        raise CannotDecide("the loss has no floor that plain Adam comes to; how far the loop got is not known")
     return ends[rate], rate
 
 

@@ -1,1 +1,1 @@
-"""Whether the loss is used as it is meant and starts where it should."""
+"""Whether the loss is used as documented and starts where it should."""

@@ -1,4 +1,4 @@
-"""The course of a run beside that of another one that must train alike: losses, and sizes of updates, by step."""
+"""Compares two runs that should train identically: losses, and sizes of updates, by step."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def two_courses(own: Halves, reference: Halves, *, both_begin: bool) -> TwoCours
     least = ROUNDING[own.double and reference.double]
     updates: dict[str, dict[int, float]] = {}
     for number, (mine, theirs) in enumerate(pairs, missing + 1):
-        for name, apart in _apart(own.record, mine, reference.record, theirs).items():
-            updates.setdefault(name, {})[number] = apart if apart > least else 0.0
+        for name, difference in _differences(own.record, mine, reference.record, theirs).items():
+            updates.setdefault(name, {})[number] = difference if difference > least else 0.0
     return TwoCourses(
         cut=cut,
         own=_losses(own.record, missing),
@@ -56,13 +56,13 @@ def two_courses(own: Halves, reference: Halves, *, both_begin: bool) -> TwoCours
 
 
 def _losses(record: Record, missing: int) -> tuple[tuple[int, float], ...]:
-    """Several optimizers may step with one loss: each loss stands at the first of its steps."""
+    """Several optimizers may step with one loss: each loss is given for the first of its steps."""
     losses, steps = Losses(record).read(), len(record.innermost_steps())
     each = max(1, round(steps / len(losses))) if losses else 1
     return tuple((missing + 1 + n * each, loss) for n, loss in enumerate(losses))
 
 
-def _apart(own: Record, mine: Step, reference: Record, theirs: Step) -> dict[str, float]:
+def _differences(own: Record, mine: Step, reference: Record, theirs: Step) -> dict[str, float]:
     others = {reference.name(index): size for index, size in theirs.updates.items()}
     found = {}
     for index, size in mine.updates.items():

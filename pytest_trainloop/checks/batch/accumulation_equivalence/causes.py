@@ -166,7 +166,7 @@ CAUSES = {
                 "summary": "the loop writes the optimizer's learning rate or momentum with every micro-batch, {k} "
                 "times for each step",
                 "measured": _MOVED,
-                "repair": "right if it is meant to count batches; if it is meant to count optimizer steps, run this "
+                "repair": "right if it counts batches on purpose; if it should count optimizer steps, run this "
                 "line once a window, where optimizer.step() is called",
             },
         },
@@ -209,7 +209,8 @@ CAUSES = {
         "sum of theirs and the other the mean",
         summary="one term of the loss is a sum over rows and another a mean: how much each counts changes with the "
         "number of rows{accumulates:?, and so with the number of micro-batches|}",
-        measured="for {once} alone and for {twice} {values:?{values}; |}the gradients differ by {apart:share}, float64",
+        measured="for {once} alone and for {twice} {values:?{values}; |}the gradients differ by {difference:share}, "
+        "float64",
         shown_by="checked exactly on the gradients of two rows: each alone, both together, both twice",
         repair="average both over the rows (kl.sum(1).mean() in place of kl.sum()), or sum both",
         change=("seen",),

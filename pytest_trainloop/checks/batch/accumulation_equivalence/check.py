@@ -95,7 +95,7 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     if "accumulate" not in evidence.knobs:
         found = []
         if "fit" in evidence.offers and evidence.repeatable:
-            found = [f for f in (weights.terms_apart(evidence), weights.fixed_window(evidence)) if f is not None]
+            found = [f for f in (weights.mixed_terms(evidence), weights.fixed_window(evidence)) if f is not None]
         yield from found or weights.of_declared_loss(evidence)
         return
     splits = evidence.shared(windows.Accumulation.of).at_each_size()
@@ -106,11 +106,11 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     if evidence.shared(makes_own_data):
         early = [s for s in wrong if s.steps_too_early]
         if not early:
-            require_given_data(evidence, "the same examples cannot be handed over whole and in parts")
+            require_given_data(evidence, "the same examples cannot be passed whole and in parts")
         yield windows.stepped_too_early(evidence, early[0])
     elif wrong:
         _require_wrong_along_other_axis(evidence)
-        evidence.shared(windows.Accumulation.of).told = wrong[0]
+        evidence.shared(windows.Accumulation.of).shown = wrong[0]
         yield from _first_cause(evidence, wrong, splits)
     else:
         yield from windows.last_window(evidence)
@@ -138,8 +138,8 @@ def _first_cause(evidence: Evidence, wrong: Sequence[Split], splits: Sequence[Sp
     if proven is not None and proven.cause != "update_differs":
         yield windows.shrunk(evidence, first, proven)
         return
-    apart = weights.terms_apart(evidence) if undecided is not None else None
-    explained = [apart] if apart is not None else inside.settled(evidence, first)
+    mixed = weights.mixed_terms(evidence) if undecided is not None else None
+    explained = [mixed] if mixed is not None else inside.settled(evidence, first)
     if explained is not None:
         yield from explained
     elif undecided is not None:

@@ -13,7 +13,7 @@ from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.ours import is_ours
 from pytest_trainloop.declare.memory_layout import write
-from pytest_trainloop.instruments.gradients.compare import learning_rates, passes, updates_apart
+from pytest_trainloop.instruments.gradients.compare import learning_rates, passes, update_difference
 from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
 from pytest_trainloop.recording.events import Backward, GradWrite, Place, SchedulerStep, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
@@ -178,7 +178,7 @@ def without(split: Split, kind: Kind) -> LeftOut | None:
         return None
     found = agreements(one, many, split.optimizer, WINDOWS)
     equal = bool(found) and all(a.difference <= split.bound for a in found)
-    return last if equal and updates_apart(one, many) <= CLOSE else None
+    return last if equal and update_difference(one, many) <= CLOSE else None
 
 
 class LeftOut(FunctionMode):

@@ -157,10 +157,10 @@ def proven(evidence: Evidence, wrong: Sequence[Split], splits: Sequence[Split]) 
 def _later_window(split: Split) -> Finding:
     """The first window is right, the second is not: what it holds too much, at the parameters where it does."""
     one, many = (consumed(record, split.optimizer, 1) or {} for record in (split.one, split.many))
-    apart = {name for name, each in compare.by_tensor(one, many).items() if each.difference > split.bound}
+    differing = {name for name, each in compare.by_tensor(one, many).items() if each.difference > split.bound}
     own = [consumed(part, split.optimizer, 0) or {} for part in split.by.parts(split.composition)]
     expected, got, *basis = vectors(
-        [{n: v for n, v in g.items() if n in apart & many.keys()} for g in (one, many, *own)]
+        [{n: v for n, v in g.items() if n in differing & many.keys()} for g in (one, many, *own)]
     )
     excess = combination(got - expected, basis)
     if excess and excess.residual < OUTSIDE and min(excess.weights) > CLOSE and all_equal(excess.weights):
@@ -274,7 +274,7 @@ def _of_weights(
         return _scaled(evidence, wrong, splits, weighing.factor, facts)
     if pattern == "means" and weighing.by_counts:
         return first.found("mean_of_means", **facts)
-    if pattern == "means":  # the weights of classes or examples may be meant
+    if pattern == "means":  # weights of classes or examples may be intended
         return first.found("mean_of_means", "own weights", level="advice", **facts)
     said = _by_place(weighing)
     if said is None:
@@ -341,7 +341,7 @@ def fixed_window(evidence: Evidence) -> Finding | None:
         summary=f"in windows of {k} {made.summary}",
         shown_by=f"{made.shown_by}; the one batch is a window in which every micro-batch holds all of the rows",
         smallest=str(split.composition),
-        composition=split.composition.told(),
+        composition=split.composition.as_data(),
     )
 
 
@@ -366,7 +366,7 @@ def of_declared_loss(evidence: Evidence) -> Iterator[Finding]:
         yield found("mean_of_means", "", ("loss",), "declared loss", level="note", **facts)
 
 
-def terms_apart(evidence: Evidence) -> Finding | None:
+def mixed_terms(evidence: Evidence) -> Finding | None:
     """Terms of the loss of which one is a sum over rows and another a mean: a fault where the loop accumulates.
 
     With every row twice a mean stays and a sum doubles: what g(S, S) has more than g(S) is the gradient of the sums, s,
@@ -403,13 +403,13 @@ def terms_apart(evidence: Evidence) -> Finding | None:
         "once": once,
         "twice": twice,
         "values": "; ".join(f"{a.op}() returns {a.value:.4g} and {b.value:.4g}" for a, b in grown + kept),
-        "apart": gradients.differ(gradients.at(once), gradients.at(twice)),
+        "difference": gradients.differ(gradients.at(once), gradients.at(twice)),
         "accumulates": "accumulate" in evidence.knobs,
         "level": "fault" if "accumulate" in evidence.knobs else "advice",
     }
     name, place = (grown[0][0].op, grown[0][0].place) if grown else ("loss.backward()", "")
     made = found("term_grows_with_rows", place, (name,), **facts)
-    return replace(made, smallest=str(twice), composition=twice.told())
+    return replace(made, smallest=str(twice), composition=twice.as_data())
 
 
 def _grow_otherwise(gradients: StepGradients, rows: Sequence[int]) -> bool:

@@ -123,7 +123,7 @@ class Split:
         """The difference of the weights at the end, over how far they moved."""
         one, many = self.one, self.many
         comparable = many.rounds == one.rounds or compare.moving_steps(many) == compare.moving_steps(one)
-        return compare.updates_apart(one, many) if comparable else float("inf")
+        return compare.update_difference(one, many) if comparable else float("inf")
 
     @property
     def lr_differs(self) -> bool:
@@ -139,7 +139,7 @@ class Split:
     def step(self) -> Step | None:
         return next(iter(steps_of(self.many, self.optimizer)), None)
 
-    def tensors_apart(self) -> dict[str, Agreement]:
+    def tensor_differences(self) -> dict[str, Agreement]:
         """The first gradient that differs, of one batch and accumulated, at each parameter."""
         nth = next((n for n, window in enumerate(self.windows) if window.difference > self.bound), 0)
         return compare.by_tensor(*(consumed(record, self.optimizer, nth) or {} for record in (self.one, self.many)))
@@ -175,7 +175,7 @@ class Accumulation:
     def __init__(self, gradients: StepGradients) -> None:
         self.gradients = gradients
         self.cut = gradients.cut
-        self.told: Split | None = None
+        self.shown: Split | None = None
         """What was reported."""
 
     @classmethod
@@ -241,8 +241,8 @@ class Accumulation:
             return False
         change = Doubled(len(self.cut.valid.order), tuple(numbers))
         double = self.run(Composition(split.composition.rows, change=change), may_raise=True)
-        apart = compare.first_step_difference(split.one, double, split.optimizer)
-        return double.raised is not None or apart > bound(split.one, double)
+        difference = compare.first_step_difference(split.one, double, split.optimizer)
+        return double.raised is not None or difference > bound(split.one, double)
 
     def split(self, k: int) -> Split:
         """One comparison, over as many rows as there are. Raises ``CannotDecide`` where the loop cannot be run so."""
@@ -276,15 +276,15 @@ class Accumulation:
         """The comparison of two runs, by the one of these optimizers, or of all, whose gradients differ most."""
         windows = {o: agreements(one, many, o, len(self.cut.batches)) for o in judged or compare.optimizers(one)}
 
-        def apart(optimizer: int) -> float:
+        def largest_difference(optimizer: int) -> float:
             same = compare.step_count(one, optimizer) == compare.step_count(many, optimizer)
             return max((a.difference for a in windows[optimizer]), default=0.0) if same else float("inf")
 
-        worst = max(windows, key=apart)
+        worst = max(windows, key=largest_difference)
         return Split(self, composition, loop_splits, one, many, worst, tuple(windows[worst]))
 
     def _steps_with_each(self, one: Record, many: Record, optimizer: int, composition: Composition) -> bool:
-        """Whether an optimizer is meant to step with every micro-batch, next to another that waits for the window's
+        """Whether an optimizer should step with every micro-batch, next to another that waits for the window's
         end: it reads the first micro-batch's own gradient, undivided."""
         steps = {o: (compare.step_count(one, o), compare.step_count(many, o)) for o in compare.optimizers(one)}
         waits = any(due == made for o, (due, made) in steps.items() if o != optimizer)
@@ -434,7 +434,7 @@ def shrunk(
 
         least = smallest(in_parts(rows, k, most=size - 1), shows, evidence=evidence)
         shown = split if least is None else by.compared(least)
-    return replace(finding, smallest=_described(shown), composition=shown.composition.told())
+    return replace(finding, smallest=_described(shown), composition=shown.composition.as_data())
 
 
 def _same_fault(smaller: Split, known: Split) -> bool:

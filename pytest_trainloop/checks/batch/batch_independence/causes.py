@@ -19,7 +19,7 @@ _IN_THE_LOSS = {
 }
 _ANY_ORDER = "with the rows of {target} in another order the gradient is the same"
 _SIDE_ORDER = "with the rows of one side in another order the gradient is the same"
-_MEANT = "rows_interact=True says that rows are to interact, rows_interact=False makes it a fault"
+_INTENDED = "rows_interact=True says that rows are to interact, rows_interact=False makes it a fault"
 
 _cause = partial(Cause, explains=(*LEARNING, "causality", "padding_invariance"))
 _seen = partial(_cause, change=("seen",))
@@ -38,7 +38,7 @@ CAUSES = {
         proof="with each row normalised alone, or its statistics as constants, no output depends on another row",
         summary="rows are normalised by each other, not each alone",
         repair="normalise each row alone (dim=-1), or use a norm that keeps running statistics for evaluation",
-        settle=_MEANT,
+        settle=_INTENDED,
         source="https://github.com/speechbrain/speechbrain/issues/1247",
         change=("layer", "seen"),
     ),
@@ -69,7 +69,7 @@ CAUSES = {
         measured=_IN_THE_MODEL["measured"],
         shown_by="{declared:?rows_interact=False is declared|the gradient of single rows}",
         repair="let each output depend on its own row, or declare rows_interact=True",
-        settle=_MEANT,
+        settle=_INTENDED,
         variants={
             "in the loss": {
                 "summary": "rows interact in the loss, through {through}",

@@ -1,4 +1,4 @@
-"""A few rows of the example batch: a number of them that no other axis has, so that axes can be told apart by size."""
+"""A few rows of the example batch: a number of them that no other axis has, so that the size identifies an axis."""
 
 from __future__ import annotations
 

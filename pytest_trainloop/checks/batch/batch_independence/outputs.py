@@ -46,7 +46,7 @@ _WAYS: tuple[tuple[bool, tuple[int, ...]], ...] = ((True, COUNTS), (True, ()), (
 """Whether the model's arguments are made leaves, and the numbers of rows to try: a model may refuse inputs that require
 a gradient, or take one number of rows only."""
 
-_MEANT = (PRODUCTS - {"linear"}) | ATTENTION | SCATTERS | EXTREMES | {"__matmul__", "baddbmm", "cdist", "median"}
+_INTENDED = (PRODUCTS - {"linear"}) | ATTENTION | SCATTERS | EXTREMES | {"__matmul__", "baddbmm", "cdist", "median"}
 """Operations that join rows on purpose where nothing else is known: products of rows, sums over edges, pooling. A
 linear layer takes each row alone."""
 
@@ -57,7 +57,7 @@ _CAUSES = {
     "views": ("view_mixes_rows", "with the axes swapped by a transpose"),
     "batch_first": ("rows_as_positions", "with the other value of batch_first"),
 }
-"""By what keeps rows apart: the cause that this proves, and the experiment in words."""
+"""By what makes rows independent: the cause that this proves, and the experiment in words."""
 
 
 def in_the_model(evidence: Evidence) -> Iterator[Finding]:
@@ -85,9 +85,9 @@ def in_the_model(evidence: Evidence) -> Iterator[Finding]:
                 "positions is not known: give batch_dim=0 if they are rows, batch_dim=1 if the second axis holds them",
                 needs="batch_dim=",
             )
-        if not ops or ops[0].name in _MEANT:
+        if not ops or ops[0].name in _INTENDED:
             raise CannotDecide(
-                f"rows interact in the model{through}: declare rows_interact=True if that is meant, "
+                f"rows interact in the model{through}: declare rows_interact=True if that is intended, "
                 "rows_interact=False if not",
                 needs="rows_interact=",
             )
@@ -99,7 +99,7 @@ def in_the_model(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _fix_in_words(why: str, op: Op, rows: int) -> str:
-    """What keeps rows apart, with the arguments that were changed where these are known."""
+    """What makes rows independent, with the arguments that were changed where these are known."""
     axes = axes_of_fix(op, rows)
     if axes is not None and why in ("softmax", "normalised"):
         return f"with dim={axes[1]} in place of dim={axes[0]}"
@@ -124,7 +124,7 @@ class OutputRows:
         """An output row, and another input row with a gradient between them."""
         self.rows = 0
         self.why = ""
-        """What keeps rows apart: a key of ``_CAUSES``, "batch_norm" or "unknown"."""
+        """What makes rows independent: a key of ``_CAUSES``, "batch_norm" or "unknown"."""
         self.culprits: tuple[Op, ...] = ()
         """The operations that let rows meet."""
         self.reached = Reached()
@@ -147,14 +147,14 @@ class OutputRows:
     def _why(self, seen: _Pass) -> tuple[str, tuple[Op, ...]]:
         for fix in operation_fixes(seen.ops, seen.mixing, seen.rows):
             without = self._pass(closer=True, replacements=fix.replacements)
-            if without.apart and fix.kind != "statistics":
+            if without.independent and fix.kind != "statistics":
                 return fix.kind, fix.ops
-            if without.apart and without.scaled_by is None:
+            if without.independent and without.scaled_by is None:
                 return "unknown", fix.ops
-            if without.apart and without.scaled_by is not None:
+            if without.independent and without.scaled_by is not None:
                 return "normalised" if without.behind_weights else "data_normalised", (without.scaled_by,)
         sequences = in_sequence(seen.mixing, seen.rows) or folded_sequences(seen.ops, seen.rows)
-        if sequences and self._pass(flipped=frozenset(op.module for op in sequences)).apart:
+        if sequences and self._pass(flipped=frozenset(op.module for op in sequences)).independent:
             return "batch_first", tuple(sequences)
         return "unknown", tuple(seen.mixing[:1])
 
@@ -166,7 +166,7 @@ class OutputRows:
         if not (seen.outputs or seen.pairwise or self._has_rows):
             raise CannotDecide(
                 f"no output of the model has an axis of {seen.rows} rows, as where fit draws minibatches of its own: "
-                "rows of their outputs cannot be told apart"
+                "rows of their outputs cannot be identified"
             )
         if not seen.outputs:
             what = "all have two axes of rows" if seen.pairwise else f"none has one axis of {seen.rows} rows"
@@ -253,7 +253,7 @@ class _Pass:
     """Whether that scales activations, and not the data."""
 
     @property
-    def apart(self) -> bool:
+    def independent(self) -> bool:
         """Whether there were outputs to judge, and no rows meet."""
         return self.outputs > 0 and self.meet is None and not self.refused and not self.has_nan
 

@@ -43,7 +43,7 @@ _MEET = frozenset(
     "add sub rsub mul div __add__ __sub__ __rsub__ __mul__ __radd__ __rmul__ __truediv__ true_divide".split()
 )
 _LINEAR = _MEET | set("neg __neg__ negative detach float double to square pow __pow__".split())
-"""What takes sums over a table apart into sums over its rows and over its columns; a square does so too."""
+"""What splits sums over a table into sums over its rows and over its columns; a square does so too."""
 
 _SUMS = frozenset({"mean", "sum"}) | DISTANCE_LOSSES
 
@@ -96,7 +96,7 @@ def row_fixes(seen: RowTape, whole: int) -> Iterator[RowFix]:
         if all(op.name == "flip" for op in changes):
             continue  # rows in the other order, as partners of each other
         if kind in LAYOUTS - COPIES and not all(op.inputs[0].requires_grad for op in changes):
-            continue  # what tells pairs apart is cut in the same way (odd: neighbours_of_two_sources_are_ranked)
+            continue  # what identifies pairs is cut in the same way (odd: neighbours_of_two_sources_are_ranked)
         first = next(op for op in changes if op.name != "flip")
         axis = axis_of(first.inputs[0], rows) if first.name in _AXIS_AT else None
         yield RowFix(
@@ -233,7 +233,7 @@ def _sides(op: Op, n: int) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def _made_as_column(column: torch.Tensor, makers: Mapping[int, Op], n: int) -> bool:
     """Whether its axis of length 1 came with what it was made of: an output of a layer, a column of the batch. Where
-    each was put in by hand, all pairs are meant."""
+    each was put in by hand, all pairs are intended."""
     todo, known = [column], set[int]()
     while todo:
         one = todo.pop()

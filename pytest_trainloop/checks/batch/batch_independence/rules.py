@@ -46,12 +46,12 @@ _CAUSES = {
     "strided": ("copies_in_two_orders", "strided", "with one batch after the other in its place"),
     "halved": ("copies_in_two_orders", "halved", "with a slice with a step in its place"),
 }
-"""By the kind of operation: the cause and its variant, and what keeps rows apart."""
+"""By the kind of operation: the cause and its variant, and what makes rows independent."""
 
 _NAMES = {"__getitem__": "an index", "sub": "a difference", "mul": "a product", "add": "a sum", "div": "a quotient"}
 
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
-"""Over what was told of the rows, these need them sorted, as risk sets do."""
+"""Over what the batch says of the rows, these need them sorted, as risk sets do."""
 
 _WEIGHTS = re.compile(r"weight|importance", re.IGNORECASE)
 _AVERAGED = re.compile(
@@ -65,7 +65,7 @@ class Meeting:
 
     why: Literal["every", "permuted", "layout", "operation", "unknown"]
     """"every": each output is compared with the targets of all rows; "permuted": with those of another one, in no fixed
-    order; "layout", "operation": ``fix`` keeps all rows apart."""
+    order; "layout", "operation": ``fix`` makes all rows independent."""
     finding: Finding
     call: TapedCall | None = None
     """Where rows meet."""
@@ -77,21 +77,21 @@ class Meeting:
         """Whether these rows meet in the same way."""
         labels = self.why in ("every", "permuted")
         shift = shares.independence(among=frozenset({self.path}) if labels else None)
-        if shift is None or (shift.equal if self.why == "every" else shift.apart):
+        if shift is None or (shift.equal if self.why == "every" else shift.independent):
             return False
         if self.why == "every":
             moved = shares.at_other_places(self.path)
             return moved is not None and moved.equal
         fix = next((f for f in shares.fixes if self.fix is not None and f.kind == self.fix.kind), None)
         without = None if fix is None else shares.independence((fix.kind, fix.replacements))
-        return self.fix is None or (without is not None and without.apart)
+        return self.fix is None or (without is not None and without.independent)
 
 
 def meeting(evidence: Evidence) -> Meeting | None:
-    """How rows meet in one step of the loop; None where all are apart, or where it cannot be seen."""
+    """How rows meet in one step of the loop; None where all are independent, or where it cannot be seen."""
     shares = evidence.shared(RowShares.of)
     shift = shares.independence() if shares.taken else None
-    if shift is not None and shift.apart and evidence.declared("rows_interact") is False:
+    if shift is not None and shift.independent and evidence.declared("rows_interact") is False:
         shares.all_but_two = True  # an extreme is taken of one row: that of the rows that were not changed
         shift = shares.independence()
     if shift is None:
@@ -100,7 +100,7 @@ def meeting(evidence: Evidence) -> Meeting | None:
         return _at_masks(shares)
     paths = [path for path in shares.targets() if _meets(shares, path, shift)]
     labels = next((every for path in paths if (every := _of_all_rows(shares, path))), None)
-    if labels is not None or shift.apart:
+    if labels is not None or shift.independent:
         return labels
     return (
         _by_operation(shares, shift, layout=False)
@@ -115,7 +115,7 @@ def _at_masks(shares: RowShares) -> Meeting | None:
     if any(fix.kind in LAYOUTS for fix in shares.fixes) and shares.has_masks():
         shares.with_masks = True
         shift = shares.independence()
-        met = None if shift is None or shift.apart else _by_operation(shares, shift, layout=True)
+        met = None if shift is None or shift.independent else _by_operation(shares, shift, layout=True)
         if met is not None:
             return met
         shares.with_masks = False
@@ -125,7 +125,7 @@ def _at_masks(shares: RowShares) -> Meeting | None:
 def _meets(shares: RowShares, path: Path, shift: Shift) -> bool:
     """Whether targets of some rows change the shares of others, if only by a factor where all together do."""
     alone = shares.independence(among=frozenset({path}))
-    return alone is not None and not (alone.equal if shift.apart else alone.apart)
+    return alone is not None and not (alone.equal if shift.independent else alone.independent)
 
 
 def _of_all_rows(shares: RowShares, path: Path) -> Meeting | None:
@@ -139,9 +139,9 @@ def _of_all_rows(shares: RowShares, path: Path) -> Meeting | None:
         return None
     if not any(list(shape).count(shares.rows) > 1 for shape in call.shapes) or not _adds_up(shares, path):
         return None
-    told, repair = _broadcast(call)
+    text, repair = _broadcast(call)
     facts: dict[str, Any] = {"repair": repair, "target": nested.shown(path), "by": _words(call), "rows": shares.rows}
-    facts["shapes"] = told or f"it makes {' and '.join(map(str, call.shapes))}"
+    facts["shapes"] = text or f"it makes {' and '.join(map(str, call.shapes))}"
     return Meeting("every", found("labels_of_all_rows", call, (call.named,), **facts), call, path=path)
 
 
@@ -221,11 +221,11 @@ def _entries(shares: RowShares, path: Path) -> int:
 
 
 def _by_operation(shares: RowShares, shift: Shift, *, layout: bool) -> Meeting | None:
-    """The operation of which another axis, or another order of copies, keeps all shares apart. Copies must be of two
-    tensors: rows of one may be compared with others of the same on purpose."""
+    """The operation of which another axis, or another order of copies, makes all shares independent. Copies must be of
+    two tensors: rows of one may be compared with others of the same on purpose."""
     for fix in (fix for fix in shares.fixes if (fix.kind in LAYOUTS) is layout):
         without = shares.independence((fix.kind, fix.replacements))
-        if without is None or not without.apart:
+        if without is None or not without.independent:
             continue
         others = frozenset(path for path, _ in nested.paths(shares.few.batch) if path not in fix.sources)
         sides = (fix.sources, others) if fix.kind in COPIES else ()
@@ -303,9 +303,9 @@ def _broadcast(call: TapedCall) -> tuple[str, str]:
     subtracts = call.name in ("sub", "__sub__") and len(written) == 1
     left, right = written[0] if subtracts else ("the first side", "the second side")
     what = f"{left} - {right} broadcasts" if subtracts else "they broadcast"
-    told = f"{left} has shape {call.given[0]} and {right} {call.given[1]}, so that {what} to {call.shapes[0]}"
+    text = f"{left} has shape {call.given[0]} and {right} {call.given[1]}, so that {what} to {call.shapes[0]}"
     side = (left, right)[column]
-    return told, f"give {side} the shape {call.given[1 - column]}: {side if subtracts else 'it'}.squeeze(1)"
+    return text, f"give {side} the shape {call.given[1 - column]}: {side if subtracts else 'it'}.squeeze(1)"
 
 
 def _words(call: TapedCall | None) -> str:
@@ -335,8 +335,8 @@ def of_operation(evidence: Evidence, met: Meeting) -> Iterator[Finding]:
 
 
 def averaged_weights(evidence: Evidence) -> Iterator[Finding]:
-    """Weights of which the step reads the sum alone, while rows are apart otherwise: in any order they give the same
-    shares, and other ones scale all shares by the quotient of the sums."""
+    """Weights of which the step reads the sum alone, while rows are independent otherwise: in any order they give the
+    same shares, and other ones scale all shares by the quotient of the sums."""
     shares = evidence.shared(RowShares.of)
     for path, weights in nested.paths(shares.few.batch) if shares.taken and shares.few.axis == 0 else ():
         if path not in shares.targets() or not weights.is_floating_point() or weights.numel() != shares.rows:
@@ -345,7 +345,7 @@ def averaged_weights(evidence: Evidence) -> Iterator[Finding]:
             continue
         change = shares.change(frozenset({path}))
         alone, base, other = shares.independence(among=change.paths), shares.tape(AS_IT_IS), shares.tape(change)
-        if base is None or other is None or alone is None or alone.equal or not alone.apart:
+        if base is None or other is None or alone is None or alone.equal or not alone.independent:
             continue
         readers = []
         for one, two in zip(base.calls, other.calls, strict=True):
@@ -417,7 +417,7 @@ def order_of_rows(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
         tapes = shares.both(OtherOrder(order), shared_draws=True)
         if tapes is None or not tapes[0].double:
             return
-        for before, after in _apart(shares, tapes):
+        for before, after in _differing(shares, tapes):
             change = abs(after - before) / max(abs(before), abs(after))
             facts = {"before": before, "after": after, "order": str(list(order)), "change_of_loss": change}
             facts |= {"target": target, "declared": declared is False}
@@ -443,7 +443,7 @@ def _whole_groups(shares: RowShares) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield nested.shown(path), tuple(itertools.chain(*groups[1:], groups[0]))
 
 
-def _apart(shares: RowShares, tapes: tuple[Tape, Tape]) -> Iterator[tuple[float, float]]:
+def _differing(shares: RowShares, tapes: tuple[Tape, Tape]) -> Iterator[tuple[float, float]]:
     """What was backpropagated of each, where it differs; NaN differs from nothing."""
     for before, after in zip(tapes[0].values, tapes[1].values, strict=True):
         if abs(before - after) > shares.bound(*tapes) * max(abs(before), abs(after), 1.0):
@@ -452,7 +452,7 @@ def _apart(shares: RowShares, tapes: tuple[Tape, Tape]) -> Iterator[tuple[float,
 
 def _reversed(shares: RowShares) -> bool:
     tapes = shares.both(OtherOrder(tuple(reversed(range(shares.rows)))), shared_draws=True)
-    return tapes is not None and any(_apart(shares, tapes))
+    return tapes is not None and any(_differing(shares, tapes))
 
 
 def shrunk(evidence: Evidence, finding: Finding, holds: Callable[[RowShares], bool] | None) -> Finding:
@@ -462,7 +462,7 @@ def shrunk(evidence: Evidence, finding: Finding, holds: Callable[[RowShares], bo
 
     def any_way(few: RowShares) -> bool:
         shift = few.independence()
-        return shift is not None and not shift.apart
+        return shift is not None and not shift.independent
 
     if not shares.taken:
         return finding
@@ -473,4 +473,4 @@ def shrunk(evidence: Evidence, finding: Finding, holds: Callable[[RowShares], bo
         least = smallest(strategy, lambda composition: shows(shares.over(composition.rows)), evidence=evidence)
     if least is None:
         return finding if holds is None else replace(finding, smallest=f"{shares.rows} rows")
-    return replace(finding, smallest=f"{least}, as a batch of their own", composition=least.told())
+    return replace(finding, smallest=f"{least}, as a batch of their own", composition=least.as_data())

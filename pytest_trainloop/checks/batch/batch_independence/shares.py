@@ -3,8 +3,8 @@
 See docs/how-it-decides.md#rows-that-meet-outside-of-the-model.
 
 A row's share is the gradient of what the loop backpropagates with respect to what entered the model of this row. In a
-sum of losses of rows it depends on this row alone, and on counts, which scale all shares alike. So other values in some
-rows must leave the shares of all others as they are, or scale them by one number.
+sum of losses of rows it depends on this row alone, and on counts, which scale all shares by one factor. So other values
+in some rows must leave the shares of all others as they are, or scale them by one number.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class Shift:
     bound: float
 
     @property
-    def apart(self) -> bool:
+    def independent(self) -> bool:
         """Whether the shares are the same but for one factor."""
         return self.rest <= self.bound
 
     @property
     def equal(self) -> bool:
-        return self.apart and abs(self.factor - 1.0) <= self.bound
+        return self.independent and abs(self.factor - 1.0) <= self.bound
 
 
 class RowShares:
@@ -147,7 +147,7 @@ class RowShares:
 
     @property
     def some(self) -> tuple[int, ...]:
-        """The rows that are changed together: two, with others before, between and behind or beside them, or all but
+        """The rows that are changed together: two, with others before, between and after them, or all but
         these; of chosen rows the last."""
         if self._chosen:
             return (self.rows - 1,)
@@ -224,7 +224,7 @@ class RowShares:
         """Whether other values in some rows of these tensors change the shares of other rows of the same."""
         tapes = self.both(self.change(paths)) if paths else None
         shift = None if tapes is None else self.shift(*tapes, _moved(*tapes))
-        return bool(paths) and (tapes is None or (shift is not None and not shift.apart))
+        return bool(paths) and (tapes is None or (shift is not None and not shift.independent))
 
     def has_masks(self) -> bool:
         """Whether a tensor with rows keeps its values where rows get others."""
@@ -275,7 +275,7 @@ class RowShares:
 
     def places(self) -> list[Places]:
         """The positions of each row in each share; where rows are in orders of their own, or mixed, shown row by row.
-        Empty where that cannot be told."""
+        Empty where that is not known."""
         by_row = [self.rows_of((row,)) for row in range(self.rows)]
         if all(by_row):
             return [places or {} for places in by_row]
@@ -288,7 +288,7 @@ class RowShares:
         return shown
 
     def touched(self, change: OtherValues) -> Places | None:
-        """The positions of each share at which the gradient changes; None where that cannot be told."""
+        """The positions of each share at which the gradient changes; None where that is not known."""
         tapes = self.both(change)
         if tapes is None:
             return None

@@ -46,7 +46,7 @@ NEEDED = {
 @dataclass(frozen=True, slots=True, eq=False)
 class LeftOut:
     """Places where nothing counts. ``cells``: true there, by rows and positions. ``known``: what says so.
-    ``pad``: the declared id that stands there, where this is the promise. ``region``: all that the teller leaves out.
+    ``pad``: the declared id at these places, where this is the promise. ``region``: all that the teller leaves out.
     """
 
     teller: str
@@ -132,7 +132,7 @@ class RoleBatch:
                 yield LeftOut(name, cells, cells, known)
 
     def _padded(self) -> Iterator[LeftOut]:
-        """Where the declared ``pad_id`` stands, and a mask or lengths that are not declared leave these places out."""
+        """Where the declared ``pad_id`` occurs, and a mask or lengths that are not declared leave these places out."""
         # a mask tells padding better than other tensors of two values, as types of tokens
         for path, tensor in sorted(self.tensors.items(), key=lambda item: "mask" not in str(item[0][-1:]).lower()):
             name, shown = nested.last_name(path), nested.shown(path)
@@ -151,7 +151,7 @@ class RoleBatch:
                 yield LeftOut(shown, cells, region, said, pad)
 
     def _pads(self, region: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where a declared id stands, by each tensor of ids in which it stands in this region and nowhere else."""
+        """Where a declared id occurs, by each tensor of ids that has it in this region and nowhere else."""
         for path, ids in self.tensors.items():
             leaf = Leaf(path, ids)
             if not whole(ids) or ids.shape != region.shape or leaf.two_valued or is_label(leaf, None):

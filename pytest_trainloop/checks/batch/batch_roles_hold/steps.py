@@ -126,8 +126,8 @@ class RoleSteps:
                 continue
             floating = {path: self.given.tensors[path].is_floating_point() for path in edits}
             for path in sorted(edits, key=lambda p: (not self._is_label(p), floating[p]))[:CONTENTS]:
-                apart = self._counts((out, at_first, path), {path: edits[path]})
-                if not apart or (at_first and not self._by_targets((out, path), {path: edits[path]})):
+                differs = self._counts((out, at_first, path), {path: edits[path]})
+                if not differs or (at_first and not self._by_targets((out, path), {path: edits[path]})):
                     continue
                 tensor, name = self.given.tensors[path], nested.shown(path)
                 # a convolution pads with zeros as well (odd: convolution_over_padded_frames)
@@ -144,22 +144,22 @@ class RoleSteps:
                     teller=out.teller,
                     places=int((edits[path] != tensor).sum()),
                     known=out.known,
-                    difference=apart,
+                    difference=differs,
                 )
                 return
 
     def _counts(self, key: tuple[Any, ...], edits: Edits) -> float:
         """The relative difference that these edits make, beyond the rounding of float32; else 0."""
-        apart = self._changed(key, edits)
-        return 0.0 if apart is None or apart.within_float32 else apart.agreement.difference
+        differs = self._changed(key, edits)
+        return 0.0 if differs is None or differs.within_float32 else differs.agreement.difference
 
     def _by_targets(self, key: tuple[Any, ...], edits: Edits) -> bool:
         """Whether the edit counts as a target alone: a convolution reads the first place behind the end, too (odd:
         convolution_over_padded_ids)."""
         mode = _Tests(self.tests.targets)
         outcome = self.experiment.arm(("targets", *key), lambda: self.given.with_(edits), mode)
-        apart = self._apart(self.base, outcome)
-        return apart is not None and apart.equal
+        differs = self._difference(self.base, outcome)
+        return differs is not None and differs.equal
 
     def _is_label(self, path: Path) -> bool:
         tensor = self.given.tensors[path]
@@ -184,17 +184,17 @@ class RoleSteps:
 
     def _edit(self, path: Path, out: LeftOut, where: torch.Tensor) -> torch.Tensor | None:
         """Other values at some of these places; None where there are none, or where the loop may tell the places by
-        what stands there."""
-        tensor, told = self.given.tensors[path], self.tests.values
+        their values."""
+        tensor, test_values = self.given.tensors[path], self.tests.values
         other, cells, sources = tensor.clone(), out.cells & where, ~out.region
         if out.pad is not None and not self._by_place(path, out):
             return None
         if self._is_label(path):  # of several values they are those of other rows (data_order)
             cells, sources = out.region & where & self._counted(path), sources & self._counted(path)
         elif whole(tensor):
-            told = told | set(padding_ids(self.loop.modules.values()))
+            test_values = test_values | set(padding_ids(self.loop.modules.values()))
         values = set(torch.unique(tensor[cells])[:64].tolist())
-        if self.tests.python or values & told:
+        if self.tests.python or values & test_values:
             return None
         elsewhere(other, cells, sources)
         return None if torch.equal(other, tensor) else other
@@ -203,8 +203,8 @@ class RoleSteps:
         """Whether the real places do not count."""
         other = self.given.tensors[path].clone()
         elsewhere(other, ~out.cells, ~out.cells)
-        apart = self._changed((out, path, "real"), {path: other})
-        return apart is not None and apart.equal and not torch.equal(other, self.given.tensors[path])
+        differs = self._changed((out, path, "real"), {path: other})
+        return differs is not None and differs.equal and not torch.equal(other, self.given.tensors[path])
 
     # What must count
 
@@ -218,11 +218,11 @@ class RoleSteps:
                 continue  # what it leaves out does not count
             edits: Edits = NONE
             for number, (words, other) in enumerate(must_count(role, self.given.tensors[path])):
-                apart = self._changed(("must", path, number), {path: other})
-                if apart is None:
+                differs = self._changed(("must", path, number), {path: other})
+                if differs is None:
                     continue
                 self.judged.add(name)
-                if not apart.equal:
+                if not differs.equal:
                     break
                 edits = {path: other}
                 tried = tried if words in tried else f"{tried} or {words}" if tried else words
@@ -238,8 +238,8 @@ class RoleSteps:
         for key, made in (("drawn", NONE), (("drawn", path), edits)):
             batch = functools.partial(self.given.with_, made)
             arms.append(self.experiment.arm((key,), batch, _AsDrawn(), then=batch))
-        apart = self._apart(*arms)
-        return apart is not None and apart.equal
+        differs = self._difference(*arms)
+        return differs is not None and differs.equal
 
     # What must be read again
 
@@ -265,14 +265,14 @@ class RoleSteps:
         for path in paths:
             mine, theirs = {path: self.given.tensors[path]}, {path: second.tensors[path]}
             own = self._second("own", second)
-            same = self._apart(own, self._second(("kept", path), second, then=mine))
+            same = self._difference(own, self._second(("kept", path), second, then=mine))
             self.judged |= {nested.shown(path)} if same is not None else set()
             if same is None or not same.equal:
                 continue
             alone = self.experiment.arm(("alone",), lambda: second.batch)
             other = self.experiment.arm(("alone", path), functools.partial(second.with_, mine))
-            kept = self._apart(own, self._second(("begun", path), second, begin=theirs))
-            read = self._apart(alone, other)
+            kept = self._difference(own, self._second(("begun", path), second, begin=theirs))
+            read = self._difference(alone, other)
             if read is None or kept is None or read.within_float32 or kept.within_float32:
                 continue
             if kept.agreement.cosine < 1 - kept.bound:  # else the loss of the first step scales that of the second
@@ -284,7 +284,7 @@ class RoleSteps:
         mode = _PutBack(self.experiment.window)
         return self.experiment.arm((key,), lambda: self.given.with_(begin), mode, then=lambda: second.with_(then))
 
-    def _apart(self, one: Outcome, other: Outcome) -> Difference | None:
+    def _difference(self, one: Outcome, other: Outcome) -> Difference | None:
         return None if one.refused or other.refused else self.experiment.difference(one, other)
 
     def _nothing(self) -> CannotDecide:

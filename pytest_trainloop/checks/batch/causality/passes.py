@@ -280,7 +280,7 @@ class OutputsAhead:
         by_class = scores.movedim(1, -1) if name in CLASS_LOSSES else scores
         inexact = any(op.name.startswith("fft_") for op in seen.ops)
         known: list[tuple[DataInput, _Targets, int, set[int]]] = []
-        # windows that are one step apart fit both ways: the next row is the next token as well
+        # windows with a stride of one step fit both ways: the next row is the next token as well
         for read in (targets, targets.turned):
             for entered in seen.data_inputs if not known else ():
                 if ahead := _ahead(entered, read):

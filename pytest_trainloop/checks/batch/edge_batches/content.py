@@ -59,7 +59,7 @@ def _nan(cause: str, outcome: Outcome, facts: dict[str, Any]) -> Finding:
     """A row that makes NaN where another one does not; the operation at which it begins is the culprit."""
     op = outcome.origin.op if outcome.origin else "step"
     facts |= {"op": op, "weights": len(outcome.nonfinite), "smallest": outcome.words}
-    composition = outcome.composition.told() if outcome.composition else None
+    composition = outcome.composition.as_data() if outcome.composition else None
     return found(cause, outcome.where, (op,), composition=composition, **facts)
 
 

@@ -26,7 +26,7 @@ SEPARABLE = 1e-9
 (docs/how-it-decides.md#accumulation-as-weights)."""
 
 CLOSE = 1e-7
-"""What weights are good to: the residual over the smallest singular value at which they can be told apart."""
+"""What weights are good to: the residual over the smallest singular value at which they are still determined."""
 
 
 def row_axis_squeezed(edges: Edges) -> Iterator[Finding]:
@@ -54,14 +54,14 @@ def row_axis_squeezed(edges: Edges) -> Iterator[Finding]:
     expected = of_rows(edges.first)
     if not _exact(expected):
         return
-    apart = Agreement(1.0, 1.0, 0.0)
+    worst = Agreement(1.0, 1.0, 0.0)
     if not one.raised:
         got = edges.gradients.at(edges.first).gradients
         by_optimizer = [agreement(*vectors([g, got.get(n, {})])) for n, g in expected.gradients.items()]
-        apart = max(by_optimizer, key=lambda a: a.difference, default=apart)
-        if apart.difference <= edges.gradients.bound(expected):
+        worst = max(by_optimizer, key=lambda a: a.difference, default=worst)
+        if worst.difference <= edges.gradients.bound(expected):
             return
-    # where rows interact, one row may not be meant
+    # where rows interact, a batch of one row may not be intended
     both = tuple(edges.counting[:2])
     weights = _weights(of_rows(Composition(both)), [of_rows(Composition((row,))) for row in both])
     if not weights:
@@ -83,7 +83,7 @@ def row_axis_squeezed(edges: Edges) -> Iterator[Finding]:
             left = edges.ending.rows
             settle = f"drop_last=True, since {left} rows are left over today and one may be tomorrow"
         facts["repair"] = f"{CAUSES['row_axis_squeezed'].repair}; {settle}"
-    longer = f"{apart.ratio:.4g} times as long, {direction(apart.cosine)}"
+    longer = f"{worst.ratio:.4g} times as long, {direction(worst.cosine)}"
     yield found(
         "row_axis_squeezed",
         calls[0].place,
@@ -91,10 +91,10 @@ def row_axis_squeezed(edges: Edges) -> Iterator[Finding]:
         "" if one.raised else "silent",
         before=_shape(calls[0].shape),
         after=_shape([size for axis, size in enumerate(calls[0].shape) if axis not in calls[0].removed]),
-        differs="not finite" if apart.ratio != apart.ratio else longer,
+        differs="not finite" if worst.ratio != worst.ratio else longer,
         weights=", ".join(f"{weight:.3g}" for weight in weights),
         smallest=str(edges.first),
-        composition=edges.first.told(),
+        composition=edges.first.as_data(),
         **facts,
     )
 
@@ -146,5 +146,5 @@ def leftover_batch(edges: Edges) -> Iterator[Finding]:
         batch_size=end.batch_size,
         op=last.origin.op if last.origin else "",
         smallest=words,
-        composition=last.composition.told() if last.composition else None,
+        composition=last.composition.as_data() if last.composition else None,
     )

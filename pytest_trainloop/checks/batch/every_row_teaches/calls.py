@@ -15,7 +15,7 @@ import torch
 from pytest_trainloop.checks.batch.every_row_teaches.causes import found
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.row_axis import rows_known
-from pytest_trainloop.instruments.batches.values import alike, count_up, plain, two_valued
+from pytest_trainloop.instruments.batches.values import all_equal, count_up, plain, two_valued
 from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
 from pytest_trainloop.instruments.tracing.call_log import Calls
 from pytest_trainloop.recording import torch_names as functions
@@ -130,7 +130,7 @@ def _like(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.dim() < 2 or not (plain(one) and plain(other)):
         return False
     return not torch.equal(one, other.to(one.device)) and not any(
-        two_valued(t) or alike(t.flatten()) or count_up(t) for t in (one.detach(), other.detach())
+        two_valued(t) or all_equal(t.flatten()) or count_up(t) for t in (one.detach(), other.detach())
     )
 
 
@@ -161,7 +161,7 @@ def one_target_for_all_rows(evidence: Evidence, suspected: Calls) -> Iterator[Fi
     given = dict(zip(seen.batch, seen.tensors, strict=True))
     for value, row, pick, meeting in _one_row(seen, made.rows):
         tensor, name = given.get(value), value.of_batch
-        if tensor is None or not plain(tensor) or alike(tensor):
+        if tensor is None or not plain(tensor) or all_equal(tensor):
             continue
         _, other = step_seen(evidence, Calls(others={pick.number: as_given}))
         if other.raised is None and roots_of(other) != roots_of(record):

@@ -107,7 +107,7 @@ CAUSES = {
         "{steps} steps at moved weights",
         repair="take all rows: leave out the slice ([:-1], [:n]), or let the loop over rows end at len(x)",
         explains=(*LEARNING, "accumulation_equivalence", "batch_independence", "edge_batches"),
-        settle="hand over a batch whose rows are all meant to be used",
+        settle="pass a batch whose rows should all be used",
         variants={
             "statistics": {
                 "summary": _SEVERAL + " of the batch {are} used for the statistics of a batch norm only",

@@ -99,7 +99,7 @@ def always_zero(evidence: Evidence) -> Iterator[Finding]:
         raise CannotDecide(f"the loss is exactly 0 on every batch given{where}: give {_SIGNAL}", needs=_SIGNAL)
     cause, source, _ = why
     hinge, cut = cause == "hinge_never_active", cause == "weights_cut_to_zero"
-    # a margin costs where no model could tell the inputs apart, unless it has the wrong sign or meets no scores
+    # a margin costs where no model could distinguish the inputs, unless it has the wrong sign or meets no scores
     if hinge and not _all_zero(evidence.rerun(stream=_of_equal_inputs, enough=once["enough"], may_raise=True)):
         raise CannotDecide(
             f"every margin is kept from the start on every batch given ({call.place}): give a batch that the untrained "
@@ -146,7 +146,7 @@ def _makers(root: Value) -> Iterator[Call]:
         if parents and all(v.zero for v in parents) and call.name not in functions.DISTANCE_LOSSES | _MARGIN_LOSSES:
             todo += parents
         elif any(v.zero for v in parents) and call.name in functions.ADDITIONS | {"stack", "cat"}:
-            return  # it is 0 beside something that is not
+            return  # it is 0 next to a value that is not
         elif parents:
             yield call
 
@@ -192,7 +192,7 @@ def class_costs_a_constant(evidence: Evidence) -> Iterator[Finding]:
         least = smallest(of_rows(rows), partial(_shows, steps), evidence=evidence) or Composition(tuple(rows))
         facts: dict[str, Any] = {"cost": cost, "states": len(STIRRED) + 1}
         facts["signed"] = signed.raised is None and reached(signed)
-        facts |= {"smallest": str(least), "composition": least.told()}
+        facts |= {"smallest": str(least), "composition": least.as_data()}
         yield found("class_costs_a_constant", place, (nested.shown(path),), **facts)
         return
 

@@ -1,4 +1,4 @@
-"""Rows at an end of the batch that nothing uses: whatever stands in them, the loop does the same, bit for bit."""
+"""Rows at an end of the batch that nothing uses: whatever their values, the loop does the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -114,16 +114,16 @@ def rows_left_out(evidence: Evidence, seen: Calls) -> Iterator[Finding]:
     least = smallest(few, shows, evidence=evidence, most=MOST_STEPS) or whole
     variant = "statistics" if by_statistics else "others" if others else "remainder" if sizes == "remainder" else ""
     # a share in front of the model may be one process's part
-    meant = variant or (sizes == "share" and not ends.behind_model)
+    intended = variant or (sizes == "share" and not ends.behind_model)
     several = len(unused) > 1
     facts: dict[str, Any] = {"number": f"{len(unused)} " if several else "", "are": "are" if several else "is"}
     facts |= {"count": count, "used": len(used), "twice": 2 * count, "named": f"row{'s' if several else ''} {named}"}
     facts |= {"end": "last" if at_end else "first", "other": "first" if at_end else "last", "steps": LONG}
-    facts |= {"kept": f"{len(used)} are" if len(used) > 1 else "one is", "level": "advice" if meant else "fault"}
+    facts |= {"kept": f"{len(used)} are" if len(used) > 1 else "one is", "level": "advice" if intended else "fault"}
     facts["shown_by"] = filled(SIZES[sizes], facts) + (
         "; the model computes their outputs" if ends.behind_model else ""
     )
-    facts |= {"smallest": str(least), "composition": least.told()}
+    facts |= {"smallest": str(least), "composition": least.as_data()}
     yield found("rows_left_out", ends.place, ("batch",), variant, **facts)
 
 
@@ -200,7 +200,7 @@ def ends_of(one: Calls, other: Calls) -> Ends | None:
     """Where what differs between two runs ends; None where that depends on values (a mask, a clamp, a hardest
     example), since another batch may then use the rows, or where it is not seen."""
     if [c.name for c in one.calls] != [c.name for c in other.calls]:
-        return None  # how the loop goes on depends on what stands in the rows
+        return None  # how the loop goes on depends on the values of the rows
     pairs = list(zip(one.calls, other.calls, strict=True))
     changed = {v for a, b in pairs for v, w in zip(a.outputs, b.outputs, strict=False) if v.digest != w.digest}
     changed |= {v for v, w in zip(one.batch, other.batch, strict=False) if v.digest != w.digest}
@@ -233,7 +233,7 @@ def ends_of(one: Calls, other: Calls) -> Ends | None:
                 return None  # what comes out depends on what the rows hold, for other values than these
     places = places or parting
     if computed and not places:
-        return None  # what is made of them is looked at apart
+        return None  # what is made of them is looked at separately
     behind = computed and any(v.history for v in places[-1].inputs)
     return Ends(places[-1].place if places else None, behind, any(map(_skips, places)))
 

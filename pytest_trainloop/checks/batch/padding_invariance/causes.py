@@ -8,8 +8,8 @@ from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.core.registry import Cause, finding_maker
 
 MEASURED = (
-    "relative difference {apart:share}; |g| with padding / without = {ratio:.4g}, {direction}, loss {loss:.5g} and "
-    "{other_loss:.5g}, all {parameters} parameters, {precision}"
+    "relative difference {difference:share}; |g| with padding / without = {ratio:.4g}, {direction}, loss {loss:.5g} "
+    "and {other_loss:.5g}, all {parameters} parameters, {precision}"
 )
 EQUAL = "both gradients are equal"
 """What ``shown_by`` says where an experiment takes the difference away."""
@@ -20,7 +20,7 @@ _REFERENCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn."
 def _says(text: str) -> str:
     return (
         "{group:?{group}: |}" + text + ": the gradient of the same rows, {total} positions long and {real}, differs by "
-        "{apart:share}{undeclared:?; if padding must not count, declare padding=Padding(...)|}"
+        "{difference:share}{undeclared:?; if padding must not count, declare padding=Padding(...)|}"
     )
 
 
@@ -164,7 +164,7 @@ CAUSES = {
         proof="padded positions count exactly where the mask of another sequence says that they are real",
         summary="{group} is read under the mask of {other}: its padding counts where {other} is real{undeclared:?; if "
         "padding must not count, declare padding=Padding(...)|}",
-        measured="relative difference {apart:share} with other values there, float64",
+        measured="relative difference {difference:share} with other values there, float64",
         shown_by="other values in padded positions change the gradient where the other sequence is real, and nowhere "
         "else; these positions are padding: {known}",
         repair="read each sequence under its own mask",

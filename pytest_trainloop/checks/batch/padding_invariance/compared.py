@@ -243,7 +243,7 @@ class Compared:
         found = self.experiment.difference(self.part(full.kept(0)), arm)
         return found is not None and found.equal
 
-    def tensors_apart(self) -> dict[str, Agreement]:
+    def tensor_differences(self) -> dict[str, Agreement]:
         """The gradients without padding and with it at each parameter, where they differ."""
         if self.full is None:
             return {}

@@ -70,7 +70,11 @@ class Case:
         smallest = made.smallest(full, holds)
         facts |= {"by": at.op if at else "", "group": group.mask.name, "known": group.mask.reason, "reason": reason}
         facts |= {"total": full.total, "real": full.real, "undeclared": level == "advice" and not group.declared}
-        facts |= {"apart": gradients.difference, "ratio": gradients.ratio, "direction": direction(gradients.cosine)}
+        facts |= {
+            "difference": gradients.difference,
+            "ratio": gradients.ratio,
+            "direction": direction(gradients.cosine),
+        }
         facts |= {"loss": self.difference.losses[0], "other_loss": self.difference.losses[1], "level": level}
         facts |= {"parameters": self.difference.parameters, "precision": self.difference.precision}
         where = at.place if at else made.outcome(full).backward
@@ -362,13 +366,13 @@ def under_another_mask(made: Compared) -> Iterator[Finding]:
             continue
         unlike = Unlike(tape, group.mask.grid.length)
         arm = experiment.arm((made, name, "read"), functools.partial(group.other_values, read), unlike)
-        apart = experiment.difference(as_is, arm)
-        if apart is None or apart.within_float32:
+        differs = experiment.difference(as_is, arm)
+        if differs is None or differs.within_float32:
             continue
         first = unlike.first
         sure = group.sure and (group.declared or group.mask.of_ids)
         facts = {"group": group.mask.name, "other": name, "known": group.mask.reason, "undeclared": not sure}
-        facts |= {"apart": apart.agreement.difference, "level": "fault" if sure else "advice"}
+        facts |= {"difference": differs.agreement.difference, "level": "fault" if sure else "advice"}
         culprits = (first.op if first else "loss.backward()",)
         yield found("mask_of_another", first.place if first else "", culprits, "named", **facts)
         return

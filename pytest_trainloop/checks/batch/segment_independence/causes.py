@@ -7,15 +7,15 @@ from functools import partial
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.core.registry import Cause, finding_maker
 
-SETTLE = "rows_interact=True says that it is meant; rows_interact=False or roles=Roles(segments=...) makes it a fault"
+SETTLE = "rows_interact=True declares it as intended; rows_interact=False or roles=Roles(segments=...) makes it a fault"
 
 _of_data = partial(Cause, explains=(*LEARNING, "causality", "batch_independence"))
 _seen = partial(_of_data, change=("seen",))
-_TOLD = "{by_value:?; the values of {by_value} tell where documents or sets begin|}"
+_MEASURED = "{by_value:?; the values of {by_value} tell where documents or sets begin|}"
 _in_the_model = partial(
     _seen,
     measured="in evaluation mode the outputs for {kind} {output} have a gradient with respect to the {entry}s of "
-    "{kind} {input}" + _TOLD,
+    "{kind} {input}" + _MEASURED,
     settle=SETTLE,
 )
 _ALONE = "over {kind} {output} alone nothing of other {kind}s comes into its outputs"
@@ -115,7 +115,7 @@ CAUSES = {
     ),
     "convolution_across_documents": _in_the_model(
         proof="with the convolution of one document alone nothing of others comes into its outputs: attention keeps "
-        "them apart",
+        "them separate",
         summary="{named} runs over the borders of documents that attention separates",
         shown_by=f"with the convolution {_ALONE}: attention in the same model separates documents",
         repair="convolve each document by itself: with seq_idx, or with zeros between documents",
@@ -134,8 +134,8 @@ CAUSES = {
             "attention": {"shown_by": f"with attention {_ALONE}"},
             "training": {
                 "summary": "in training {kind}s of one batch meet in the model, through {named}",
-                "measured": "the gradient of {kind} {number} ({tokens:token}) differs by {apart:share} from that of "
-                "this {kind} alone, float64; in evaluation mode no output of it depends on others",
+                "measured": "the gradient of {kind} {number} ({tokens:token}) differs by {difference:share} from that "
+                "of this {kind} alone, float64; in evaluation mode no output of it depends on others",
                 "shown_by": "with the results of the calls of the {kind} alone both gradients are equal",
             },
         },
@@ -146,7 +146,7 @@ CAUSES = {
         proof="the target of a document's last token is the first token of the next, which it cannot see",
         summary="the last tokens of {across:document} are to predict the first token of the next one",
         measured="the target of the last token of document {first} is the first token of document {next}, at {across} "
-        "of {borders:border}" + _TOLD,
+        "of {borders:border}" + _MEASURED,
         shown_by="no output for one document depends on another, so that it cannot tell what comes next",
         repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
         settle=SETTLE,
@@ -156,8 +156,8 @@ CAUSES = {
         proof="the gradient of a document between others differs from that of the document alone; with positions "
         "counted from the start of the document both are equal",
         summary="positions run on from document to document: document {number} does not begin at position 0",
-        measured="the gradient of document {number} ({tokens:token}) differs by {apart:share} from that of this "
-        "document alone, float64" + _TOLD,
+        measured="the gradient of document {number} ({tokens:token}) differs by {difference:share} from that of this "
+        "document alone, float64" + _MEASURED,
         shown_by="with the entries of the table that the document alone reads both gradients are equal",
         repair="start positions again at each document: position_ids = torch.cat([torch.arange(n) for n in lengths])",
         settle=SETTLE,

@@ -1,9 +1,9 @@
 """Whether an output of the model for one segment depends on the data of another, by exact gradients.
 
 In evaluation mode the gradient of a segment's outputs with respect to what another one holds is exactly 0 where they
-are kept apart: products with masked weights are products with 0, and sums over edges leave the others out. Where they
-are not, the step on the whole batch runs in step with the one on that segment alone: by which calls do others come in?
-"""
+are kept separate: products with masked weights are products with 0, and sums over edges leave the others out. Where
+they are not, the step on the whole batch runs in step with the one on that segment alone: by which calls do others come
+in?"""
 
 from __future__ import annotations
 
@@ -144,16 +144,16 @@ class InStep:
         if not self._tape.calls:
             raise CannotDecide(self._alone.refused)
 
-    def beside(self, key: str, patched: Callable[[Entry], bool]) -> tuple[Difference | None, Lockstep]:
+    def without(self, key: str, patched: Callable[[Entry], bool]) -> tuple[Difference | None, Lockstep]:
         """The step on the whole with the results of some calls replaced, and how its gradient differs from that of the
         segment alone."""
         mode = Lockstep(self._tape, self._cut, patched)
-        made = self._experiment.arm(("beside", key), lambda: nested.copy(self._batch), mode)
+        made = self._experiment.arm(("without", key), lambda: nested.copy(self._batch), mode)
         return self._experiment.difference(self._alone, made), mode
 
     def agree(self, key: str, patched: Callable[[Entry], bool]) -> bool:
         """Whether both gradients are then equal."""
-        left = self.beside(key, patched)[0]
+        left = self.without(key, patched)[0]
         return left is not None and left.equal
 
 
@@ -224,7 +224,7 @@ class SegmentPasses:
         return self._named(why, judged.pair, entry.place, entry.named, learned=entry.trained)
 
     def trains_otherwise(self) -> Iterator[Finding]:
-        """Whether one of the documents that are kept apart in evaluation mode trains otherwise between others than
+        """Whether one of the documents that are kept separate in evaluation mode trains otherwise between others than
         alone, and by which calls: tables and constants, or where rows_interact=False is declared any."""
         segments = self.segments
         if segments is None or segments.kind != "document":
@@ -239,11 +239,11 @@ class SegmentPasses:
             steps = InStep(self._evidence, self.batch, segments, number, self._of_batch)
         except CannotDecide:
             return
-        apart, seen = steps.beside("loss", lambda entry: not _before_the_loss(entry))
+        difference, seen = steps.without("loss", lambda entry: not _before_the_loss(entry))
         entries = [entry for entry in seen.entries if _before_the_loss(entry)]
-        if apart is None or apart.within_float32 or any(entry.op == "batch_norm" for entry in entries):
+        if difference is None or difference.within_float32 or any(entry.op == "batch_norm" for entry in entries):
             return
-        facts = {"apart": apart.agreement.difference, "number": number, "tokens": segments.sizes[number]}
+        facts = {"difference": difference.agreement.difference, "number": number, "tokens": segments.sizes[number]}
         facts |= {"level": "fault" if self.declared else "advice", "kind": "document"}
         facts["by_value"] = segments.by_value and segments.teller
         smallest = f"documents {number - 1} and {number}"
@@ -252,8 +252,10 @@ class SegmentPasses:
             made = found("positions_run_on", moved[0].place, (moved[0].named,), **facts)
             yield replace(made, smallest=smallest)
         elif entries and self.declared and steps.agree("every", lambda entry: True):
-            told = next((entry for entry in entries if _kind(entry)), entries[0])
-            made = found("segments_interact", told.place, (told.named,), "training", named=told.named, **facts)
+            seen_first = next((entry for entry in entries if _kind(entry)), entries[0])
+            made = found(
+                "segments_interact", seen_first.place, (seen_first.named,), "training", named=seen_first.named, **facts
+            )
             yield replace(made, smallest=smallest)
 
     def _by_what(self, pair: tuple[int, int], *, in_loss: bool) -> tuple[str, Entry | None]:
@@ -267,18 +269,18 @@ class SegmentPasses:
         def entries(mode: Lockstep) -> list[Entry]:
             return [entry for entry in mode.entries if entry.joins and _before_the_loss(entry)]
 
-        known = entries(steps.beside("", lambda entry: False)[1])
+        known = entries(steps.without("", lambda entry: False)[1])
         for kind in ("softmax", "statistics") if in_loss else ("softmax", "statistics", "attention", "convolution"):
             own = [entry for entry in known if _kind(entry) == kind]
             if not own:
                 continue
-            seen = steps.beside(kind, lambda entry, kind=kind: _kind(entry) == kind)[1]  # type: ignore[misc]
+            seen = steps.without(kind, lambda entry, kind=kind: _kind(entry) == kind)[1]  # type: ignore[misc]
             if any(_kind(entry) != kind for entry in entries(seen)) or (seen.unlike and seen.unlike.op not in LOSSES):
                 continue
             # a loss may standardise what the model gives by the batch (odd: node_views_standardised_in_the_loss)
             if in_loss and kind == "statistics" and any(entry.spreads for entry in entries(seen)):
                 continue
-            # no attention keeps documents apart: they may be meant to be one
+            # no attention separates the documents: they may be intended as one
             alone = kind == "convolution" and not seen.names & (ATTENTION | SOFTMAXES)
             return "" if alone else kind, own[0]
         return "", next((entry for entry in known if _kind(entry)), None) or next(iter(known), None)

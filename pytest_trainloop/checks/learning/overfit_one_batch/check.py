@@ -38,7 +38,7 @@ How it decides
     | none of these | ``learns_slowly`` | always |
 
 Faulty
-    >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # meant for epochs
+    >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # T_max of epochs
     >>> for group in optimizer.param_groups:
     ...     group["lr"] = 0.01
     >>> for x, y in batches:
@@ -109,7 +109,7 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
     run = {"start": curve.start, "end": curve.end, "steps": curve.steps}
     if behind:
         root = behind[0]
-        if curve.stands_still:
+        if curve.is_stuck:
             facts = run | {"by": root.check, "slug": root.cause, "said": root.summary}
             made = found("not_learning", root.where, root.culprits, "follows", **facts)
             yield replace(made, change=root.change, repair=root.repair)
@@ -118,7 +118,7 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
         yield found("update_undone", batch.seen.step_line(), ("weights",), **run)
         return
     clip = clipped_to(batch.seen)
-    clipped = clip is not None and clip.starves and curve.stands_still
+    clipped = clip is not None and clip.starves and curve.is_stuck
     going = batch.going and not clipped
     if going and batch.quick.halved:
         return
@@ -194,9 +194,9 @@ def _stuck(batch: OneBatch, learned: Learning) -> Finding:
         return found("learns_slowly", "", ("lr",), **facts, progress=learned.progress, why=why, level="advice")
 
     if learned.assigns:
-        return slow("the loop also writes weights or gradients itself, which may be meant to slow it")
+        return slow("the loop also writes weights or gradients itself, which may slow it on purpose")
     clip = clipped_to(batch.seen)
-    if clip is not None and clip.starves and learned.stands_still and (helped := higher(batch, learned)) is not None:
+    if clip is not None and clip.starves and learned.is_stuck and (helped := higher(batch, learned)) is not None:
         facts |= {"share": clip.share, "limit": clip.limit, "factor": helped.factor, "learned_in": helped.steps}
         return found("gradients_clipped_away", clip.where, (clip.by,), **facts)
     if learned.nowhere and (without := undecayed(batch, learned)) is not None:

@@ -5,7 +5,7 @@ See docs/how-it-decides.md#one-fixed-batch.
 Two observations must meet. With every row the first, plain Adam comes to the same loss as with the rows as they are.
 And with each row in its neighbour's place, while the labels stay in theirs, it takes the very same way there: which
 row belongs to which label does not matter. A batch of noise fails the second (other pairs are other numbers, however
-little can be learned of them), a loss without labels the first. Labels must count: where the first row's stand in
+little can be learned of them), a loss without labels the first. Labels must count: where the first row's replace
 all rows, plain Adam must come elsewhere (a loss that pulls all rows to one place has none).
 """
 
@@ -27,7 +27,7 @@ EQUAL = 1e-9
 
 
 def unused(batch: OneBatch, found: Learning) -> float | None:
-    """The loss that is reached with all rows alike, if the model cannot use its input.
+    """The loss that is reached with equal inputs in all rows, if the model cannot use its input.
 
     Nothing is said where plain Adam halves the loss; where fewer weights train than twice the rows (a small model may
     learn next to nothing of many rows); where targets are made by weights that are not trained but moved; where the
@@ -46,12 +46,12 @@ def unused(batch: OneBatch, found: Learning) -> float | None:
         return found.reference
     if not made or not _same_way(rolled, straight):
         return None
-    alike, made = batch.rows_alike(found.rate)
+    one_input, made = batch.with_equal_inputs(found.rate)
     way = max(found.start - found.reference, LITTLE * found.start)
-    if not made or abs(alike.end - found.reference) > SAME * way:
+    if not made or abs(one_input.end - found.reference) > SAME * way:
         return None
-    labels_count = abs(batch.one_row(found.rate).end - alike.end) > SAME * way
-    return alike.end if labels_count else None
+    labels_count = abs(batch.one_row(found.rate).end - one_input.end) > SAME * way
+    return one_input.end if labels_count else None
 
 
 def _same_way(a: Curve, b: Curve) -> bool:

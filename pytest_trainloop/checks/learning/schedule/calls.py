@@ -192,9 +192,9 @@ def _cadence(scheduler: Scheduler) -> str:
 
 def _why_not(evidence: Evidence, scheduler: Scheduler) -> str:
     """Why nobody will call it later; empty where somebody may."""
-    alike = [s for s in evidence.run().schedulers if s.calls and s.kind == scheduler.kind and not s.inner]
-    if alike:
-        return f"fit calls the {scheduler.kind} of another optimizer, {alike[0].calls} times"
+    same_kind = [s for s in evidence.run().schedulers if s.calls and s.kind == scheduler.kind and not s.inner]
+    if same_kind:
+        return f"fit calls the {scheduler.kind} of another optimizer, {same_kind[0].calls} times"
     whole = evidence.shared(WholeFit.of)
     if whole.record is None or any(s.calls for s in whole.schedulers):
         return ""
@@ -238,7 +238,7 @@ class WholeFit:
 
 
 def _may_call(record: Record, functions: CalledFunctions) -> bool:
-    """It may stand behind a condition that holds later: every tenth epoch, after a warm-up."""
+    """It may be behind a condition that holds later: every tenth epoch, after a warm-up."""
     if not functions.own or any("sched" in name.lower() for name in functions.libraries):
         return True
     ran = {at for event in record.events for at in event.site}
@@ -320,8 +320,8 @@ def rebuilt(evidence: Evidence) -> Iterator[Finding]:
     single = [o for o in record.optimizers if o.steps == 1 and not o.declared and o.from_torch]
     momenta = {o.index: {s.get("momentum", "0") for s in o.settings} - {"0", "0.0"} for o in single}
     single = [o for o in single if o.kind not in plain or momenta[o.index]]
-    for _, alike in itertools.groupby(single, key=lambda o: (o.kind, o.parameters, o.settings)):
-        row = list(alike)
+    for _, same_kind in itertools.groupby(single, key=lambda o: (o.kind, o.parameters, o.settings)):
+        row = list(same_kind)
         held, stepped = set(row[0].parameters), sum(bool(o.steps) for o in record.optimizers)
         # an inner loop sets the weights itself, and begins again on purpose (odd: inner_optimizer_of_each_task)
         if FEWEST < len(row) == stepped and not record.moved_outside_steps() & held:
@@ -475,8 +475,8 @@ def _near(one: float, *others: float) -> bool:
 def argument_of(code: str) -> str:
     """The name of what ``scheduler.step(...)`` is given, as its last part; empty where it is computed there."""
     calls = [n for n in ast.walk(_parsed(code.strip())) if isinstance(n, ast.Call) and _name(n.func) == "step"]
-    handed = [*calls[0].args, *(k.value for k in calls[0].keywords)] if calls else []
-    return _metric(handed[0]) if len(handed) == 1 else ""
+    arguments = [*calls[0].args, *(k.value for k in calls[0].keywords)] if calls else []
+    return _metric(arguments[0]) if len(arguments) == 1 else ""
 
 
 def _metric(value: ast.expr) -> str:

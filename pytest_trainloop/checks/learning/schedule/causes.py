@@ -257,7 +257,7 @@ CAUSES = {
                 "shown_by": "stepped forward without training no call gives it a rate, and gradients reach it",
             }
         },
-        repair=f"write the rate of every group: {_ALL_GROUPS}; frozen= where it is meant not to train",
+        repair=f"write the rate of every group: {_ALL_GROUPS}; frozen= if it should not train",
         settle='frozen=("path",) where it is not to learn',
         explains=("every_param_moves",),
     ),
@@ -406,7 +406,7 @@ CAUSES = {
         proof=f"{_ALONE}it raises before the training ends",
         summary="{kind} raises at call {call}, and the training calls it {calls} times",
         measured="call {call} of {calls} raises {message}",
-        shown_by="stepped forward without training it raises; {told}",
+        shown_by="stepped forward without training it raises; {in_all}",
         variants={
             "of fit": {
                 "summary": "{kind} is built inside fit for fewer calls than fit makes: call {call} raises",
@@ -422,7 +422,7 @@ CAUSES = {
         proof=f"{_ALONE}the rate still rises at its end",
         summary="the warm-up takes {call} calls, and the whole training has {calls}: it ends at {part:.0%} of the peak",
         measured="learning rate {reached:.2g} at the most in the training, {peak:.2g} at call {call}",
-        shown_by="stepped forward without training {kind} still rises at call {calls}; {told}",
+        shown_by="stepped forward without training {kind} still rises at call {calls}; {in_all}",
         repair="a warm-up of a few percent of the steps, in the unit in which the scheduler is called",
         explains=LEARNING,
         source="https://github.com/Morizeyao/GPT2-Chinese/issues/60",
@@ -433,7 +433,7 @@ CAUSES = {
             "{kind} is over after {end} of {calls} calls: the rest of the training has a learning rate of {last:.2g}"
         ),
         measured="{drawn}",
-        shown_by="stepped forward without training no rate changes after call {end}; {told}",
+        shown_by="stepped forward without training no rate changes after call {end}; {in_all}",
         variants={
             "first pass": {
                 "summary": "{kind} is built for one pass of the {passes} that fit makes: in all others the learning "
@@ -453,7 +453,7 @@ CAUSES = {
             "rest trains nothing"
         ),
         measured="{drawn}",
-        shown_by=_ALONE + "{told}",
+        shown_by=_ALONE + "{in_all}",
         repair=(
             "call it once a pass, if it counts passes; a factor that multiplies the rate again and again is 0.1 or "
             "more, and no learning rate"
@@ -467,7 +467,7 @@ CAUSES = {
             "{kind} is at its lowest after {end} of {calls} calls, and its rate rises again to {part:.0%} of the peak"
         ),
         measured="{drawn}",
-        shown_by="stepped forward without training the rate falls until call {end} and rises from there; {told}",
+        shown_by="stepped forward without training the rate falls until call {end} and rises from there; {in_all}",
         variants={
             "first pass": {
                 "summary": "{kind} is built for one pass of the {passes} that fit makes: its rate rises again in the "
@@ -486,7 +486,7 @@ CAUSES = {
             "the peak"
         ),
         measured="{drawn}",
-        shown_by="stepped forward without training the rate falls until call {end}; {told}",
+        shown_by="stepped forward without training the rate falls until call {end}; {in_all}",
         repair="build it for as many calls as the training makes",
         source="https://github.com/vllm-project/speculators/pull/1104",
     ),
@@ -507,7 +507,7 @@ FALLS = frozenset(
 """Words of names of metrics of which less is better."""
 
 TURNED = frozenset("neg negative minus inv inverse inverted one best".split())
-"""Words that may turn a metric round, or stand for another one."""
+"""Words that may negate a metric, or name another one."""
 
 PLAIN = ("item", "mean", "cpu", "detach", "numpy", "compute", "avg")
 """Methods and functions that leave the direction of a metric as it is."""

@@ -42,7 +42,7 @@ LITTLE = 0.1
 
 LEAST_PASSES, MANY_PASSES, LEAST_END = 3, 8, 8
 """Passes from which on a schedule that ends with as many calls is no coincidence of small numbers: where two runs show
-it, and where one does. Calls from which on the quarter of a schedule can be told from other small numbers."""
+it, and where one does. Calls from which on the quarter of a schedule differs from other small numbers."""
 
 MOST_PASSES = 1000
 """Calls of a schedule that is called once a pass, above which no known recipe has so many passes (nnU-Net has 1000)."""
@@ -358,7 +358,7 @@ def _sized_otherwise(one: Projected, size: Sized, window: int, unit: Unit, how: 
         f"its last change is at call {one.sizes[0].horizon} without accumulation and at call {size.horizon} with "
         f"accumulate={window}, for {size.calls} calls in {count(size.counts.steps or 0, 'step')}"
     )
-    why = "the length of the schedule and the calls of it do not change alike with the knob accumulate"
+    why = "the length of the schedule and the calls of it change differently with the knob accumulate"
     repair = f"call it once a {unit}, or build it for {CALLS_IN[called]}"
     return _otherwise(one, unit, numbers, why, repair, unit=called, more=f"under accumulate={window} it runs {how}")
 
@@ -405,7 +405,7 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     peak, peak_at, last, end = max(rates), curve.peak_at(group), curve.rate(calls)[group], one.horizon
     facts: dict[str, Any] = {
         "calls": calls,
-        "told": f"{calls} calls in the whole training, one a {one.unit}",
+        "in_all": f"{calls} calls in the whole training, one a {one.unit}",
         "peak": peak,
     }
     facts |= {"drawn": _drawn(one, calls), "last": last, "end": end}
@@ -435,7 +435,7 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     if end is not None and end == low and curve.settles != end and one.raises_at is None and low < calls - 1:
         again = max(curve.group_between(group, low, calls))
         if curve.rate(low + 1)[group] > 0.9 * peak:
-            return  # a restart at once is meant (odd: hard_restarts)
+            return  # an immediate restart is intended (odd: hard_restarts)
         if again > max(2 * GONE * peak, 2 * curve.rate(low)[group]):
             # Once more up after the length of one epoch, where the first rise was a short warm-up: no cycle, which
             # would rise as it rose before (odd: cycles_through_the_training).
@@ -451,7 +451,7 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
 
 
 def _zero_throughout(record: Record, one: Projected, calls: int) -> Iterator[Finding]:
-    """Groups that never have a rate in the whole training, beside some that do, and get gradients."""
+    """Groups that never have a rate in the whole training and get gradients, while other groups have one."""
     through = one.curve.until(calls)
     if one.optimizer >= len(record.optimizers) or not any(any(rates) for rates in through):
         return
@@ -496,7 +496,7 @@ def _of_names(one: Projected) -> Iterator[Finding]:
 
 
 def _length_text(place: tuple[str, int], kind: str) -> str:
-    """The expression that is given as the number of calls where a scheduler is built; empty where it is not told."""
+    """The expression that is given as the number of calls where a scheduler is built; empty where it is not known."""
     file, line = place
     for node in ast.walk(syntax_of(file)):
         if not isinstance(node, ast.Call) or not node.lineno <= line <= (node.end_lineno or line):

@@ -88,7 +88,7 @@ def overwritten(evidence: Evidence) -> Iterator[Finding]:
 def _is_written_back(evidence: Evidence, group: GroupRates, calls: Sequence[SchedulerStep]) -> bool:
     """Whether each call moves a group's rate away from the one constant, non-zero rate of all steps.
 
-    A rate that is kept within bounds, ``max(lr, floor)`` in a warm-up, looks alike: what the calls leave then comes
+    A rate that is kept within bounds, ``max(lr, floor)`` in a warm-up, looks the same: what the calls leave then comes
     nearer to the bound, and goes beyond it in a longer run. A schedule that never does is bounded in vain.
     """
     if not group.constant or not group.known[0] or len(group.values) < FEWEST:
@@ -115,22 +115,22 @@ def _never_beyond(evidence: Evidence, group: GroupRates, below: bool) -> bool:
 
 
 def _undoes(record: Record, other: Scheduler, scheduler: Scheduler) -> bool:
-    """Whether the other one sets the rates anew after each call of this one that moves them: at most one step uses what
-    a call leaves."""
+    """Whether the other one overwrites the rates after each call of this one that moves them: at most one step uses
+    what a call leaves."""
     if other.kind not in ABSOLUTE or not other.from_torch or scheduler.kind == other.kind:
         return False
     moved = [c.at for c in calls_of(record, scheduler) if c.before != c.after]
-    anew, steps = [c.at for c in calls_of(record, other)], [s.at for s in steps_of(record, scheduler.optimizer)]
+    written, steps = [c.at for c in calls_of(record, other)], [s.at for s in steps_of(record, scheduler.optimizer)]
 
     def undone(call: int) -> bool:
-        following = next((at for at in anew if at > call), None)
+        following = next((at for at in written if at > call), None)
         return following is not None and sum(call < at < following for at in steps) <= 1
 
     return len(moved) >= FEWEST - 1 and all(undone(at) for at in moved if at < max(steps, default=0))
 
 
 def lost_by_hand(evidence: Evidence) -> Iterator[Finding]:
-    """Rates that a line writes and that a scheduler sets anew before any step uses them."""
+    """Rates that a line writes and that a scheduler overwrites before any step uses them."""
     record = evidence.run()
     for scheduler in record.schedulers:
         if scheduler.kind not in ABSOLUTE or not scheduler.from_torch or scheduler.optimizer is None:
@@ -150,7 +150,7 @@ def lost_by_hand(evidence: Evidence) -> Iterator[Finding]:
 
 def unread(evidence: Evidence) -> Iterator[Finding]:
     """A number called a rate that takes new values while the rate of every group stays as it is (one that is logged
-    beside a moving rate is not meant to be read); keys that are named like an option."""
+    next to a moving rate is not there to be read); keys that are named like an option."""
     from pytest_trainloop.instruments.records.unread_options import UnreadOptions
 
     record, moving = evidence.run(), []
@@ -178,7 +178,7 @@ def unread(evidence: Evidence) -> Iterator[Finding]:
     keys = tuple(name.removeprefix("group") for name in moving if "[" in name)
     for finding in evidence.shared(UnreadOptions.of).findings(record, decay=False):
         if not keys or not finding.culprits[0].endswith(keys):
-            # of a multiplier beside a schedule by hand the line that writes the rate without it
+            # of a multiplier next to a schedule by hand the line that writes the rate without it
             by_hand = "a schedule runs in fit" in finding.shown_by and evidence.shared(RateWrites.of).line()
             key = finding.culprits[0].rpartition('["')[2].removesuffix('"]')
             yield replace(finding, change=by_hand or key_written(finding.where, key))
@@ -238,7 +238,7 @@ def zero_for_good(record: Record) -> Iterator[Finding]:
         ]
         # a line may put the rate back before it is built, or later (odd: cycles_that_put_the_rate_back)
         begins = onward and len(calls) >= FEWEST - 1 and bool(known) and not any(max(known)[1]) and not scheduler.inner
-        # beside an optimizer that goes on it may be meant (odd: factor_that_stops_one_of_two)
+        # next to an optimizer that goes on it may be intended (odd: factor_that_stops_one_of_two)
         falls = bool(factor) and call is not None and alone
         at = scheduler.at if begins and scheduler.at else call.at if call is not None and falls else 0
         before, after = [s for s in steps if s.at < at], [s for s in steps if s.at > at]
@@ -287,7 +287,7 @@ def _refused(record: Record) -> Iterator[Finding]:
 
 
 def _at_zero(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRates]) -> Iterator[Finding]:
-    """A group at rate 0 beside others that learn; or all of them at 0 for the first steps."""
+    """A group at rate 0 next to others that learn; or all of them at 0 for the first steps."""
     record = evidence.run()
     zero = [g for g in own if g.zero and learns(record, optimizer, g.group)]
     ahead = [one.curve for one in evidence.shared(RatesByHand.of).projected if one.optimizer == optimizer.index]
@@ -362,11 +362,11 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
     lines = writes.writes("lr", optimizer=optimizer.index, group=group.group)
     zipped = any("zip(" in loop_around(access.place) for access in lines[:1])
     if zipped or "param_groups[" in code_of(line):
-        alike = all(_settings(optimizer, g.group) == _settings(optimizer, group.group) for g in still)
-        alike &= {g.known[0] for g in still} <= {_given_rate(optimizer, group), max(group.known)} and len(moving) == 1
+        usual = all(_settings(optimizer, g.group) == _settings(optimizer, group.group) for g in still)
+        usual &= {g.known[0] for g in still} <= {_given_rate(optimizer, group), max(group.known)} and len(moving) == 1
         names = held_in(record, optimizer, *(g.group for g in still))
         facts = {
-            "level": "fault" if alike else "advice",
+            "level": "fault" if usual else "advice",
             "change": assigned_value(line) or line,
             "group": group.group,
             "of": group.of,

@@ -5,8 +5,8 @@ What it does
     any, it runs the loop and compares these weights again after its steps.
 
 Why is this bad?
-    Units with equal weights on both sides get equal gradients: no step tells them apart, and a layer of 512 units is as
-    good as one of 1. The loss still falls, so nothing shows.
+    Units with equal weights on both sides get equal gradients: no step makes them differ, and a layer of 512 units is
+    as good as one of 1. The loss still falls, so nothing shows.
 
 How it decides
     1. A unit is a row of the weight with its bias.
@@ -53,7 +53,7 @@ CAUSES = {
     "all_units_alike": Cause(
         proof="all units of a layer began with equal weights, and equal gradients moved them",
         summary="all {units:unit} of {names} stay copies of each other",
-        measured="after {steps:step} they went up to {moved:.2g} and differ by at most {apart:.2g}",
+        measured="after {steps:step} they went up to {moved:.2g} and differ by at most {gap:.2g}",
         repair="nn.init.xavier_uniform_(layer.weight): a draw for each weight of this layer, or of the one behind it",
         do_not="another constant: the units stay equal",
         explains=("overfit_one_batch",),
@@ -63,7 +63,7 @@ CAUSES = {
     "units_repeated": Cause(
         proof="some units of a layer began with the weights of another one, and equal gradients moved both",
         summary="{copies} of {units:unit} in {names} stay copies of another one",
-        measured="after {steps:step} they went up to {moved:.2g} and differ by at most {apart:.2g} from it",
+        measured="after {steps:step} they went up to {moved:.2g} and differ by at most {gap:.2g} from it",
         repair="weight += 0.01 * weight.std() * torch.randn_like(weight) after repeating units",
         source="https://arxiv.org/abs/1511.05641",
         change=("drawn", "module"),
@@ -84,9 +84,9 @@ def _no_layer(evidence: Evidence) -> str:
 
 @check(needs={"fit"}, causes=CAUSES, rank=25, steps=1, absent=_no_layer)
 def units_differ(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.units_differ.copies import still_alike
+    from pytest_trainloop.checks.learning.units_differ.copies import still_equal
 
-    for name, facts in still_alike(evidence):
+    for name, facts in still_equal(evidence):
         if facts["copies"] == facts["units"] - 1:
             yield found("all_units_alike", "", (name,), **facts)
         elif facts["copies"] >= MOST * facts["units"]:

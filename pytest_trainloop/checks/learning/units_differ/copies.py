@@ -32,11 +32,11 @@ def units_at_start(evidence: Evidence) -> dict[str, torch.Tensor]:
     return _units(evidence.fresh_loop())
 
 
-def still_alike(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
+def still_equal(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
     """The weights in which equal units got equal gradients and stayed equal, each with the facts of its finding."""
     before = evidence.shared(units_at_start)
     first = {name: _first_of(rows) for name, rows in before.items()}
-    alike = {name for name, at in first.items() if (at != torch.arange(len(at))).any()}
+    with_copies = {name for name, at in first.items() if (at != torch.arange(len(at))).any()}
     after: dict[str, torch.Tensor] = {}
     unlike: set[str] = set()
 
@@ -47,7 +47,7 @@ def still_alike(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
                 unlike.add(name)
 
         for name, layer in _layers(loop):
-            if name in alike:
+            if name in with_copies:
                 on_gradient(layer.weight, functools.partial(note, name))
 
         def run(batches: Any) -> None:
@@ -58,14 +58,14 @@ def still_alike(evidence: Evidence) -> Iterator[tuple[str, dict[str, Any]]]:
 
         return run
 
-    record = evidence.rerun(fit=fit) if alike else evidence.run()
+    record = evidence.rerun(fit=fit) if with_copies else evidence.run()
     reached = {p.name for p in record.parameters if record.reached(p.index)}
-    for name in sorted((reached & alike & after.keys()) - unlike):
+    for name in sorted((reached & with_copies & after.keys()) - unlike):
         moved = (after[name] - before[name]).abs().amax(1)
-        apart = (after[name] - after[name][first[name]]).abs().amax(1)
-        copy = (first[name] != torch.arange(len(moved))) & (moved > 0) & (apart <= SAME * moved)
+        gaps = (after[name] - after[name][first[name]]).abs().amax(1)
+        copy = (first[name] != torch.arange(len(moved))) & (moved > 0) & (gaps <= SAME * moved)
         if copy.any():
-            most = {"moved": moved[copy].max().item(), "apart": apart[copy].max().item()}
+            most = {"moved": moved[copy].max().item(), "gap": gaps[copy].max().item()}
             yield name, {"units": len(moved), "copies": int(copy.sum()), "steps": record.rounds, **most}
 
 

@@ -1,4 +1,4 @@
-"""Weight decay reaches the weights it is meant for.
+"""Weight decay applies to the weights that should decay.
 
 What it does
     It looks at which weights each group of an optimizer decays: matrices, gains of norms, biases, tables of embeddings.

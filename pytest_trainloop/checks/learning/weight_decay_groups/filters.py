@@ -1,7 +1,7 @@
 """Filters that are to keep weights of a kind from decay, and match none of them.
 
 What a filter is for is tried: the loop is built again and makes one step, and the filter gets another answer for just
-these weights. Where they then stand in a group without decay, it is a filter for them, and it does not match.
+these weights. Where they then are in a group without decay, it is a filter for them, and it does not match.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Trial:
             }
 
     def kept_from_decay(self, weights: Iterable[str]) -> tuple[str, ...]:
-        """Those of these weights that stand in groups without decay."""
+        """Those of these weights that are in groups without decay."""
         decays = self.decays
         return () if decays is None else tuple(name for name in weights if decays.get(name, 1.0) == 0)
 
@@ -184,13 +184,13 @@ def _asked(evidence: Evidence, first: Trial, weights: Sequence[Parameter]) -> It
         by_pattern = _named_by(question.pattern, weights)
         if by_pattern is None:
             continue
-        meant, namesake = by_pattern
-        numbers = names.numbers(p.name for p in meant) & question.asked
-        if {names.parameters[n] for n in numbers} != {p.name for p in meant}:
+        wanted, namesake = by_pattern
+        numbers = names.numbers(p.name for p in wanted) & question.asked
+        if {names.parameters[n] for n in numbers} != {p.name for p in wanted}:
             continue
-        if _all_kept(Trial(evidence, HandedNames(yes=(question.pattern, numbers))), meant):
+        if _all_kept(Trial(evidence, HandedNames(yes=(question.pattern, numbers))), wanted):
             facts: dict[str, Any] = {"place": question.place, "namesake": namesake, "asked": len(question.asked)}
-            yield _unmatched(evidence, "asked", question.pattern, meant, first, **facts)
+            yield _unmatched(evidence, "asked", question.pattern, wanted, first, **facts)
             if namesake:
                 return
 
@@ -329,7 +329,7 @@ def _kept_by_segment(evidence: Evidence, first: Trial, weights: Iterable[str], s
 
 def _kept_by_end(evidence: Evidence, first: Trial, weights: Iterable[str], segments: int) -> tuple[str, ...]:
     """Those of these weights that a group without decay holds if their names are the last segments alone, and does not
-    if another one stands before these; without their first segment where ``segments`` is 0."""
+    if another one precedes these; without their first segment where ``segments`` is 0."""
     weights = tuple(weights)
 
     def end(name: str) -> str:

@@ -158,10 +158,10 @@ class DecayGroups:
             mine = [g for g in self.groups if g.optimizer == index]
             flat = [g for g in mine if g.members.keys() <= FLAT]
             deep = [g for g in mine if not g.members.keys() & FLAT]
-            alike = len({g.decay > 0 for g in mine}) == 1 and len({g.rate for g in mine}) == 1
+            uniform = len({g.decay > 0 for g in mine}) == 1 and len({g.rate for g in mine}) == 1
             common = any(g.members.keys() & {"norm", "bias"} for g in flat)
-            apart = any(len(g.names) > 1 for g in mine)  # groups of one weight each give all of them their options
-            if deep and common and alike and apart and len(flat) + len(deep) == len(mine):
+            grouped = any(len(g.names) > 1 for g in mine)  # groups of one weight each give all of them their options
+            if deep and common and uniform and grouped and len(flat) + len(deep) == len(mine):
                 return deep[0], next(g for g in flat if g.members.keys() & {"norm", "bias"})
         return None
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST_MOMENTUM_OF_A_SWAP, LEAST_DECAY_OF_A_SWAP = 0.01, 0.5
-"""Momenta in use begin at 0.5, and decays beside them end at 0.1 (both with orders of magnitude to spare)."""
+"""Momenta in use begin at 0.5, and decays in use end at 0.1 (both with orders of magnitude to spare)."""
 
 LEAST_SHRINKAGE = 0.05
 """A shrinkage that training does not notice: gains and biases move by more than that of their own."""
@@ -36,7 +36,7 @@ def swapped(groups: DecayGroups) -> Iterator[Finding]:
 
 
 def divided_without_effect(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
-    """A group for matrices and one for vectors that decay alike, by the default of the optimizer or as given."""
+    """A group for matrices and one for vectors with one decay, by the default of the optimizer or as given."""
     if groups.divided is None:
         return
     matrices, vectors = groups.divided
@@ -63,7 +63,7 @@ def decayed(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
     if not names or (
         groups.splits and not any(groups.names(kind, decayed=True) for kind in flat if kind != "embedding")
     ):
-        return  # to decay tables beside the matrices is the usual division by dimension
+        return  # to decay both tables and matrices is the usual division by dimension
     shrinks = shrinkage(evidence, groups)
     decaying = [g for g in groups.groups if g.decay > 0 and any(kind in g.members for kind in flat)]
     divided = groups.splits or bool(groups.empty)
@@ -82,8 +82,8 @@ def decayed(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
 
 def on_last_only(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
     """Decay that shrinks the last weight of a group and no other: a variable left over from a loop that has ended. A
-    vector that decays where a matrix does not is never meant. A single matrix may be (a head, where tables and vectors
-    are spared), so two others that do not decay are asked for."""
+    vector that decays where a matrix does not is never intended. A single matrix may be (a head, where tables and
+    vectors are spared), so two others that do not decay are asked for."""
     record = evidence.run()
     for optimizer in record.optimizers:
         out, line = groups.spared.get(optimizer.index, (frozenset(), ""))

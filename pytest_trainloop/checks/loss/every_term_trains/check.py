@@ -91,7 +91,7 @@ def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 
     survey = evidence.shared(Survey.of)
-    added = [*constants.constant_terms(evidence, survey), *constants.derivatives_beside(survey)]
+    added = [*constants.constant_terms(evidence, survey), *constants.detached_derivatives(survey)]
     added += constants.cut_terms(evidence, survey)
     yield from added
     for lost in lost_terms.lost_terms(evidence, survey):

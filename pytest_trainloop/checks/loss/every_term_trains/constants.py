@@ -62,11 +62,11 @@ def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
             yield found("term_between_frozen", term.place, (name,), "" if same else "two nets", **facts)
 
 
-def derivatives_beside(survey: Survey) -> Iterator[Finding]:
+def detached_derivatives(survey: Survey) -> Iterator[Finding]:
     """Derivatives without a graph that are added, entry by entry, to what has one."""
     seen = set()
     for root in survey.roots:
-        derivative = root.beside
+        derivative = root.detached_derivative
         if derivative is not None and derivative.taken not in seen and derivative.parameters & survey.trained_by(root):
             seen.add(derivative.taken)
             facts = {"added": derivative.added.partition("   ")[0], "change": derivative.taken, "level": "advice"}

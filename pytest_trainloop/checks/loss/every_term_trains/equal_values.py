@@ -25,7 +25,8 @@ _OF_DERIVATIVES = frozenset({"detach", "data", "requires_grad_"})
 
 
 class EqualValues:
-    """``equal`` tells whether two values are the same number for number, ``alike`` whether their derivatives are too.
+    """``equal`` tells whether two values are the same number for number, ``same_slope`` whether their derivatives are
+    too.
 
     Outputs of layers, draws, tensors of the batch and tensors that were written to are each like themselves alone.
     """
@@ -36,10 +37,10 @@ class EqualValues:
         self._by_slope = self._numbered(_slope_key)
 
     def equal(self, one: int, other: int) -> bool:
-        """Whether two values are computed alike, with a history or without."""
+        """Whether two values are computed by the same operations, with a history or without."""
         return self._by_value[one] == self._by_value[other] and self._agree(one, other)
 
-    def alike(self, one: int, other: int) -> bool:
+    def same_slope(self, one: int, other: int) -> bool:
         """Whether two values are equal and were detached, if at all, at the same places."""
         return self._by_slope[one] == self._by_slope[other] and self.equal(one, other)
 
@@ -52,8 +53,8 @@ class EqualValues:
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
     def _numbered(self, kept: Callable[[Call, bool], bool]) -> list[int]:
-        """A number for each value, the same for those that are made alike; ``kept`` tells which calls give their
-        argument back."""
+        """A number for each value, the same for those that the same operations made; ``kept`` tells which calls give
+        their argument back."""
         numbers = [v.number for v in self._slice.values]
         first: dict[str, tuple[int, ...]] = {}
 

@@ -106,7 +106,7 @@ def _comparisons(part: Slice, number: int) -> Iterator[_Comparison]:
         if not values.equal(*sides) or not part.values[sides[0]].tensor.is_floating_point():
             yield _Comparison(part, call, sides, None)
             continue
-        trains = not values.alike(*sides) and call.name not in _FLAT_AT_ZERO
+        trains = not values.same_slope(*sides) and call.name not in _FLAT_AT_ZERO
         if trains and call.name not in _EITHER_SIDE:
             slope = _slope_at(part, call.outputs[0], 0.0)
             trains = slope is None or bool(slope.ne(0).any())

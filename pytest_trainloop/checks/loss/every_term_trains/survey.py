@@ -167,7 +167,7 @@ class WeightTables:
                 absent = [name for name in terms if _is_term(terms[name]) and not weights.get(name)]
                 strays = [n for n in weights if n not in terms and _is_number(weights[n]) and weights[n]]
                 for term in absent:
-                    near, scalar = [stray for stray in strays if _alike(term, stray)], scalar_of(terms[term])
+                    near, scalar = [stray for stray in strays if _same_thing(term, stray)], scalar_of(terms[term])
                     if len(near) == 1 and scalar is not None:
                         seen = scalar, str(place), float(weights[near[0]]), shared
                         self.unweighted.setdefault((term, near[0]), seen)
@@ -192,7 +192,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _alike(one: str, other: str) -> bool:
+def _same_thing(one: str, other: str) -> bool:
     """Whether two names are of one thing: words in common other than "loss", or one within the other."""
     a, b = (words_of(name) - {"loss", "losses", "weight", "w", "lambda", "coef", "coeff"} for name in (one, other))
     short, long = sorted(("".join(sorted(a)), "".join(sorted(b))), key=len)

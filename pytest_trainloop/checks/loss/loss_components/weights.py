@@ -318,7 +318,7 @@ def _unmatched(evidence: Evidence, run: Seen) -> Judged:
     if len(set(by_item)) < len(by_item) or run.items > len(states) + 1:
         raise CannotDecide(
             "fit backpropagates parts of a batch, or several batches together, and parts is asked about one batch: "
-            "give what fit takes apart as batches=, or split_batch=",
+            "give what fit splits as batches=, or split_batch=",
             needs="split_batch=",
         )
     again = seen(evidence, Setup(batch=0, fit_seed=evidence.plan().seed + RESEEDED))

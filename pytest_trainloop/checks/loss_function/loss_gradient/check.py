@@ -87,11 +87,11 @@ CAUSES = {
     ),
     "scaled_backward": Cause(
         proof="a custom backward pass gives a fixed multiple of the slope, along every direction",
-        repair="if the factor is not meant, correct backward(); if it is, skip it with that reason",
+        repair="if the factor is not intended, correct backward(); if it is, skip it with that reason",
     ),
     "part_detached": Cause(
         proof="the gradient is not that of the whole value, and no custom backward pass takes part",
-        repair="if that part is meant to have no gradient, skip it with that reason; else leave out detach()",
+        repair="if that part is to have no gradient, skip it with that reason; else leave out detach()",
     ),
 }
 

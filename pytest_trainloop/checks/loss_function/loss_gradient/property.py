@@ -81,7 +81,7 @@ def gradient_error(loss: Loss, case: Case) -> Finding | None:
             shown_by="the value changes with the output, and autograd gives nothing or zeros",
         )
     if all(s.value_is_constant for s in slopes):
-        return None  # a straight-through estimator: the value is constant, and the gradient is meant
+        return None  # a straight-through estimator: the value is constant, and the gradient is intended
     return _ignores_grad_output(loss, inputs, start) or _wrong(loss, inputs, slopes)
 
 

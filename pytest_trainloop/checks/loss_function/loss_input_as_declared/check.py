@@ -74,7 +74,7 @@ CAUSES = {
     ),
     "not_invariant": Cause(
         proof="a number added to all logits of a row changes the value, and classes are not judged one by one",
-        repair="if it is meant (a penalty on the normaliser), skip it with that reason",
+        repair="if it is intended (a penalty on the normaliser), skip it with that reason",
     ),
     "normalised_again": Cause(
         proof="log-probabilities go through another log_softmax, which does not change them",

@@ -56,7 +56,7 @@ def nonfinite_result(loss: Loss, case: Case) -> Finding | None:
     bounds = f"[{min(float(o.min()) for o in inputs.outputs):.4g}, {max(float(o.max()) for o in inputs.outputs):.4g}]"
     return Finding(
         cause=CAUSE_OF[case.trait],
-        level="advice" if loss.of_torch or _may_be_meant(loss, case.trait) else "fault",
+        level="advice" if loss.of_torch or _may_be_intended(loss, case.trait) else "fault",
         summary=f"{_nonfinite_part(result)} for {DESCRIPTIONS[case.trait]}",
         measured=f"value {result.total:.4g} in float32, {exact.total:.4g} in float64; outputs in {bounds}",
         shown_by=(
@@ -77,7 +77,7 @@ def _is_finite(loss: Loss, case: Case) -> bool:
     return loss.as_built(inputs_of(loss.contract, case).to(torch.float32)).finite
 
 
-def _may_be_meant(loss: Loss, trait: Trait) -> bool:
+def _may_be_intended(loss: Loss, trait: Trait) -> bool:
     if trait == "all_ignored":
         return loss.as_built.reduction == "mean"
     return trait == "one_row" and loss.contract.expects == "embeddings"

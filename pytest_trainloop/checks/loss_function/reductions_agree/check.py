@@ -5,7 +5,7 @@ What it does
     or attribute.
 
 Why is this bad?
-    A sum where a mean is meant multiplies the step by the batch size; a keyword that is not read, or a mean of
+    A sum in place of a mean multiplies the step by the batch size; a keyword that is not read, or a mean of
     means, gives gradients that depend on how a batch was split.
 
 How it decides
@@ -95,7 +95,7 @@ CAUSES = {
     ),
     "mean_is_no_mean": Cause(
         proof="sum / mean differs between two outputs under the same targets",
-        repair="divide by a count or by the weights of the targets; if this normaliser is meant, skip it",
+        repair="divide by a count or by the weights of the targets; if this normaliser is intended, skip it",
     ),
 }
 

@@ -10,7 +10,7 @@ _differs = partial(Cause, measured="{measured}", explains=("overfit_one_batch", 
 
 DIFFER = (
     "{both:?loss {off:.9g} both ways|loss {on:.9g} with checkpointing and {off:.9g} without}; the gradients differ by "
-    "{apart:share} of their size, {direction}, in {parameters} parameters, {precision}"
+    "{difference:share} of their size, {direction}, in {parameters} parameters, {precision}"
 )
 RAISED = "with checkpointing fit raises {raised}; without it does not"
 PLAIN_RAISED = "with checkpoints as plain calls fit raises {raised:.160}"

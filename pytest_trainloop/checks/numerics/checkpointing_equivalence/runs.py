@@ -34,7 +34,7 @@ from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.checkpoint_bypass import not_reentrant, switched, without, without_cut_off
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import NoRandomness
-from pytest_trainloop.runs.outside_draws import told
+from pytest_trainloop.runs.outside_draws import rng_line
 from pytest_trainloop.runs.same_start import SameStart
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Checkpointing:
         self._runs: dict[str, Run] = {}
         self._lowest = "float64"
         self._place = ""
-        self.tensors_apart: dict[str, Agreement] = {}
+        self.tensor_differences: dict[str, Agreement] = {}
         """The gradients that differ, without checkpointing and with it, at each parameter."""
         first: dict[str, int] = {}
         for call in self._seen.checkpoints:
@@ -173,7 +173,7 @@ class Checkpointing:
             differs = self._difference(on, off)
             if differs is None or (differs.forward and differs.nth):
                 return None
-            self.tensors_apart = differs.tensors
+            self.tensor_differences = differs.tensors
             self._require_repeatable("on", on)
             if differs.forward:
                 return self._other_computation(differs, self._place)
@@ -214,7 +214,7 @@ class Checkpointing:
         differs = self._difference(plain, other)
         if differs is None or (differs.forward and differs.nth):
             return None
-        self.tensors_apart = differs.tensors
+        self.tensor_differences = differs.tensors
         self._require_repeatable("knob off", other, knob=False)
         on = self._made("no randomness True", _plain, draws=False)
         off = self._made("no randomness False", knob=False, draws=False)
@@ -227,8 +227,8 @@ class Checkpointing:
             return found("rng_not_preserved", differs.place, names, "own recomputation", measured=measured)
         if self._difference(self._made("reseeded", knob=False, draws=False, fit_seed=RESEEDED), off) is not None:
             raise CannotDecide(
-                f"the loop draws random numbers from python's or numpy's generators{told(self._evidence)}, which the "
-                "two ways of the knob need not do in the same order; draw them with torch to have the ways compared"
+                f"the loop draws random numbers from python's or numpy's generators{rng_line(self._evidence)}, which "
+                "two settings of the knob need not do in the same order; draw them with torch to have them compared"
             )
         return self._other_computation(differs, self._place or differs.place)
 
@@ -250,7 +250,12 @@ class Checkpointing:
         if differs is None:
             return filled(causes.RAISED, {"raised": raised})
         on, off = differs.loss
-        facts: dict[str, Any] = {"both": not differs.forward, "on": on, "off": off, "apart": differs.whole.difference}
+        facts: dict[str, Any] = {
+            "both": not differs.forward,
+            "on": on,
+            "off": off,
+            "difference": differs.whole.difference,
+        }
         facts |= {"direction": direction(differs.whole.cosine), "parameters": len(differs.names)}
         return filled(causes.DIFFER, {**facts, "precision": self._lowest})
 
@@ -289,7 +294,8 @@ class Checkpointing:
         return found("statistics_updated_twice", self._place, kept, variant, **facts)
 
     def require_recomputation(self) -> None:
-        """Raise ``CannotDecide`` where the two ways of the knob call the same modules alike: nothing is recomputed."""
+        """Raise ``CannotDecide`` where the two settings of the knob make the same module calls: nothing is
+        recomputed."""
         if self._knob is None or "knob off" not in self._runs:
             return
         on, off = self._runs["on"].record, self._runs["knob off"].record

@@ -8,7 +8,8 @@ What it does
 Why is this bad?
     A gradient that keeps the loss scale is 65536 times too long, and clipping cuts that much too hard. Adam divides the
     factor out again, so that the loss curve shows nothing, while clip, weight decay and eps are off. A scale that falls
-    without end skips more and more steps, and then every gradient underflows: the loss stands still and nothing raises.
+    without end skips more and more steps, and then every gradient underflows: the loss stops changing and nothing
+    raises.
 
 How it decides
     1. A scaler that is disabled in the watched run is judged in a further run, in float16 by the knob ``precision``.

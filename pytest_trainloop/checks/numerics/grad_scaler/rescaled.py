@@ -348,8 +348,8 @@ def _as_read(records: Sequence[Record], optimizer: int) -> bool:
     inside the step; of an optimizer that is not torch's own, the updates must differ as well."""
     steps: list[Step] = [steps_of(r, optimizer)[0] for r in records]
     grads = [(grad, step.left.get(i)) for step in steps for i, grad in step.reads[-1].grads.items() if grad is not None]
-    alike = all(s.lrs == steps[0].lrs for s in steps) and all(grad.same(left) for grad, left in grads)
-    return alike and (records[0].optimizers[optimizer].from_torch or steps[0].updates != steps[1].updates)
+    constant = all(s.lrs == steps[0].lrs for s in steps) and all(grad.same(left) for grad, left in grads)
+    return constant and (records[0].optimizers[optimizer].from_torch or steps[0].updates != steps[1].updates)
 
 
 def _factor(first: torch.Tensor, second: torch.Tensor) -> float | None:

@@ -55,8 +55,8 @@ AWAY = 1 / 8
 """By which share of its size it is displaced: 16 ULPs of bfloat16 or more."""
 
 EXACT = 1e-6
-"""How far a change may be from w (p - a), relative to its own size: float64 leaves 1e-9 of it where both are 1e-4
-apart."""
+"""How far a change may be from w (p - a), relative to its own size: float64 leaves 1e-9 of it where p and a
+differ by 1e-4."""
 
 _UPDATES = ADDITIONS | {"add_", "__iadd__", "iadd", "lerp", "lerp_", "copy_", "_foreach_lerp_", "_foreach_add_"}
 
@@ -85,9 +85,9 @@ def overwritten_masters(evidence: Evidence) -> list[LostUpdates]:
             index = watch.table.index(p)
             if index is not None and p.dtype is torch.float32 and p.grad is not None and readable(p):
                 masters[index] = spaced_by_index(p.detach()).clone()
-                alike = [i for i in copies.get(index, range(len(tensors))) if tensors[i].dtype in LOW.values()]
-                alike = [i for i in alike if readable(tensors[i]) and tensors[i].shape == p.shape]
-                copies[index] = [i for i in alike if bool((tensors[i].detach() == p).all())]
+                same = [i for i in copies.get(index, range(len(tensors))) if tensors[i].dtype in LOW.values()]
+                same = [i for i in same if readable(tensors[i]) and tensors[i].shape == p.shape]
+                copies[index] = [i for i in same if bool((tensors[i].detach() == p).all())]
         return masters
 
     def use(watch: Watch, _optimizer: Any, masters: dict[int, torch.Tensor]) -> None:
@@ -98,7 +98,7 @@ def overwritten_masters(evidence: Evidence) -> list[LostUpdates]:
 
     record = evidence.rerun(contexts=lambda watch: (around_steps(watch, partial(take, watch), partial(use, watch)),))
     lost = []
-    for index, p in ((index, record.parameters[i]) for index, alike in copies.items() for i in alike):
+    for index, p in ((index, record.parameters[i]) for index, same in copies.items() for i in same):
         rounded = [entries.to(LOW[p.dtype]).float() for entries in afters[index]]
         # something else moves weights that a step does not find as the step before left them, rounded
         taken_over = all(map(torch.equal, rounded, befores[index][1:]))

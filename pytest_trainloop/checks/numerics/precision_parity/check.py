@@ -11,7 +11,7 @@ What it does
 
 Why is this bad?
     Scores above 65504 are infinite in float16, gradients below 6e-8 are zero, and bfloat16 has three digits: the
-    variance of large numbers is noise, and a sum over many steps stands still. The loop runs, and learns worse than it
+    variance of large numbers is noise, and a sum over many steps stops growing. The loop runs, and learns worse than it
     did in float32, or nothing.
 
 How it decides

@@ -35,7 +35,8 @@ MOST = 64
 """Calls whose angles are kept."""
 
 HALF_RADIAN = 0.5
-"""An error at which two neighbouring positions, one radian apart at the first frequency, may have the same angle."""
+"""An error at which two neighbouring positions, one radian of distance at the first frequency, may have the same
+angle."""
 
 PERIODS = 64.0
 """Size of an angle, in radians, from which bfloat16 (8 bits) can move it by an eighth of a radian or more."""
@@ -110,15 +111,15 @@ def lost_angles(runs: LowPrecisionRuns) -> Iterator[Finding]:
 def weights_cast_once(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]:
     """The first backward pass whose loss was computed with weights as they were before an update, in the first run
     that has one: the same run with the casts dropped whenever the weights have changed differs in nothing else, for a
-    cast made anew from the same weight has the same bits."""
+    new cast of the same weight has the same bits."""
     for record, again in made:
         inside = [step for step in record.innermost_steps() if step.blocks]
         under_autocast = any(b.autocast for b in record.backwards()) or any(f.autocast for f in record.root_forwards())
         if not inside and not (under_autocast and record.moved_outside_steps() & set(record.held)):
             continue
-        anew = CastsAnew()
+        casts = CastsAnew()
         kept, repeated = (again(plain, ROUNDS).backwards() for _ in range(2))
-        fresh = again(anew.contexts, ROUNDS).backwards()
+        fresh = again(casts.contexts, ROUNDS).backwards()
         if _first_other(kept, repeated) is not None or len(kept) != len(repeated):
             continue  # two equal runs differ already
         number = _first_other(kept, fresh)
@@ -131,9 +132,9 @@ def weights_cast_once(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]
                 number=number + 1,
                 stale=stale,
                 fresh=as_they_are,
-                entered=f"; the block is entered at {anew.entered}" if anew.entered else "",
+                entered=f"; the block is entered at {casts.entered}" if casts.entered else "",
                 steps=len(inside),
-                change=anew.entered,
+                change=casts.entered,
             )
             return
 

@@ -421,23 +421,26 @@ def one_tensor(runs: LowPrecisionRuns) -> Iterator[Finding]:
     if runs.low is None or runs.imposed:
         return
     unit, expected = unit_roundoff(runs.low), first_gradient(runs.reference)
-    apart, whole = distances(expected, first_gradient(runs.record, runs.reference)), _length(expected)
-    suspects = [n for n in apart if apart[n] > FAR * unit and _length({n: expected[n]}) > CANCELLED * whole]
+    errors, whole = distances(expected, first_gradient(runs.record, runs.reference)), _length(expected)
+    suspects = [n for n in errors if errors[n] > FAR * unit and _length({n: expected[n]}) > CANCELLED * whole]
     explained = dict.fromkeys(suspects, unit) if len(suspects) < len(expected) else {}
     for seed in SEEDS:
         if not explained:
             return
         rounded = distances(expected, first_gradient(runs.rounded(seed)))
         explained = {n: max(e, rounded.get(n, 0.0)) for n, e in explained.items()}
-        explained = {n: e for n, e in explained.items() if e <= MEANINGFUL and apart[n] > FAR * e}
+        explained = {n: e for n, e in explained.items() if e <= MEANINGFUL and errors[n] > FAR * e}
     again = distances(expected, first_gradient(runs.again(), runs.reference))
-    names = [n for n in explained if again.get(n) == apart[n]][:TRIED]
+    names = [n for n in explained if again.get(n) == errors[n]][:TRIED]
     try:
         wrong = list(wrong_operations(aligned_operations(runs), unit)) if names else []
     except CannotDecide:
         return
-    for name in sorted(names, key=lambda n: -apart[n] / explained[n]):
-        parity, layer = Parity(dtype=runs.low, measured=apart[name], explained=explained[name]), name.rpartition(".")[0]
+    for name in sorted(names, key=lambda n: -errors[n] / explained[n]):
+        parity, layer = (
+            Parity(dtype=runs.low, measured=errors[name], explained=explained[name]),
+            name.rpartition(".")[0],
+        )
         tried: set[object] = set()
         for one in sorted(wrong, key=lambda w: not layer.startswith(w.operation.module or layer)):
             operation = one.operation

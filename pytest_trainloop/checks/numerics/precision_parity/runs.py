@@ -78,8 +78,8 @@ def first_gradient(record: Record, reference: Record | None = None) -> Gradient:
 
     With a reference a pass counts as scaled where its root is larger than there by a factor nearer the scale than 1: a
     loop may leave the scaler out for one of its losses.
-    Of a large tensor the sampled entries stand for all: they are weighted by the root of the entries that each stands
-    for, so that the length is that of the whole gradient.
+    Of a large tensor the sampled entries represent all: they are weighted by the root of the number of entries
+    that each represents, so that the length is that of the whole gradient.
     """
     until, found = _first_change(record), dict[str, torch.Tensor]()
     others = itertools.chain([] if reference is None else reference.backwards(), itertools.repeat(None))
@@ -138,12 +138,12 @@ def scale_at(record: Record, backward: Backward) -> float:
 def distance(reference: Gradient, other: Gradient) -> float:
     """The length of the difference over that of the reference; infinite where the other is not finite."""
     a, b = vectors([reference, other])
-    length, apart = float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b - a))
+    length, distance = float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b - a))
     if not math.isfinite(length):
         return math.nan
-    if not math.isfinite(apart):
+    if not math.isfinite(distance):
         return math.inf
-    return apart / length if length else (0.0 if apart == 0.0 else math.inf)
+    return distance / length if length else (0.0 if distance == 0.0 else math.inf)
 
 
 def distances(reference: Gradient, other: Gradient) -> dict[str, float]:

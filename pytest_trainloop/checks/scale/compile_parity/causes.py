@@ -7,7 +7,7 @@ from functools import partial
 from pytest_trainloop.core.registry import Cause, finding_maker
 
 DIFFER = (
-    "in optimizer step {step} the {part} differ by {apart:share} of their size, {direction}, in {tensors:tensor}, "
+    "in optimizer step {step} the {part} differ by {difference:share} of their size, {direction}, in {tensors:tensor}, "
     "{precision}; limit {limit:share}"
 )
 COMPARED = "in {compared:optimizer step}, {precision}"

@@ -242,9 +242,9 @@ class Course:
         states = [{n: side[n] for n in buffers} for side in (expected.after, both)]
         for part, pair, bound in (("weights", weights, self._bound / CANCELLATION), ("buffers", states, self._bound)):
             found = by_tensor(*map(_flat, pair))
-            names = tuple(n for n, apart in found.items() if not apart.difference <= bound)
+            names = tuple(n for n, agreement in found.items() if not agreement.difference <= bound)
             if names and self.difference is None:
-                worst = max((found[n] for n in names), key=lambda apart: apart.difference)
+                worst = max((found[n] for n in names), key=lambda agreement: agreement.difference)
                 self.difference = Difference(nth, part, names, worst)
 
     def _held(self, optimizer: Any) -> Tensors:

@@ -163,7 +163,7 @@ class Parity:
         if by_wrapper := self._by_the_wrapper(differs, None):
             return by_wrapper
         late = differs.step > 0
-        if (late or made.built_compiling) and self._made(replace(self._own, anew=True)).course.difference is None:
+        if (late or made.built_compiling) and self._made(replace(self._own, recompile=True)).course.difference is None:
             filters = next((call for call in self.compiled.calls if call.filters_guards), None)
             names, line = (("guard_filter_fn",), filters.place) if filters else (differs.names, self._place)
             return self._found("stale_value", names, differs, where=line, early=not late, filtered=bool(filters))
@@ -254,7 +254,7 @@ class Parity:
         }
         if differs is not None:
             facts |= {"step": differs.step + 1, "part": differs.part, "tensors": len(differs.names)}
-            facts |= {"apart": differs.found.difference, "direction": direction(differs.found.cosine)}
+            facts |= {"difference": differs.found.difference, "direction": direction(differs.found.cosine)}
             facts["limit"] = self._bound
         measured = causes.COMPARED if differs is None else causes.DIFFER
         facts = {"measured": filled(measured, facts), **facts}
@@ -291,12 +291,12 @@ class Parity:
             make(self._evidence, self.knob, Way(compiled=False, random=self._random), course, promoting)
         except (UserCodeError, UsageError):
             return
-        apart = differs.found.difference
+        difference = differs.found.difference
         rounding = course.difference.found.difference if course.difference is not None else 0.0
-        if not apart > MARGIN * rounding:
+        if not difference > MARGIN * rounding:
             raise CannotDecide(
-                f"the compiled loop differs by {share(apart)} from the eager one, and rounding to {self._precision} "
-                f"alone changes {share(rounding)} of the gradient"
+                f"the compiled loop differs by {share(difference)} from the eager one, and rounding to "
+                f"{self._precision} alone changes {share(rounding)} of the gradient"
             )
 
     def _module(self, way: Way) -> str:

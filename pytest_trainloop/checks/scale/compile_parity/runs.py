@@ -83,7 +83,7 @@ class Way:
     double: bool = True
     random: bool = True
     """Whether dropout draws."""
-    anew: bool = False
+    recompile: bool = False
     """Whether everything is compiled again for each step, the first included."""
     alone: str = ""
     """The one module whose calls are compiled, by its plain name, with ``backend``."""
@@ -226,12 +226,12 @@ def _make(evidence: Evidence, knob: str, way: Way, course: Course, around: Calla
         def after(*step: Any) -> None:
             made.compilations.extend((len(course.moments) - 1, one) for one in log.new())
             course.after_step(*step)
-            if way.anew:
+            if way.recompile:
                 torch.compiler.reset()
 
         stack.enter_context(hooked(before_steps(before), after_steps(after)))
         fit = fit_of(loop)
-        if way.anew:
+        if way.recompile:
             torch.compiler.reset()
         seed_all(plan.seed)
         error = guard.call(lambda: fit(batches), lambda: len(course.moments), lambda: batches.at_end)

@@ -148,8 +148,8 @@ def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Findin
 
     rules = [
         orders.of_epochs(stream),
-        orders.leaves_alike(stream),
-        orders.labels_apart(stream),
+        orders.leaves_equal(stream),
+        orders.labels_reordered(stream),
         streams.rows_never_drawn(stream),
         streams.shared_slots(stream.held, stream.streams.loop),
     ]

@@ -1,8 +1,8 @@
-"""Items of a data set: fetched again, by worker processes too, and beside what a collate function makes of them.
+"""Items of a data set: fetched again, by worker processes too, and compared with what a collate function makes of them.
 
 A data set that gives an input and a label as one item says that they belong together. Labels may be changed on purpose.
-What renames them (``1 - y``, the classes of an episode numbered anew) is a function of an item's own label, entry by
-entry, and no order. What draws them anew (label noise) leaves the labels of a batch as they were in number only by
+What renames them (``1 - y``, the renumbered classes of an episode) is a function of an item's own label, entry by
+entry, and no order. What draws them at random (label noise) leaves the labels of a batch as they were in number only by
 chance (``unlikely``).
 """
 
@@ -133,9 +133,9 @@ def changed_in_place(stream: Stream) -> Iterator[Finding]:
     """
     changed = stream.with_loader(_changed)
     if changed is not None:
-        (index, stored, alike), dataset = changed, stream.now.of.dataset
+        (index, stored, equal), dataset = changed, stream.now.of.dataset
         facts = {"index": index, "stored": some(stored), "dataset": type(dataset).__name__}
-        variant, change = "" if alike else "drawn", loop_of(line_of(getattr(type(dataset), "__getitem__", None)))
+        variant, change = "" if equal else "drawn", loop_of(line_of(getattr(type(dataset), "__getitem__", None)))
         yield found("changed_in_place", stream.source, stored[:2], variant, change=change, **facts)
 
 
@@ -332,7 +332,7 @@ def _not_started(error: BaseException) -> CannotDecide:
 
 
 class _Column:
-    """The labels that a batch holds for its rows, beside the one that each row's item has (``own``) and those of all
+    """The labels that a batch holds for its rows, with the one that each row's item has (``own``) and those of all
     items. They are whole, or cut: sequences of which some entries may be left out."""
 
     def __init__(self, own: list[Any], given: list[Any], items: list[Any], pads: Collection[int], *, cut: bool) -> None:
@@ -357,7 +357,7 @@ class _Column:
         return any(self._has_order(left) for left in (False, True))
 
     def bits(self) -> float:
-        """By how many bits it is unlikely that labels drawn anew give such a batch."""
+        """By how many bits it is unlikely that labels drawn at random give such a batch."""
         if not self.cut:
             return unlikely([self._own[row] for row in self.changed()])
         entries = Counter(entry for one in self.items for entry in one.tolist())
@@ -366,7 +366,7 @@ class _Column:
         return max(0.0, -kept * math.log2(equal) - math.lgamma(len(self.given) + 1) / math.log(2))
 
     def renamed(self) -> bool:
-        """Whether the labels are a function of each row's own, entry by entry, that keeps them apart."""
+        """Whether the labels are a function of each row's own, entry by entry, that keeps different ones different."""
         named, names = dict[Any, Any](), dict[Any, Any]()
         for mine, now in zip(self.own, self.given, strict=True):
             left, right = _entries(mine), _entries(now)
@@ -423,7 +423,7 @@ def collated(stream: Stream) -> Iterator[Finding]:
     batches is collated where each item keeps its label in it.
     """
     source, collate = stream.source, getattr(stream.now.of, "collate_fn", None)
-    at, rows, changed, bits, cut = stream.with_loader(_collated_apart) or (None, 0, 0, 0.0, False)
+    at, rows, changed, bits, cut = stream.with_loader(_collation_mismatch) or (None, 0, 0, 0.0, False)
     if at is None:
         return
     own = of_project(collate)
@@ -435,7 +435,7 @@ def collated(stream: Stream) -> Iterator[Finding]:
     yield found("labels_apart", source, at, "collated", **facts)
 
 
-def _collated_apart(loader: Any, streams: Streams) -> tuple[tuple[str, str] | None, int, int, float, bool] | None:
+def _collation_mismatch(loader: Any, streams: Streams) -> tuple[tuple[str, str] | None, int, int, float, bool] | None:
     at, rows, changed, bits, cut, renamed = None, 0, 0, 0.0, False, False
     seed_all(streams.loop.seed)
     for indices in some_batches(loader):

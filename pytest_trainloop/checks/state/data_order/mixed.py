@@ -32,7 +32,7 @@ def mixed(stream: Stream) -> Iterator[Finding]:
     Each row of inputs is written as a mixture of two items. Classes that its target gives a weight must be theirs; a
     weight that all classes get equally is taken off (label smoothing).
     """
-    facts = stream.with_loader(_mixed_apart) if line_of(own := of_project(stream.now.of.collate_fn)) else None
+    facts = stream.with_loader(_mixing_mismatch) if line_of(own := of_project(stream.now.of.collate_fn)) else None
     if facts is not None:
         sure = stream.source.as_trained and is_target(stream.evidence, facts["labels"])
         facts |= {"function": name_of(own), "change": line_of(own)}
@@ -40,7 +40,7 @@ def mixed(stream: Stream) -> Iterator[Finding]:
         yield found("labels_apart", stream.source, (facts["inputs"], facts["labels"]), "mixed", **facts)
 
 
-def _mixed_apart(loader: Any, streams: Streams) -> dict[str, Any] | None:
+def _mixing_mismatch(loader: Any, streams: Streams) -> dict[str, Any] | None:
     seed_all(streams.loop.seed)
     for indices in some_batches(loader, MOST_BATCHES):
         made = of_items(loader, indices, least=3)

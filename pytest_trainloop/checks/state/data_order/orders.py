@@ -67,7 +67,7 @@ FILLING = frozenset({"append", "appendleft", "extend", "push", "add", "store"})
 
 
 ENOUGH = 10.0
-"""Bits: of 1024 streams that draw some labels anew fewer than one holds as many of each kind every time."""
+"""Bits: of 1024 streams that draw some labels at random, fewer than one holds as many of each kind every time."""
 
 MORE = 5
 """How many times as many epochs are read where two hold the same labels in other pairs."""
@@ -76,7 +76,7 @@ MOST_NODES = 20_000
 """Calls before a loss function in which the leaf is looked for."""
 
 WITH_TARGETS = LOSSES - SIGN_LOSSES - {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
-"""Losses with a target for each row: others compare rows that are drawn for each other anew."""
+"""Losses with a target for each row: others compare rows that are paired at random."""
 
 _FILLS = frozenset({"pad", "masked_fill", "setitem", "one_hot"})
 """Operations that give some entries another value, or add some: the others are those of the first argument."""
@@ -168,7 +168,7 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
         facts["change"] = loop_of(line_of(getattr(order, "__iter__", None)))
         yield found("shuffled_alike", source, (sampler or drawn,), stream=source.name, **facts)
     elif given and any(e.draws for e in epochs) and Held.by_fit(stream.streams.loop).names & RESEEDING:
-        yield from map(_trained_alike, _in_own_epochs(stream))
+        yield from map(_same_order_each_epoch, _in_own_epochs(stream))
 
 
 def _sets(path: str) -> str:
@@ -242,9 +242,9 @@ def last_batch(stream: Stream) -> Iterator[Finding]:
 # Labels
 
 
-def labels_apart(stream: Stream) -> Iterator[Finding]:
+def labels_reordered(stream: Stream) -> Iterator[Finding]:
     """Two leaves that hold the same rows in two epochs, and not the same pairs of them."""
-    x, y, changed = _apart(stream.reading.identity, stream.epochs)
+    x, y, changed = _other_pairs(stream.reading.identity, stream.epochs)
     if not y or not (_by_no_chance(x, y, stream.epochs) or _by_no_chance(x, y, _further_epochs(stream))):
         return
     first, source = stream.epochs[0], stream.source
@@ -255,7 +255,7 @@ def labels_apart(stream: Stream) -> Iterator[Finding]:
     yield found("labels_apart", source, (x, y), level="fault" if sure else "advice", **facts)
 
 
-def _apart(x: str, epochs: Sequence[Epoch]) -> tuple[str, str, int]:
+def _other_pairs(x: str, epochs: Sequence[Epoch]) -> tuple[str, str, int]:
     for first, second in itertools.islice(itertools.combinations(epochs, 2), 8):
         leaves = [path for path in first.leaves if path in second.leaves]
         for y in leaves if x in leaves else ():
@@ -280,7 +280,7 @@ def _pairs(epoch: Epoch, x: str, y: str) -> Counter[tuple[int, int]]:
 
 
 def _by_no_chance(x: str, y: str, epochs: Sequence[Epoch]) -> bool:
-    """Whether all of these epochs hold the same rows and labels, in pairs that labels drawn anew would not give."""
+    """Whether all of these epochs hold the same rows and labels, in pairs that randomly drawn labels would not give."""
     bits = 0.0
     for epoch in epochs[1:]:
         if any(Counter(epochs[0].column(path)) != Counter(epoch.column(path)) for path in (x, y)):
@@ -292,8 +292,8 @@ def _by_no_chance(x: str, y: str, epochs: Sequence[Epoch]) -> bool:
 
 
 def unlikely(labels: Sequence[int]) -> float:
-    """By how many bits it is unlikely that labels drawn anew from these are as many of each kind: of ``m`` rows, where
-    ``c_i`` have label ``i``, they are so with probability ``m! prod((c_i / m)^c_i / c_i!)``."""
+    """By how many bits it is unlikely that labels drawn at random from these are as many of each kind: of ``m`` rows,
+    where ``c_i`` have label ``i``, they are so with probability ``m! prod((c_i / m)^c_i / c_i!)``."""
     rows, counts = len(labels), Counter(labels).values()
     ways = math.lgamma(rows + 1) - sum(math.lgamma(count + 1) for count in counts)
     return -(ways + sum(count * math.log(count / rows) for count in counts)) / math.log(2)
@@ -305,7 +305,7 @@ def _further_epochs(stream: Stream) -> list[Epoch]:
     return more.cycles() if more.raised is None else []
 
 
-def leaves_alike(stream: Stream) -> Iterator[Finding]:
+def leaves_equal(stream: Stream) -> Iterator[Finding]:
     """Two of three leaves of one shape that are equal in every row, and the third."""
     epoch = stream.reading.epochs[0]
     first = epoch.batches[0]
@@ -460,7 +460,7 @@ def _repeated(passes: Sequence[Pass]) -> list[list[Pass]]:
     return repeated
 
 
-def _trained_alike(passes: Sequence[Pass]) -> Finding:
+def _same_order_each_epoch(passes: Sequence[Pass]) -> Finding:
     """A loader that the loop trained on in one order."""
     first = passes[0]
     facts: dict[str, Any] = {"rows": first.rows, "drawn": first.draws[-1][0]}
@@ -491,7 +491,7 @@ def in_fit(evidence: Evidence, streams: Streams) -> tuple[list[Finding], bool]:
         lengths = [*(len(one.steps_at) for one in once), *(length(loader) for _, loader in held.loaders)]
         if max(lengths) <= MOST_IN_FIT:
             repeated = _repeated(_passes_in_fit(evidence, longest=max(lengths)).passes)
-    return [*map(_trained_alike, repeated), *seen.slots], any(one.trained for one in seen.passes)
+    return [*map(_same_order_each_epoch, repeated), *seen.slots], any(one.trained for one in seen.passes)
 
 
 def observed(evidence: Evidence) -> Iterator[Finding]:
@@ -503,4 +503,4 @@ def observed(evidence: Evidence) -> Iterator[Finding]:
             "the DataLoader as batches= from a marked test",
             needs="batches=",
         )
-    yield from map(_trained_alike, _repeated(seen.passes))
+    yield from map(_same_order_each_epoch, _repeated(seen.passes))

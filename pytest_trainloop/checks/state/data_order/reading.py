@@ -181,7 +181,7 @@ class Pass:
     set_epoch: str
     """What has a method ``set_epoch``, as one would write it after the loader: "sampler", "batch_sampler"."""
     steps_at: list[int] = field(default_factory=list)
-    """Optimizer steps made when each batch was handed out."""
+    """Optimizer steps made when each batch was yielded."""
     order: int = 0
     """The digest of all indices in their order."""
     rows: int = 0
@@ -481,7 +481,7 @@ class Reading:
 
     @property
     def identity(self) -> str:
-        """The leaf that tells rows apart: the one of most bytes, and of those the one with most different rows."""
+        """The leaf that identifies rows: the one of most bytes, and of those the one with most different rows."""
         first = self.epochs[0]
         if not first.batches:
             return ""

@@ -272,7 +272,7 @@ class Stream:
         self.judged = bool(name) and (seen or self.is_loader)
         self.undecided: list[CannotDecide] = []
         if self.reading.epochs[0].batches and not name:
-            self.undecided.append(CannotDecide("rows cannot be told: give batch_dim=", needs="batch_dim="))
+            self.undecided.append(CannotDecide("the axis of rows is not known: give batch_dim=", needs="batch_dim="))
         elif name and not self.judged:
             if source.kind == "function":
                 self.undecided.append(CannotDecide(MADE))
@@ -314,7 +314,7 @@ class Stream:
         return streams, streams.sources[self.number]
 
     def with_loader(self, work: Callable[[Any, Streams], T | None]) -> T | None:
-        """What the work gives, which is handed the loader of another fresh loop. None where the project's code raises:
+        """What the work gives when it gets the loader of another fresh loop. None where the project's code raises:
         other indices are not asked for in training."""
         streams, source = self.fresh()
         with project_may_raise():

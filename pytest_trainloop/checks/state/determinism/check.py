@@ -84,7 +84,7 @@ CAUSES = {
         source="https://github.com/pytorch/pytorch/issues/23151",
     ),
     "state_outside_loop": Cause(
-        proof="two runs in one process differ, and two processes that begin alike agree, or later runs do",
+        proof="two runs in one process differ, and two processes with the same start agree, or later runs do",
         repair="make generators, caches and counters inside the function (or in what it builds)",
         settle="nondeterministic=True says that runs may differ, nondeterministic=False makes it a fault",
         source="https://github.com/CodefyUI/CodefyUI/issues/253",

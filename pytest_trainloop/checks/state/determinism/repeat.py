@@ -208,9 +208,9 @@ def _in_child(work: Callable[[], bytes], seconds: float) -> bytes | None:
             os.write(write, LATE)
         except BaseException as error:  # of the project's loop, which has run twice in this process before
             if is_ours(error):
-                told = mistake(error)
-                told.traceback = told.traceback[-select.PIPE_BUF // 2 :]  # what is written at once is read at once
-                os.write(write, MISTAKEN + pickle.dumps(told))
+                sent = mistake(error)
+                sent.traceback = sent.traceback[-select.PIPE_BUF // 2 :]  # what is written at once is read at once
+                os.write(write, MISTAKEN + pickle.dumps(sent))
         finally:
             os._exit(0)
     os.close(write)

@@ -68,7 +68,7 @@ CAUSES = {
         repair="keep tensors with ctx.save_for_backward(), not as attributes of ctx; empty what an extension keeps",
         change=(),
         variants={
-            "handed over": {
+            "passed": {
                 "shown_by": "{kind:?no Python object refers to the {items} tensors that reach the graphs, made by "
                 "{kind}|nothing that Python can look into holds them}{why}",
                 "repair": "what this line makes is given, with its graph, to something that is no Python object (a "

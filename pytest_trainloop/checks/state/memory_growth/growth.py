@@ -150,7 +150,7 @@ class Growth:
             unnamed = {"held_outside_python": "something outside of Python", "kept_tensors": f"a {held.kind}"}
             unnamed |= {"running_sum": "a tensor", "carried_graph": "a tensor"}
             if cause == "held_outside_python" and not held.name:
-                variant = "handed over"
+                variant = "passed"
             elif cause == "kept_tensors" and held.name.endswith("._backward_hooks"):
                 variant = "hooks"
             facts = self._facts | {"holder": held.name or unnamed[cause], "kind": held.kind}
@@ -219,8 +219,8 @@ def _carriers(watch: Watch, roots: list[Any], names: Names) -> list[Held]:
     for node in carrying[:8]:
         at = made(node)
         same = [t for t, by in alive if by is node]
-        alike = [t for t, by in alive if type(by) is type(node) and at and (m := made(by)) and m.place == at.place]
-        name = next(filter(None, map(names.of, [*same, *alike][:6])), "")
+        same_line = [t for t, by in alive if type(by) is type(node) and at and (m := made(by)) and m.place == at.place]
+        name = next(filter(None, map(names.of, [*same, *same_line][:6])), "")
         whole = _INDEX.sub("", name)
         kind = "Tensor" if whole == name else "tuple"
         holders.setdefault(whole, Held("carried_graph", whole, kind, 1, None, str(at.place) if at else ""))

@@ -1,6 +1,6 @@
 """The causes of ``resume_equivalence``, and what is said of each. Plain data, no torch.
 
-What was lost is named by its component and its path (``{what}``, ``{names}``, ``{changed}``). ``{told}`` says which
+What was lost is named by its component and its path (``{what}``, ``{names}``, ``{changed}``). ``{known}`` says which
 keys did not match, whether the checkpoint holds the values, and what ends elsewhere.
 """
 
@@ -26,7 +26,7 @@ RENEWABLE = {
     "scaler": ("scaler",),
     "rng": ("generator",),
 }
-"""The names that ``renews`` knows besides paths, each with the kinds of leaves that it stands for."""
+"""The names that ``renews`` knows besides paths, each with the kinds of leaves that it covers."""
 
 _ALONE = (
     "{unequal:?with everything carried over the runs end equal, and with everything but {what} they do not|compared "
@@ -34,10 +34,10 @@ _ALONE = (
 )
 _EVALUATED = "evaluate() was called after load, once with {what} carried over and once without"
 _SET = "save {what} and set it in load"
-OF_EVERY_CALL = frozenset("told lost held changed".split())
-"""What ``told`` gives to the texts of what was lost."""
+OF_EVERY_CALL = frozenset("known lost held changed".split())
+"""What ``loss_finding`` gives to the texts of what was lost."""
 
-_lost = partial(Cause, measured="{told}", shown_by=_ALONE)
+_lost = partial(Cause, measured="{known}", shown_by=_ALONE)
 
 CAUSES = {
     "weights_not_loaded": _lost(
@@ -47,7 +47,7 @@ CAUSES = {
         repair='model.load_state_dict(state["model"]) with strict=True, under the names that the checkpoint has (strip '
         'a wrapper\'s prefix: {k.removeprefix("module."): v for k, v in state.items()})',
         explains=("every_param_moves",),
-        settle='renews=("name of the part",) where load is meant to begin it again',
+        settle='renews=("name of the part",) if load should start it from its initial state',
         variants={
             "prefixed": {
                 "repair": "load_state_dict({{k.removeprefix({prefix!r}): v for k, v in {state}.items()}}) with "
@@ -64,7 +64,7 @@ CAUSES = {
                 "repair": "put {names} into the checkpoint as well, and load with strict=True where nothing is left out"
             },
             "another model": {
-                "measured": "load_state_dict was called on another {elsewhere}, which is not TrainLoop.model; {told}",
+                "measured": "load_state_dict was called on another {elsewhere}, which is not TrainLoop.model; {known}",
                 "repair": "call load_state_dict on the {elsewhere} that trains, and give that one as TrainLoop.model",
             },
             "no call": {
@@ -110,7 +110,7 @@ CAUSES = {
         summary="a resumed run loses {what}: the moments begin again",
         repair='save "optimizer": optimizer.state_dict(), and optimizer.load_state_dict(state["optimizer"]) in load, '
         "after the optimizer is built",
-        settle='renews=("optimizer",) where a new optimizer is meant',
+        settle='renews=("optimizer",) if a new optimizer is intended',
         variants={
             "one of several": {"repair": "save and load the state_dict() of {which} as well, after it is built"},
         },
@@ -128,7 +128,7 @@ CAUSES = {
         summary="after load the schedule goes on from another step ({changed})",
         repair='save "scheduler": scheduler.state_dict(), and scheduler.load_state_dict(state["scheduler"]) in load, '
         "after it is built",
-        settle='renews=("scheduler",) where the schedule is meant to begin again',
+        settle='renews=("scheduler",) if the schedule should start again',
         variants={
             "counted": {
                 "summary": "after load the schedule goes on from another step: {names} ends at {now} in place of "
@@ -144,14 +144,14 @@ CAUSES = {
         summary="a resumed run loses values of the optimizer's groups: {changed}",
         repair="optimizer.load_state_dict(state) restores lr and the other values of the groups; build schedulers "
         "before it, since a new scheduler writes its first lr into them",
-        settle='renews=("optimizer",) where a new optimizer is meant',
+        settle='renews=("optimizer",) if a new optimizer is intended',
         source="https://github.com/torch-points3d/torch-points3d/pull/630",
     ),
     "scaler_lost": _lost(
         proof="after load the scaler's scale is not the one that was saved",
         summary="a resumed run loses {what}",
         repair='save "scaler": scaler.state_dict(), and scaler.load_state_dict(state["scaler"]) in load',
-        settle='renews=("scaler",) where it is meant to begin again',
+        settle='renews=("scaler",) if it should start again',
         variants={
             "scale": {
                 "summary": "after load the scale of the gradient scaler is {now:g} in place of {before:g}",
@@ -188,7 +188,7 @@ CAUSES = {
         proof="with this alone not carried over, the resumed run ends elsewhere",
         summary="a resumed run loses {what}",
         repair="register_buffer() where it belongs to a module, else save it and set it in load",
-        settle="renews=(its path,) where load is meant to begin it again",
+        settle="renews=(its path,) if load should start it from its initial state",
         variants={
             "attribute": {
                 "repair": "register_buffer({attribute!r}, ...) where it belongs to a module; else " + _SET,
@@ -229,11 +229,10 @@ CAUSES = {
         measured="{evaluated}{held}",
         shown_by=_EVALUATED,
         repair='save "ema": ema.state_dict(), and ema.load_state_dict(state["ema"]) in load',
-        settle="an evaluate= that returns a loss shows whether it matters; renews=(its path,) where it is meant to "
-        "begin again",
+        settle="an evaluate= that returns a loss shows whether it matters; renews=(its path,) if it should begin again",
         variants={
             "likely": {
-                "measured": "{told}",
+                "measured": "{known}",
                 "shown_by": "it moves as training goes on, and has the shapes of weights; evaluate= would show who "
                 "reads it",
             },
@@ -298,7 +297,7 @@ CAUSES = {
                 "summary": "{names} {names:are} drawn when the model is built, and the checkpoint does not hold "
                 "{names:them}: a run resumed under another seed {permutes:?reads features in another order|trains "
                 "another model}",
-                "measured": "{told}",
+                "measured": "{known}",
                 "shown_by": "resumed in a loop built under another seed, training ends as before with everything "
                 "carried over, and differs with everything but {what}",
                 "repair": "self.register_buffer(name, tensor) puts it into the state dict{permutes:?|. It is right "

@@ -140,15 +140,15 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.positions import data_go_on
     from pytest_trainloop.checks.state.resume_equivalence.statements import kept_at
 
-    if apart := [*_detached(a, b), *_untied(a, b)]:
-        lost, known, undecided = apart, set[str](), None
+    if separated := [*_detached(a, b), *_untied(a, b)]:
+        lost, known, undecided = separated, set[str](), None
     else:
         lost, known, undecided = losses(a, b)
     yield from lost
     known_causes = {finding.cause for finding in lost}
     yield from _schedules(a, b) if "scheduler_restarts" not in known_causes else ()
     yield from _scalers(a, b) if "scaler_lost" not in known_causes else ()
-    if not apart and undecided is None:
+    if not separated and undecided is None:
         yield from averages(a, b, known)
         if not b.unequal():
             yield from steered(a, b)
@@ -160,7 +160,7 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
         line = kept_at(a, a.saved.leaves[kept], attribute)
         facts = {"kept": kept, "entry": entry, "attribute": attribute, "change": line}
         yield _seen("live_references", a, a.drifting.values(), "kept", **facts)
-    if not apart and undecided is None:
+    if not separated and undecided is None:
         other = b.again(other_seed=1, steps=False)
         if names := _drawn_from_seed(a, b, other):
             yield _seen("drawn_from_seed", a, names, level="advice")

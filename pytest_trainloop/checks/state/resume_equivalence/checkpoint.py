@@ -64,7 +64,7 @@ class Checkpoint:
         self.given: Path | None = None
         """The path that ``save`` was given; None where it returns a state."""
         self._bare = bare
-        self._text = False  # whether the path is handed over as a string, since the project takes no other
+        self._text = False  # whether the path is passed as a string, since the project takes no other
         self._folder: Path | None = None
         self._state: Any = None
         self._replaced: list[tuple[Stored, int]] = []
@@ -233,7 +233,7 @@ def copied(state: Any, replaced: dict[int, Any]) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Where torch's, numpy's and python's own generators stand."""
+    """The states of torch's, numpy's and python's own generators."""
     numpy = sys.modules.get("numpy")
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     return states if numpy is None else {**states, "numpy": numpy.random.get_state()[1]}
@@ -245,7 +245,7 @@ def states_among(values: Iterable[Any], states: Mapping[str, Any]) -> frozenset[
 
 
 def standing_at(states: Mapping[str, Any]) -> frozenset[str]:
-    """The generators that stand where they stood."""
+    """The generators whose state did not change."""
     now = random_states()
     return frozenset(name for name, state in states.items() if name in now and _is_state(now[name], state))
 
@@ -337,7 +337,9 @@ def calls_noted(calls: list[StateDictCall], loop: TrainLoop, saved: Mapping[str,
                 return keys
             now = tensors_of(loop)
             declared = {id(tensor) for _, tensor in now}
-            apart = not declared & {id(tensor) for tensor in (*members.parameters(module), *members.buffers(module))}
+            undeclared = not declared & {
+                id(tensor) for tensor in (*members.parameters(module), *members.buffers(module))
+            }
             same_class = any(type(own) is type(module) for own in loop.modules.values())
             calls.append(
                 StateDictCall(
@@ -346,7 +348,7 @@ def calls_noted(calls: list[StateDictCall], loop: TrainLoop, saved: Mapping[str,
                     unexpected=tuple(getattr(keys, "unexpected_keys", ())),
                     right=frozenset(n for n, t in now if n in saved and same_tensor(saved[n], t.detach())),
                     assign=bool(kwargs.get("assign", args[1:2] == (True,))),
-                    elsewhere=type(module).__name__ if apart and same_class else "",
+                    elsewhere=type(module).__name__ if undeclared and same_class else "",
                 )
             )
             return keys
@@ -373,9 +375,9 @@ def put_in_place(loop: TrainLoop, before: Mapping[int, Any]) -> bool:
             new = [module for module in new if id(module) not in inner]
         others: dict[int, Any] = {}
         for old in gone:
-            if alike := [thing for thing in new if type(thing) is type(old)] or new:
-                others[id(old)] = alike[0]
-                new = [thing for thing in new if thing is not alike[0]]
+            if same_type := [thing for thing in new if type(thing) is type(old)] or new:
+                others[id(old)] = same_type[0]
+                new = [thing for thing in new if thing is not same_type[0]]
         if not others:
             continue
         replaced = True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.state.resume_equivalence.lost import in_a_module, told
+from pytest_trainloop.checks.state.resume_equivalence.lost import in_a_module, loss_finding
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import patched
@@ -32,8 +32,8 @@ def drawn_attributes(a: Uninterrupted, b: Resumed, other: Resumed) -> Iterator[F
     ``other`` is resumed in a loop built under another seed. With everything that differs there carried over it must end
     as the uninterrupted run, and with everything but these attributes it must not. Only what follows from draws inside
     a module's ``__init__`` is looked at, and permutations that a call returned: other attributes may follow from the
-    data (an order of frequencies). A permutation is at fault; other draws may stand for what is loaded from elsewhere
-    (an embedding, an assignment to clusters).
+    data (an order of frequencies). A permutation is at fault; other draws may be replaced by what is loaded from
+    elsewhere (an embedding, an assignment to clusters).
     """
     as_built = [
         d
@@ -58,7 +58,7 @@ def drawn_attributes(a: Uninterrupted, b: Resumed, other: Resumed) -> Iterator[F
         if unequal:
             facts: dict[str, Any] = {"what": some(paths), "unequal": tuple(unequal)}
             facts |= {"level": "fault" if permutes else "advice", "permutes": permutes}
-            yield told(a, b, "drawn_from_seed", some_of_them, "attribute", **facts)
+            yield loss_finding(a, b, "drawn_from_seed", some_of_them, "attribute", **facts)
 
 
 def _is_permutation(value: Any) -> bool:
@@ -89,11 +89,11 @@ def _drawn(evidence: Evidence) -> tuple[set[str], list[Any]]:
     numpy = sys.modules.get("numpy")
     with Orders(), patched(numpy.random, "permutation", noted) if numpy else contextlib.nullcontext():
         evidence.fresh_loop()
-    first, second = (_built_apart(evidence, number) for number in (1, 2))
+    first, second = (_built_from_two_seeds(evidence, number) for number in (1, 2))
     return {d.leaf.path for d in differences(first, second)}, orders
 
 
-def _built_apart(evidence: Evidence, number: int) -> Snapshot:
+def _built_from_two_seeds(evidence: Evidence, number: int) -> Snapshot:
     """A loop whose modules draw from generators seeded by ``number``, and all else from those of the run."""
     outside: dict[FrameType, Any] = {}
     inside: list[Any] = []

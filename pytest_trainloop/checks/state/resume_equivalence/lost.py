@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.reach.snapshot import Difference
 
 OTHER_INPUTS = (
-    "the resumed run was handed other inputs by a data stream of the loop's own; let fit take its data from the "
+    "the resumed run got other inputs from a data stream of the loop's own; let fit take its data from the "
     "batches that it is given"
 )
 
@@ -68,7 +68,7 @@ class Lost(NamedTuple):
 
 
 def losses(a: Uninterrupted, b: Resumed) -> tuple[list[Finding], set[str], CannotDecide | Unreliable | None]:
-    """What makes the resumed run end elsewhere; the components of that; and why it cannot be told, where it cannot."""
+    """What makes the resumed run end elsewhere; the components of that; and the reason where this cannot be decided."""
     if not b.unequal():
         return [], set(), None
     undecided: CannotDecide | Unreliable | None = None
@@ -202,7 +202,7 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
     what = " and ".join(lost.names)
 
     def lose(cause: str, variant: str = "", *, level: Level = "fault", **facts: Any) -> Finding:
-        return told(a, b, cause, differences, variant, what=what, unequal=lost.unequal, level=level, **facts)
+        return loss_finding(a, b, cause, differences, variant, what=what, unequal=lost.unequal, level=level, **facts)
 
     if any("['params']" in d.leaf.path and isinstance(d.before, torch.Tensor) for d in differences):
         return lose("state_lost", "stepped")
@@ -245,7 +245,7 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
     return lose("state_lost", variant, level="fault" if certain else "advice", attribute=what.rpartition(".")[2])
 
 
-def told(
+def loss_finding(
     a: Uninterrupted,
     b: Resumed,
     cause: str,
@@ -275,7 +275,7 @@ def told(
         ended, steps = count(len(unequal), "tensor"), count(a.made.steps[-1], "step")
         parts.append(f"{ended} {be(unequal)} different after {steps} ({some(unequal)})")
     facts |= {"what": what, "lost": len(names), "unequal": unequal, "changed": _changed(differences) or some(names)}
-    facts |= {"told": "; ".join(parts) or f"{count(len(names), 'value')} differ after load"}
+    facts |= {"known": "; ".join(parts) or f"{count(len(names), 'value')} differ after load"}
     facts |= {"held": f"; {held}" if held else ""}
     where = call.where if call is not None and call.where else a.lines["load"]
     leaf = differences[0].leaf
@@ -317,7 +317,7 @@ def _is_moment(value: Any) -> bool:
 
 
 def _held_as(a: Uninterrupted, differences: Sequence[Difference]) -> str:
-    """The entry of the checkpoint with the values of one of these tensors; many are alike where they are zero."""
+    """The entry of the checkpoint with the values of one of these tensors; several match where the values are zero."""
     return next((e for d in differences if _is_moment(d.before) and (e := a.checkpoint.holds(d.before))), "")
 
 
@@ -383,7 +383,8 @@ def _repair_of_keys(
 
 
 def averages(a: Uninterrupted, b: Resumed, known: Collection[str]) -> Iterator[Finding]:
-    """Tensors that training moves, that no weight depends on, and that begin anew: shown by ``evaluate``, or advice.
+    """Tensors that training moves, that no weight depends on, and that ``load`` does not restore: shown by
+    ``evaluate``, or advice.
 
     That ``evaluate`` returns the same shows nothing: an accuracy over few rows is often equal.
     """
@@ -400,13 +401,13 @@ def averages(a: Uninterrupted, b: Resumed, known: Collection[str]) -> Iterator[F
         if other and not same_value(*(torch.tensor(n, dtype=torch.float64) for n in (whole, other))):
             evaluated = _other_numbers(whole, other)
             if own:
-                yield told(a, b, "buffer_lost", differences, "evaluated", what=name, evaluated=evaluated)
+                yield loss_finding(a, b, "buffer_lost", differences, "evaluated", what=name, evaluated=evaluated)
             else:
-                yield told(a, b, "average_lost", differences, what=name, evaluated=evaluated, repair=repair)
+                yield loss_finding(a, b, "average_lost", differences, what=name, evaluated=evaluated, repair=repair)
         elif _as_weights(a, differences) and not own:
             facts: dict[str, Any] = {"what": name, "level": "advice", "repair": repair}
             facts |= {"evaluated": f"evaluate() gives {other[0]:.6g} with and without it" if other else ""}
-            yield told(a, b, "average_lost", differences, "equal" if other else "likely", **facts)
+            yield loss_finding(a, b, "average_lost", differences, "equal" if other else "likely", **facts)
 
 
 def _moves(a: Uninterrupted, b: Resumed, differences: Sequence[Difference]) -> bool:
@@ -421,8 +422,8 @@ def _moves(a: Uninterrupted, b: Resumed, differences: Sequence[Difference]) -> b
             continue
         made = path not in b.built.leaves or not same_value(b.built.value(path), d.before)
         goes_on = path in end.leaves and not same_value(end.value(path), d.before)
-        apart = path in other.leaves and goes_on and not same_value(other.value(path), end.value(path))
-        if made and apart and not any(same_value(weight, d.before) for weight in weights.values()):
+        differing = path in other.leaves and goes_on and not same_value(other.value(path), end.value(path))
+        if made and differing and not any(same_value(weight, d.before) for weight in weights.values()):
             return True
     return False
 
@@ -438,28 +439,28 @@ def _other_numbers(whole: list[float], other: list[float]) -> str:
 
 def steered(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     """Values that no weight depends on, and without which an average that was restored goes elsewhere: the number of
-    its updates, by which its decay begins anew."""
+    its updates, from which its decay is computed."""
     left = b.candidates()
     everything = _paths(left)
-    apart = _averages_apart(a, b, everything)
+    differing = _differing_averages(a, b, everything)
     scalars = {
         name: differences
         for name, differences in left.items()
         if any(d.leaf.kind in ("scalar", "buffer") and b.left_as_built(d) for d in differences)
     }
-    if not apart or not scalars or apart & _averages_apart(a, b.again(everything), set()):
+    if not differing or not scalars or differing & _differing_averages(a, b.again(everything), set()):
         return
-    read = any("evaluate" in a.saved.leaves[path].reached_from for path in apart)
+    read = any("evaluate" in a.saved.leaves[path].reached_from for path in differing)
     level = "fault" if read else "advice"
     for name, differences in scalars.items():
         without = b.again(everything - _paths({name: differences}))
-        if ends := apart & _averages_apart(a, without, set()):
+        if ends := differing & _differing_averages(a, without, set()):
             buffer = any(d.leaf.kind == "buffer" for d in differences)
             cause, variant = ("buffer_lost", "not loaded") if buffer else ("counter_lost", "" if read else "changed")
-            yield told(a, b, cause, differences, variant, what=name, unequal=tuple(sorted(ends)), level=level)
+            yield loss_finding(a, b, cause, differences, variant, what=name, unequal=tuple(sorted(ends)), level=level)
 
 
-def _averages_apart(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:
+def _differing_averages(a: Uninterrupted, b: Resumed, lost: set[str]) -> set[str]:
     """Paths of what looks like an average, is as it was saved after ``load``, and ends elsewhere."""
     mine, other = a.at_end, b.at_end
     if mine is None or other is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import Checkpoint
-from pytest_trainloop.checks.state.resume_equivalence.lost import told
+from pytest_trainloop.checks.state.resume_equivalence.lost import loss_finding
 from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.declare import nested
@@ -55,7 +55,7 @@ def data_go_on(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     if others:
         facts: dict[str, Any] = {"others": others, "epoch": epoch, "first": first, "second": second}
         what = some(tuple(dict.fromkeys(d.leaf.component for d in left)))
-        yield told(a, b, "state_lost", left, "position", what=what, **facts)
+        yield loss_finding(a, b, "state_lost", left, "position", what=what, **facts)
 
 
 def _of_data(difference: Difference) -> bool:

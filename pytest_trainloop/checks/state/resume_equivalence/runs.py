@@ -278,7 +278,7 @@ class Resumed(Run):
         """Of torch, numpy and python those whose random state ``load`` restored."""
         self.kept_for_later = frozenset[str]()
         """Those whose random state the loop holds, to restore it when it trains."""
-        self.set_alike = frozenset[str]()
+        self.set_equal = frozenset[str]()
         """Paths of values that training has left as built and that ``load`` sets: the epoch to start from. The second
         half of the uninterrupted run began with them as they are built, and so does this one."""
         self.numbers: list[float] = []
@@ -300,8 +300,8 @@ class Resumed(Run):
                     held = (self.loaded.value(path) for path, kind in kinds if kind in ("tensor", "array"))
                     self.kept_for_later = states_among(held, a.states)
                 self.lost = differences(a.saved, self.loaded)
-                self.set_alike = frozenset(d.leaf.path for d in self.lost if self._is_for_resuming_alone(d))
-                chosen = {*carry, *self.set_alike, *(d.leaf.path for d in self.lost if renewed.covers(d.leaf))}
+                self.set_equal = frozenset(d.leaf.path for d in self.lost if self._is_for_resuming_alone(d))
+                chosen = {*carry, *self.set_equal, *(d.leaf.path for d in self.lost if renewed.covers(d.leaf))}
                 if chosen:
                     a.saved.carry_over(reach, [d.leaf.path for d in self.lost if d.leaf.path in chosen])
             if evaluate and loop.evaluate is not None:
@@ -354,11 +354,11 @@ class Resumed(Run):
         return [n for n in held if n in mine and n in other and not same_tensor(other[n], mine[n])]
 
     def candidates(self) -> dict[str, tuple[Difference, ...]]:
-        """What differs after ``load``, by component: not what is declared to begin anew or set for resuming alone, nor
+        """What differs after ``load``, by component: not what is declared in ``renews`` or set for resuming alone, nor
         what the loop's data alone lead to (how far they have come is no part of a checkpoint here)."""
         found: dict[str, list[Difference]] = {}
         for d in self.lost:
-            if not (self.renewed.covers(d.leaf) or d.leaf.path in self.set_alike or d.leaf.reached_from == {"batches"}):
+            if not (self.renewed.covers(d.leaf) or d.leaf.path in self.set_equal or d.leaf.reached_from == {"batches"}):
                 found.setdefault(d.leaf.component, []).append(d)
         return {name: tuple(differences) for name, differences in found.items()}
 
@@ -368,7 +368,7 @@ class Resumed(Run):
 
 
 class Renewed:
-    """What the project declares to begin anew. Raises ``UsageError`` for a name that nothing has."""
+    """What the project declares in ``renews``. Raises ``UsageError`` for a name that nothing has."""
 
     def __init__(self, evidence: Evidence, saved: Snapshot) -> None:
         self.names = tuple(evidence.declared("renews") or ())
@@ -386,7 +386,7 @@ class Reported:
 
     def __init__(self, _evidence: Evidence) -> None:
         self.courses: TwoCourses | None = None
-        """The resumed run beside the uninterrupted one; None where nothing differs, or one of them raised."""
+        """The resumed run compared with the uninterrupted one; None where nothing differs, or one of them raised."""
 
 
 def both(evidence: Evidence) -> tuple[Uninterrupted, Resumed | None]:

@@ -21,7 +21,7 @@ CAUSES = {
         explains=("parameter_precision", *LEARNING),
         change=("cast", "module"),
         variants={
-            "full precision": {"repair": "raise the learning rate of this group, if it is meant to train"},
+            "full precision": {"repair": "raise the learning rate of this group, if it should train"},
             "most entries": {
                 "summary": (
                     "{part:.0%} of the {dtype} weights never move, most of them in {names}: each update is below half "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 SIZES = (1e-2, 1e-5)
-"""Of the two starts: a thousand times apart, both small beside weights."""
+"""The two starts: they differ by a factor of 1000, and both are small compared with weights."""
 
 AGREE = 2.0
 """Factor within which relative changes are one: gradients at both starts differ by what a start of 1e-2 changes. An

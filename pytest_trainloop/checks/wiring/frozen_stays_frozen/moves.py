@@ -75,18 +75,18 @@ def _moved(record: Record, p: Parameter, *, assigned: bool) -> Moved | None:
     index = p.index
     steps = [s for s in record.of(Step) if s.full and not s.nested and s.reads and index in s.reads[-1].grads]
     moving = [s for s in steps if s.updates.get(index, 0.0) > 0.0]
-    meant = record.declared_frozen(p.name)
-    if not meant and len(moving) == len(steps) >= LEAST_STEPS:
+    intended = record.declared_frozen(p.name)
+    if not intended and len(moving) == len(steps) >= LEAST_STEPS:
         # user code freezes by zeroing: a gradient arrives before every step, which finds zero there, and others next to
         # it; a bias that cancels in a difference gets none (odd: preferences_of_pairs)
-        meant = all(
+        intended = all(
             any(g is not None and not g.zero for g in s.reads[-1].grads.values())
             and (grad := s.reads[-1].grads[index]) is not None
             and grad.zero
             and _arrived(record, index, s)
             for s in steps
         )
-    moves = [s for s in moving if meant or index in s.frozen]
+    moves = [s for s in moving if intended or index in s.frozen]
     idle = [s for s in moves if _gradient(index, s) is None]
     read = [s for s in moves if _gradient(index, s) is not None]
     # user code assigned the gradient (odd: keeping_masters_by_hooks), or a hook of the optimizer gave another after it

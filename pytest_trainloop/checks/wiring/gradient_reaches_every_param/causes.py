@@ -48,7 +48,7 @@ _TEACHER = {
     ),
     "repair": (
         "leave the weights of {teacher} out of the optimizer: weight decay would move them without a gradient; "
-        "frozen=({teacher!r},) says that it is meant"
+        "frozen=({teacher!r},) declares it as intended"
     ),
 }
 _PASSED_THROUGH = {"tried": "with {op} giving back its input in the backward pass the gradient arrives"}
@@ -91,7 +91,7 @@ CAUSES = {
                     "use the tensor from before the {op} here: call the model again, or keep both (fake for this loss, "
                     "fake.detach() for the other)"
                 ),
-                "do_not": "remove the {op} at {cut_at}: the loss of {other} is meant to stop there",
+                "do_not": "remove the {op} at {cut_at}: the loss of {other} must stop there",
             },
             "own function": {
                 "shown_by": "a gradient arrives at the output of {op}, and its backward() returns none for an input",
@@ -176,7 +176,7 @@ CAUSES = {
                 ),
                 "repair": (
                     "look at what multiplies the result (a gate at zero, an expert without tokens), or give batches= "
-                    'that use it; frozen=("...",) says that it is meant to stay'
+                    'that use it; frozen=("...",) declares that it keeps its values'
                 ),
             },
         },
@@ -236,8 +236,8 @@ CAUSES = {
                 ),
                 "repair": (
                     "add the loss of that result{target:?, with {target} as target|, or take the module out of the "
-                    'optimizer}; {sure:?or name the module in frozen=|frozen=("...",) says that it is meant, frozen=() '
-                    "that all must train}"
+                    'optimizer}; {sure:?or name the module in frozen=|frozen=("...",) declares it as intended, '
+                    "frozen=() that all must train}"
                 ),
             },
             "no part": {
@@ -252,8 +252,8 @@ CAUSES = {
                 "repair": (
                     "{kept:?make {kept} again in each training step, or clear it after the evaluation; |}"
                     "{declared:?call the module and use its result, or take it out of the optimizer; or name it in "
-                    'frozen=|give batches= that use it; frozen=("...",) says that it is meant to stay, frozen=() that '
-                    "all must train}"
+                    'frozen=|give batches= that use it; frozen=("...",) declares that it keeps its values, '
+                    "frozen=() that all must train}"
                 ),
             },
             "left out": {
@@ -267,7 +267,7 @@ CAUSES = {
                 "shown_by": "what {call} is given changes with {names:them}, and what it gives does not",
                 "repair": (
                     "look at the mask, the index or the weight on this line: is it the wrong way round, or 0 for all "
-                    'of this data? frozen=("...",) says that it is meant'
+                    'of this data? frozen=("...",) declares it as intended'
                 ),
             },
         },
@@ -289,7 +289,7 @@ CAUSES = {
         source="https://github.com/tambetm/gym-minecraft/issues/4",
     ),
     "frozen_by_mistake": Cause(
-        proof="frozen= says what is meant to be frozen, and a layer's weight outside of it does not require grad",
+        proof="frozen= declares what is frozen, and a layer's weight outside of it does not require grad",
         summary="{names} {names:are} frozen and not among what frozen= names: {declared}",
         measured="{weights} weights of layers do not require grad and lie below none of the declared paths",
         shown_by="their modules run in the training forward pass, and requires_grad is False on them",

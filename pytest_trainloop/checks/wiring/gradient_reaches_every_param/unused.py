@@ -214,7 +214,7 @@ def given_out(evidence: Evidence, names: Sequence[str]) -> tuple[set[str], dict[
 
 
 def unread_target(evidence: Evidence, names: Sequence[str], results: Collection[Shape]) -> str:
-    """Where in the batch a target of one of these shapes of results stands that nothing reads; "" if nowhere.
+    """Where in the batch a target of one of these shapes of results is that nothing reads; "" if nowhere.
 
     A head whose result no loss uses may belong to a task that is not in the batch. Where the batch holds a tensor that
     fits the head's result, bears its name, and makes no difference, bit for bit, to what the loop backpropagates, the
@@ -252,7 +252,7 @@ def unread_target(evidence: Evidence, names: Sequence[str], results: Collection[
 
 
 def _words(text: str) -> set[str]:
-    """The words of a dotted name, without those that stand in any."""
+    """The words of a dotted name, without those that any name may have."""
     return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _ANY}
 
 

@@ -76,11 +76,11 @@ class BuiltOptions:
     def findings(self, evidence: Evidence) -> Iterator[Finding]:
         """One for all modules that have one option at one value, and one for each optimizer."""
         training = {path for forward in evidence.run().root_forwards() for path in forward.in_training}
-        alike: dict[str, tuple[Noted, list[str]]] = {}
+        by_text: dict[str, tuple[Noted, list[str]]] = {}
         for path, noted in self._modules:
             if path in training or not noted.in_training:
-                alike.setdefault(repr(noted), (noted, []))[1].append(path)
-        for (cause, facts, repair, _), paths in alike.values():
+                by_text.setdefault(repr(noted), (noted, []))[1].append(path)
+        for (cause, facts, repair, _), paths in by_text.values():
             yield found(cause, "", paths, level="advice", number=len(paths), repair=repair, **facts)
         for number, (cause, facts, repair, _) in self._optimizers:
             line = evidence.shared(MadeAt.of).optimizer(number)

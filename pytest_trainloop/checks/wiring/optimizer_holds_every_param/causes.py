@@ -28,7 +28,7 @@ CAUSES = {
         shown_by=_ARRIVES,
         repair=(
             "pass them to the optimizer here, or add_param_group() where they are made\n"
-            'if they are meant to stay fixed: requires_grad_(False), or frozen=("...",)'
+            'if they should stay fixed: requires_grad_(False), or frozen=("...",)'
         ),
         settle='frozen=("...",) says what is not to train; given and without these it is a fault',
         variants={

@@ -102,9 +102,9 @@ def left_over(record: Record) -> list[Parameter]:
     """Held tensors that no gradient reaches and that are in no module that ran: what is declared does not count where
     other modules ran instead of it (pair: copy_made_inside_fit)."""
     ran = [p for p in record.parameters if p.calls_with_grad + p.calls_without_grad + p.calls_in_checkpoint]
-    indices, apart = {p.index for p in ran}, any(not p.declared for p in ran)
+    indices, some_undeclared = {p.index for p in ran}, any(not p.declared for p in ran)
     silent = [record.parameters[i] for i in sorted(record.held) if not record.reached(i)]
-    return [p for p in silent if p.role == "foreign" or p.gone or (apart and p.index not in indices)]
+    return [p for p in silent if p.role == "foreign" or p.gone or (some_undeclared and p.index not in indices)]
 
 
 def path(p: Parameter) -> str:
@@ -186,12 +186,12 @@ def left_out(evidence: Evidence, record: Record, missing: Sequence[Parameter]) -
         yield said([p for p in missing if p.index in copied], "copied part", **facts)
     if rest := [p for p in missing if p.index not in copied]:
         # a net that was not declared as the model (odd: super_resolution), or a model around an optimised image
-        meant = any(p.declared for p in record.parameters) and not any(p.declared for p in rest)
-        meant |= outside and arrives
-        if not meant:  # (odd: teacher_loaded_from_a_state_dict)
+        intended = any(p.declared for p in record.parameters) and not any(p.declared for p in rest)
+        intended |= outside and arrives
+        if not intended:  # (odd: teacher_loaded_from_a_state_dict)
             loaded = [n for n in _unheld_networks(record, rest) if all(made.loaded(p.name) for p in n)]
-            meant = {p.index for p in rest} <= {p.index for network in loaded for p in network}
-        level = "advice" if meant and record.frozen is None else "fault"
+            intended = {p.index for p in rest} <= {p.index for network in loaded for p in network}
+        level = "advice" if intended and record.frozen is None else "fault"
         yield said(rest, "masters" if masters else "", level=level)
 
 

@@ -106,7 +106,7 @@ def noise_while_building(evidence: Evidence) -> Iterator[Finding]:
     seen = BuildingPasses(quiet=False)
     with seen.watching():
         loop = evidence.fresh_loop()
-    if seen.root is None or seen.meant or "" in seen.given or len(set(seen.given)) < len(seen.given):
+    if seen.root is None or seen.intended or "" in seen.given or len(set(seen.given)) < len(seen.given):
         return
     record, quiet = evidence.run(), BuildingPasses(quiet=True)
     again = evidence.rerun(enough=lambda r: r.rounds >= 1)

@@ -267,7 +267,7 @@ class BuildingPasses(FunctionMode):
         self.place: Place | None = None
         self._called_at: Place | None = None
         self.given: list[str] = []
-        self.meant = False
+        self.intended = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -301,5 +301,5 @@ class BuildingPasses(FunctionMode):
             return out
         if self.root is None:
             self.root, self.name, self.place = root, type(root).__name__, self._called_at
-        self.meant |= self._switches.on(root)
+        self.intended |= self._switches.on(root)
         return args[0] if self._quiet else out

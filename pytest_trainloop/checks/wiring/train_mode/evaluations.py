@@ -123,7 +123,7 @@ def _level(evidence: Evidence, site: object, first: Record, plan: RunPlan) -> Le
     """Whether the passes evaluate: a score is made of their results, and no gradient.
 
     None where the mode changes nothing, or where the same input is given several times (dropout as a sample). Advice
-    for the batch that was trained on, and where training mode may be meant: the model returns another structure then
+    for the batch that was trained on, and where training mode may be intended: the model returns another structure then
     (losses), or draws by a flag of its own.
     """
     replaced = LineProbe(site, "other results")
@@ -139,8 +139,8 @@ def _level(evidence: Evidence, site: object, first: Record, plan: RunPlan) -> Le
         return None
     samples = training.repeated_rows or len(set(training.given)) < len(training.given)
     shapes = [{path: t.shape for path, t in probe.result.items()} for probe in (training, evaluating)]
-    alike = shapes[0] == shapes[1]
-    same = alike and all(torch.equal(t, evaluating.result[path]) for path, t in training.result.items())
+    same_shape = shapes[0] == shapes[1]
+    same = same_shape and all(torch.equal(t, evaluating.result[path]) for path, t in training.result.items())
     if same or (samples and not training.normed):
         return None
     inputs: dict[int, tuple[str, ...]] = {}
@@ -149,8 +149,8 @@ def _level(evidence: Evidence, site: object, first: Record, plan: RunPlan) -> Le
     # what left torch row by row is a score where the first input after each step is always the same
     if not replaced.scored and (len(inputs) < 2 or len(set(inputs.values())) > 1):
         return None
-    meant = not alike or not (training.dropped or training.normed)
-    return "advice" if meant or replaced.on_training_batch else "fault"
+    intended = not same_shape or not (training.dropped or training.normed)
+    return "advice" if intended or replaced.on_training_batch else "fault"
 
 
 def trained_on(evidence: Evidence, site: object, first: Record, plan: RunPlan) -> bool:
@@ -200,7 +200,7 @@ def declared_evaluation(evidence: Evidence) -> Iterator[Finding]:
     whole = replace(evidence.plan(), prepare=watches.append, fit=then_evaluate)
     plan = replace(whole, enough=lambda r: r.rounds >= 1)
     record = evidence.rerun(plan)
-    if not since:  # fit raised: it may not stand so few batches
+    if not since:  # fit raised: it may need more batches
         plan, record = whole, evidence.rerun(whole)
     if raised:
         raise CannotDecide(f"evaluate raised {raised[0].summary} (see evaluation_is_pure)")

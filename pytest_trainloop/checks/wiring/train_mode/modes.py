@@ -39,7 +39,7 @@ def trained_in_evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
     """Modules in evaluation mode in training passes, where the mode makes a difference.
 
     Without further runs, what an evaluation left on is a fault. A whole model that never ran in training mode may be
-    meant, and is advice. Norms and parts of a model are left out then: what kinds they are is not looked at.
+    intended, and is advice. Norms and parts of a model are left out then: what kinds they are is not looked at.
     """
     for record, plan in phases(evidence) if evidence.repeatable else [(evidence.run(), None)]:
         if plan and not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
@@ -57,7 +57,7 @@ def trained_in_evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
             on = forward.in_training if not forward.training and not left else ()
             if on and any(map(evidence.shared(MadeAt.of).switched_on, on)):
                 continue
-            # the loop makes its own training data: it may want both passes alike (odd: looking_policy_alike_in_both)
+            # the loop makes its own training data, maybe both in one mode (odd: looking_policy_alike_in_both)
             between = _without_gradients(record, call, forward) if call and not left else []
             if between and trained_on(evidence, between[0].site, record, plan):
                 level = "advice"
@@ -148,7 +148,7 @@ def _on_purpose(record: Record, module: str, forward: Forward, own_train: Set[st
     class did, or it differed from the rest of the model when the run began."""
     calls = [c for c in record.of(ModeCall) if c.at < forward.at and not c.on and c.below and _covers(c.below, module)]
     # a class's own train() may switch a part through the attribute, which is no call
-    if (module in forward.apart and not calls) or any(_covers(path, module) for path in own_train):
+    if (module in forward.unlike_parent and not calls) or any(_covers(path, module) for path in own_train):
         return True
     # the next call of a model after the switch has gradients on: no evaluation (odd: switched_whole_on_and_norms_off)
     return any(next((f.grad_enabled for f in record.root_forwards() if f.at > c.at), False) for c in calls)

@@ -25,7 +25,7 @@ CAUSES = {
         proof="the two are one place in memory, and with one parameter in both places the losses differ",
         summary="{first} and {second} are two parameters with the same entries in memory, and each is stepped",
         measured=(
-            "with one parameter in both places the losses of the first steps change by {apart:share}; rounding is "
+            "with one parameter in both places the losses of the first steps change by {difference:share}; rounding is "
             "below {bound:share}"
         ),
         shown_by="both ways were run in float64 from the same weights",
@@ -60,8 +60,8 @@ CAUSES = {
             "masters over these weights"
         ),
         measured=(
-            "{other} of {copies} weights differ from their masters, by up to {apart:.3g}, where one ULP of {dtype} is "
-            "{ulp:.2g}"
+            "{other} of {copies} weights differ from their masters, by up to {difference:.3g}, where one ULP of "
+            "{dtype} is {ulp:.2g}"
         ),
         shown_by="after the first step each weight is its master, rounded, bit for bit",
         repair="make the float32 masters after the checkpoint is loaded, or copy the weights into them once, before "
@@ -73,7 +73,8 @@ CAUSES = {
         proof="a value made from the first batch meets the rows of later ones, and another batch gives another value",
         summary="what is made from {names} of the first batch is used for all later ones",
         measured=(
-            "a tensor of shape {shape}; made from the second batch it differs by {apart:share} of its largest entry"
+            "a tensor of shape {shape}; made from the second batch it differs by {difference:share} of its largest "
+            "entry"
         ),
         shown_by="later batches meet it row by row in {function}, and the line that makes it runs once",
         repair="compute it in every pass, or keep it under a key that differs between batches",

@@ -68,6 +68,6 @@ def weights_are_read(evidence: Evidence) -> Iterator[Finding]:
 
     yield from weights.read_once(evidence)
     yield from weights.tied_through_data(evidence)
-    yield from weights.made_anew(evidence)
+    yield from weights.created_in_forward(evidence)
     yield from weights.masters_with_other_values(evidence)
     yield from kept.kept_from_first_batch(evidence)

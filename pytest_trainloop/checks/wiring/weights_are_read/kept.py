@@ -44,9 +44,9 @@ class ThreeBatches(Calls):
     """The calls of the steps on three batches."""
 
     now: int = -1
-    """The number of the batch that was handed over last."""
+    """The number of the batch that was yielded last."""
     at: list[int] = field(default_factory=list)
-    """By the number of a call, the batch that was handed over before it."""
+    """By the number of a call, the batch that was yielded before it."""
     caught: torch.Tensor | None = None
     """What one call gave."""
 
@@ -67,10 +67,10 @@ def kept_from_first_batch(evidence: Evidence) -> Iterator[Finding]:
         place = value.made_by.place if value.made_by else meeting.place
         suspects.setdefault((place.file, place.line), (value, meeting, place))
     for value, meeting, place in suspects.values():
-        apart = _change(evidence, seen, value)
+        distance = _change(evidence, seen, value)
         # one graph in every batch may be kept (odd: adjacency_of_the_only_graph)
-        if apart > ROUNDING and (leaf := next((v for v in value.origins() if v.of_batch), None)):
-            facts = {"shape": str(value.shape), "apart": apart, "function": meeting.name}
+        if distance > ROUNDING and (leaf := next((v for v in value.origins() if v.of_batch), None)):
+            facts = {"shape": str(value.shape), "difference": distance, "function": meeting.name}
             yield found("kept_from_first_batch", meeting.place, (leaf.of_batch,), change=str(place), **facts)
 
 

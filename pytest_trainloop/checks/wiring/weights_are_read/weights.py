@@ -80,7 +80,7 @@ class Reads(WatchingMode):
         """By the index of a parameter, the position in the record at which it was last given to a call."""
         self.shared: list[tuple[int, int]] = []
         """Pairs of parameters that optimizers hold and that have the same entries in memory."""
-        self.anew: dict[tuple[str, int], MadeAnew] = {}
+        self.created: dict[tuple[str, int], MadeAnew] = {}
         """By line: the parameters that a call of the model makes there."""
         self._storages: dict[int, list[int]] = {}
         self._known = -1
@@ -108,7 +108,7 @@ class Reads(WatchingMode):
                             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
                             if places.setdefault(key, index) != index:
                                 self.shared.append((places[key], index))
-                    for made in self.anew.values():
+                    for made in self.created.values():
                         made.trained += sum(t.grad is not None for t in made.between)
                         made.between.clear()
                 self._new.clear()
@@ -149,7 +149,9 @@ class Reads(WatchingMode):
             made = None
             if not any(torch.equal(t.detach().to(tensor), tensor) for t in known):
                 place, _ = here()
-                made = self.anew.setdefault((place.file, place.line), MadeAnew(place, watch.table.path_of(makers[-1])))
+                made = self.created.setdefault(
+                    (place.file, place.line), MadeAnew(place, watch.table.path_of(makers[-1]))
+                )
                 made.shapes[tuple(tensor.shape)] = None
                 made.steps.add(watch.record.rounds)
             self._new[id(tensor)] = tensor, made
@@ -163,8 +165,8 @@ class Reads(WatchingMode):
             made.between.append(tensor)
 
 
-def made_anew(evidence: Evidence) -> Iterator[Finding]:
-    for made in evidence.shared(Reads.of).anew.values():
+def created_in_forward(evidence: Evidence) -> Iterator[Finding]:
+    for made in evidence.shared(Reads.of).created.values():
         steps = len(made.steps)
         if steps >= 2:
             facts = {"shape": " and ".join(map(str, made.shapes)), "lost": made.trained, "steps": steps}
@@ -297,10 +299,10 @@ def tied_through_data(evidence: Evidence) -> Iterator[Finding]:
     for pair in reads.shared:
         one, again = _losses(evidence, pair)
         bound = ROUNDING * torch.finfo(torch.float64 if double and again else torch.float32).eps
-        apart = difference(two, one) if two and one else 0.0
-        if apart > bound:
+        distance = difference(two, one) if two and one else 0.0
+        if distance > bound:
             names, where = tuple(map(reads.record.name, pair)), reads.record.step_line()
-            facts = {"first": names[0], "second": names[1], "apart": apart, "bound": bound}
+            facts = {"first": names[0], "second": names[1], "difference": distance, "bound": bound}
             line = evidence.shared(Lines.of).assigned
             yield found("tied_through_data", where, names, "named", change=line or where, **facts)
 
@@ -338,7 +340,7 @@ def masters_with_other_values(evidence: Evidence) -> Iterator[Finding]:
         low = p.dtype in LOW and p.index not in record.held and any(record.arrivals(p.index))
         if low and written and min(written) >= step:  # a copy is written after the first step
             copies.append(p)
-    if not any(_apart(p, master) for p in copies for master in _masters(record, p)):
+    if not any(_distance(p, master) for p in copies for master in _masters(record, p)):
         return
     first = evidence.rerun(enough=lambda r: r.rounds >= 1, may_raise=True)
     if first.raised is not None or first.rounds != 1:
@@ -356,11 +358,17 @@ def masters_with_other_values(evidence: Evidence) -> Iterator[Finding]:
         if master.index in taken:
             return  # two weights are written from this master
         taken.add(master.index)
-        if gap := _apart(p, master):
+        if gap := _distance(p, master):
             gaps[p.name] = gap
     if gaps:
-        apart, ulp = max(gaps.values())
-        facts = {"other": len(gaps), "copies": len(copies), "dtype": copies[0].dtype, "apart": apart, "ulp": ulp}
+        distance, ulp = max(gaps.values())
+        facts = {
+            "other": len(gaps),
+            "copies": len(copies),
+            "dtype": copies[0].dtype,
+            "difference": distance,
+            "ulp": ulp,
+        }
         yield found("masters_hold_others", first.step_line(), gaps, **facts)
 
 
@@ -373,7 +381,7 @@ def _masters(record: Record, p: Parameter) -> Iterator[Parameter]:
             yield q
 
 
-def _apart(p: Parameter, master: Parameter) -> tuple[float, float] | None:
+def _distance(p: Parameter, master: Parameter) -> tuple[float, float] | None:
     """The largest distance before the first step and one ULP there, where rounding does not make it."""
     weight, wide = values(p.start, p.dtype).double(), values(master.start, master.dtype).double()
     if len(weight) != len(wide) or not len(weight):

@@ -21,10 +21,12 @@ class ModeRecordBuilder(RecordBuilder):
         self.training, self.off = on, set() if on else {"drop", "norm"}
         self.add(ModeCall, line, "model.train()" if on else "model.eval()", below="", on=on)
 
-    def forward(self, *, grad=True, line=5, apart=()):
+    def forward(self, *, grad=True, line=5, unlike_parent=()):
         modes = {"in_eval": tuple(sorted(self.off)), "in_training": tuple(sorted({"drop", "norm"} - self.off))}
         fields = {"module": "", "grad_enabled": grad, "inference": False, "training": self.training}
-        self.last = self.add(Forward, line, "model(x)", **fields, below=frozenset({0}), apart=apart, **modes)
+        self.last = self.add(
+            Forward, line, "model(x)", **fields, below=frozenset({0}), unlike_parent=unlike_parent, **modes
+        )
 
     def batch(self, **how):
         self.zero()
@@ -41,7 +43,7 @@ def judged(build, norms=frozenset(), own_train=frozenset()):
 
 def test_a_part_that_came_in_evaluation_mode_is_meant_where_the_rest_was_not():
     build = ModeRecordBuilder(off=["drop"])
-    build.batch(apart=("drop",))
+    build.batch(unlike_parent=("drop",))
     assert judged(build) is None
     build = ModeRecordBuilder(off=["drop"])
     build.batch()
