@@ -96,7 +96,7 @@ def _described(cause: registry.Cause) -> str:
     if cause.repair:
         lines.append(f"Repair: {cause.repair}")
     if cause.settle:
-        lines.append(f"Where it may be meant: {cause.settle}")
+        lines.append(f"If it may be intended: {cause.settle}")
     if cause.explains:
         lines.append(f"May fail with it: {', '.join(cause.explains)}")
     if cause.source:
@@ -114,7 +114,7 @@ def rule(check: str, cause: str) -> Rule | None:
     about = found.causes[cause]
     lines = [f"{_sentence(_inline(about.proof, ()))}\n"]
     lines += [f"*Repair*: {_sentence(_inline(about.repair, ()))}\n"] if about.repair else []
-    lines += [f"*Where it may be meant*: {_sentence(_inline(about.settle, ()))}\n"] if about.settle else []
+    lines += [f"*If it may be intended*: {_sentence(_inline(about.settle, ()))}\n"] if about.settle else []
     lines.append(f"The check `{check}` holds that: {_inline(found.headline, ())}.\n")
     lines += [f"## {heading}\n\n{_section(heading, body, ())}" for heading, body in _sections(found.page)]
     name = f"{check}:{cause}"
@@ -163,7 +163,7 @@ def markdown_page(check: registry.Check) -> str:
         if cause.repair:
             lines.append(f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n")
         if cause.settle:
-            lines.append(f"*Where it may be meant*: {_sentence(_inline(cause.settle, ()))}\n")
+            lines.append(f"*If it may be intended*: {_sentence(_inline(cause.settle, ()))}\n")
         if cause.explains:
             lines.append(f"*May fail with it*: {', '.join(_to_page(name) for name in cause.explains)}\n")
         if cause.source:
@@ -193,7 +193,7 @@ def _section(heading: str, body: str, checks: Collection[str]) -> str:
 
 
 def _blocks(body: str, checks: Collection[str]) -> Iterator[str]:
-    """Paragraphs, and what is indented further as it stands."""
+    """Wrapped paragraphs; what is indented further is kept unchanged."""
     paragraph: list[str] = []
     lines = body.splitlines()
     for n, line in enumerate(lines):

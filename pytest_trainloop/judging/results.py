@@ -53,12 +53,12 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
 
 
 def _with_settlement(finding: Finding, cause: Cause, check: str) -> str:
-    """The repair; of advice, which may be meant, also how the project says so, or that it is not."""
+    """The repair; for advice also how to declare that the code is intended, or that it is not."""
     repair = finding.repair or cause.repair
     if finding.level != "advice":
         return repair
-    meant = f'if it is meant: skip={{"{check}:{finding.cause}": "why"}}'
-    return "; ".join(filter(None, (repair, cause.settle, meant)))
+    keep = f'if it is intended: skip={{"{check}:{finding.cause}": "why"}}'
+    return "; ".join(filter(None, (repair, cause.settle, keep)))
 
 
 def _is_known(name: str, checks: Mapping[str, Check]) -> bool:

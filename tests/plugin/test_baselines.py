@@ -172,7 +172,7 @@ def test_a_damaged_file_is_one_sentence_and_can_be_recorded_anew(run, pytester, 
     result = run("--trainloop", "test_a.py::test_it")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines([DAMAGED[text]])
-    result.stdout.fnmatch_lines(["*record it anew: * --trainloop-update test_a.py::test_it"])
+    result.stdout.fnmatch_lines(["*record it again: * --trainloop-update test_a.py::test_it"])
     result.stdout.no_fnmatch_line("*Traceback*")
     assert stored.read_text(encoding="utf-8") == text
     assert told(run("--trainloop", "--trainloop-update", "test_a.py::test_it")) == [f"updated    {STORED}"]

@@ -207,7 +207,7 @@ def test_small_data_are_kept_beside_the_test(written):
 
 def test_a_test_that_cannot_be_run_is_not_left_behind(written):
     _, text, loop = written(MASKED, tried="it")
-    assert "- its loop was handed over, and could not be judged so: it" in text
+    assert "- its loop was passed to the checks, which could not judge it: it" in text
     assert isinstance(loop(), Script)
     assert not Path("tests/test_loop.pt").exists()
 

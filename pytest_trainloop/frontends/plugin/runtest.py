@@ -146,9 +146,9 @@ def _contracts_beside(item: pytest.Function, marked: MarkedFunction) -> contextl
     """The contracts of losses that are tested in the same module count for a loop's calls of them."""
     if marked.judges != "loop":
         return contextlib.nullcontext()
-    from pytest_trainloop.instruments.losses.table.registered import beside
+    from pytest_trainloop.instruments.losses.table.registered import contracts_for_calls
 
-    return beside(contracts_beside(item))
+    return contracts_for_calls(contracts_beside(item))
 
 
 def _take_card(item: pytest.Function, marked: MarkedFunction) -> None:

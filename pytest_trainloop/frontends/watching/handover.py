@@ -42,7 +42,7 @@ class Loop:
     data: str = ""
     """The statement that makes the data."""
     kept: Any = None
-    """Rows or batches of the script's own that it reads, from a file beside the test."""
+    """Rows or batches of the script's own that it reads, from a file next to the test."""
     fit: list[str] = field(default_factory=list)
     """The body of ``fit``, where it takes more than one expression."""
 
@@ -230,7 +230,7 @@ def _no_function(at: Frame) -> str:
     where = "at the top of the script" if at.at_module_level else f"in {at.name}()"
     lines, what = _lines_of_loop(at)
     return (
-        f"fit: the loop stands {where} ({lines}), and no function takes its batches: put {what} into one, "
+        f"fit: the loop is {where} ({lines}), and no function takes its batches: put {what} into one, "
         "train(model, optimizer, batches), and call that from both places"
     )
 

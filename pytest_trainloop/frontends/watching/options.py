@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 USAGE = "python -m pytest_trainloop [options] train.py [--] [what the script is given]"
 
 EPILOG = """\
-Options of this command stand before the script, those of the script behind it. Those that pytest has too are spelled as
+Options of this command come before the script, those of the script after it. Those that pytest has too are spelled as
 there. Exit status: 0 no fault was found; 1 a fault was found, or the script failed; 2 nothing trained, no
 chosen check could decide, or the command line cannot be read.
 """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pytest_trainloop.core.report.section import Line as Told
+    from pytest_trainloop.core.report.section import Line as PageLine
     from pytest_trainloop.frontends.watching.options import Options
 
 FAULT, NOTHING = 1, 2
@@ -33,7 +33,7 @@ def refuse(sentence: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is told of one script to whoever asked for it: files, and the runner of GitHub Actions."""
+    """Writes the results of one script where they were asked for: files, and the runner of GitHub Actions."""
 
     options: Options
     folder: Path
@@ -42,17 +42,17 @@ class Outcome:
     """The script, as the report calls its loop."""
     script: Path
 
-    def tell(self, report: Report, own_failure: str = "") -> list[Told]:
+    def tell(self, report: Report, own_failure: str = "") -> list[PageLine]:
         """Write the files that were asked for; what the terminal is to say of them."""
         data = self._document(report, own_failure)
-        told = [line for output in self._outputs() if (line := output.write(data))]
-        return [*told, *self._tell_runner(data, own_failure, checked_nothing(report.entries))]
+        lines = [line for output in self._outputs() if (line := output.write(data))]
+        return [*lines, *self._tell_runner(data, own_failure, checked_nothing(report.entries))]
 
-    def tell_nothing(self, own_failure: str, why: str) -> list[Told]:
-        """Of a script that did not train: the runner is told, and the data have its failure."""
+    def tell_nothing(self, own_failure: str, why: str) -> list[PageLine]:
+        """For a script that did not train: notify the runner, and write its failure to the data."""
         data = self._document(Report(()), own_failure)
-        told = [json_file(self.folder / self.options.json).write(data)] if self.options.json and own_failure else []
-        return [*filter(None, told), *self._tell_runner(data, own_failure, why)]
+        lines = [json_file(self.folder / self.options.json).write(data)] if self.options.json and own_failure else []
+        return [*filter(None, lines), *self._tell_runner(data, own_failure, why)]
 
     def _outputs(self) -> Iterator[Output]:
         options, folder = self.options, self.folder
@@ -71,7 +71,7 @@ class Outcome:
             report, ran, tests={entry.nodeid: (file.as_posix(), 1) for entry in report.entries}, failure=failure
         )
 
-    def _tell_runner(self, data: dict[str, Any], own_failure: str, nothing: str) -> list[Told]:
+    def _tell_runner(self, data: dict[str, Any], own_failure: str, nothing: str) -> list[PageLine]:
         if not github.is_runner():
             return []
         places = Places(self.folder)

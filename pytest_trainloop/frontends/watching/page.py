@@ -87,7 +87,7 @@ class Page:
                 "--write-test=FILE writes the test that hands it over"
             )
 
-    def told(self, lines: Sequence[Line]) -> None:
+    def written(self, lines: Sequence[Line]) -> None:
         """What is said of the files that the command wrote."""
         for line in lines:
             self._say(f"  {line.text}", line.style)

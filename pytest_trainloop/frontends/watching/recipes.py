@@ -19,7 +19,7 @@ _DEEPEST = 8
 
 
 def recipe(name: str, frame: Frame, frames: Sequence[Frame], imports: Imports) -> str:
-    """Code for what a name stands for, where a call with plain arguments gave it, or what it hangs on. Raises
+    """Code that builds the object of a name, where a call with plain arguments gave it, or what it hangs on. Raises
     ``Unknown`` where it came about in another way, or may have been changed since."""
     return _Recipe(frames, imports).of(ast.Name(name, ast.Load()), frame, _DEEPEST)
 

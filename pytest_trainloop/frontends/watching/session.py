@@ -190,13 +190,13 @@ class Session:
         self._write_test()
         needing = needing_a_test(report, self._plan.skip)
         self._page.closing(len(needing), written=bool(self._options.write_test))
-        told = self._outcome().tell(report, own_failure)
-        self._page.told(told)
+        lines = self._outcome().tell(report, own_failure)
+        self._page.written(lines)
         if not report.ok or own_failure:
             return FAULT
         if none := checked_nothing(report.entries):
             return refuse(f"{self._name}: nothing was judged: {none}")
-        return NOTHING if any(line.style == "loud" for line in told) else 0
+        return NOTHING if any(line.style == "loud" for line in lines) else 0
 
     def _report(self) -> Report:
         """The verdicts. The script's own filters of warnings, which may raise, do not apply: the page tells of a check
@@ -221,7 +221,7 @@ class Session:
                 self._page.flush()
                 if why := refusal(file, self._folder):
                     file.with_suffix(".pt").unlink(missing_ok=True)
-                    loop.missing.append(f"its loop was handed over, and could not be judged so: {why}")
+                    loop.missing.append(f"its loop was passed to the checks, which could not judge it: {why}")
             if loop.missing:
                 torchrun = self._options.torchrun or self._ranks is not None
                 files.write(file, script_file(loop, imports, self._options, file, torchrun=torchrun))
@@ -231,7 +231,7 @@ class Session:
         self._files.listed()
         if own_failure and (isinstance(self._error, Exception) or self._waited):
             self._page.failed(own_failure)
-            self._page.told(self._outcome().tell_nothing(own_failure, ""))
+            self._page.written(self._outcome().tell_nothing(own_failure, ""))
             return FAULT
         passes = self._watch.backward_passes
         seen = f"{passes} backward passes and no optimizer step were" if passes else "no backward pass and no step was"
@@ -243,7 +243,7 @@ class Session:
             )
         if own_failure:
             self._page.failed(own_failure)
-        self._page.told(self._outcome().tell_nothing(own_failure, sentence))
+        self._page.written(self._outcome().tell_nothing(own_failure, sentence))
         return refuse(sentence)
 
     def _own_failure(self) -> str:

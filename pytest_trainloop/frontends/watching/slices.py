@@ -39,7 +39,7 @@ class Slices:
         self._loader = loader
         """The training data: ``batches`` inside of ``fit``, ``data`` where another object is made of it."""
         self._names: dict[int, str] = {}
-        """What stands for an object, by ``id``."""
+        """The code that refers to an object, by ``id``."""
         self._done: dict[tuple[int, str], str] = {}
         self._taken: set[str] = {"batches", "batch", "data"}
         self._written: dict[int, Any] = {}
@@ -72,7 +72,7 @@ class Slices:
             return text
 
     def named(self, value: Any, code: str) -> str:
-        """The code, which stands for this object from here on."""
+        """The code, which refers to this object from here on."""
         self._names.setdefault(id(value), code)
         return code
 

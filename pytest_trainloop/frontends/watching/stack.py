@@ -151,7 +151,7 @@ def call_at(caller: Frame, called: Frame) -> ast.Call | None:
 
 
 def is_guarded(module: Frame) -> bool:
-    """Whether the line of a module stands under ``if __name__ == "__main__"``."""
+    """Whether the line of a module is under ``if __name__ == "__main__"``."""
     return any(
         isinstance(node, ast.If)
         and "__name__" in ast.unparse(node.test)

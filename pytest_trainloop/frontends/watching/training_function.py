@@ -46,7 +46,7 @@ def iterated(frame: Frame) -> Any:
 
 
 def node_has_line(node: ast.AST, line: int) -> bool:
-    """Whether a statement or expression stands around a line."""
+    """Whether a statement or expression contains a line."""
     return getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", 0) or 0)
 
 
@@ -65,7 +65,7 @@ def _given(called: Frame) -> list[Any]:
 
 
 def _loaders_in(node: ast.AST, frame: Frame) -> Iterator[Any]:
-    """The DataLoaders that names and attributes in a piece of code stand for."""
+    """The DataLoaders that names and attributes in a piece of code refer to."""
     for inner in ast.walk(node):
         if isinstance(inner, (ast.Name, ast.Attribute)):
             value = frame.evaluated(inner)

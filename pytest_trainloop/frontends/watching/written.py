@@ -108,7 +108,7 @@ def _imports(loop: Loop, imports: Imports, code: str) -> str:
 
 
 def _loading(target: Target, file: Path) -> str:
-    """A function that imports the script: what stands under its ``if __name__ == "__main__"`` does not run."""
+    """A function that imports the script: its ``if __name__ == "__main__"`` block does not run."""
     alias = alias_of(target)
     argv = [target.name, *target.args]
     if target.is_module:

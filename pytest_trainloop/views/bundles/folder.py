@@ -73,8 +73,8 @@ class Failure:
     @property
     def headline(self) -> str:
         result = self.entry.result
-        told = self.faults[0].summary if self.faults else result.reason or "failed"
-        return f"{result.check}{f':{self.cause}' if self.cause else ''}  {told}"
+        summary = self.faults[0].summary if self.faults else result.reason or "failed"
+        return f"{result.check}{f':{self.cause}' if self.cause else ''}  {summary}"
 
 
 def failures(entries: Sequence[Entry]) -> Iterator[Failure]:

@@ -76,14 +76,14 @@ def data(facts: Facts) -> Iterator[Line]:
     own = "batches" in facts.measured.given
     first = items[: facts.measured.length or len(items)]
     different = len({item.identity for item in first})
-    alike = own and different < len(first)
-    parts = [marked(f"{different} different in {numbered(len(first), 'batch')}", alike)]
+    repeats = own and different < len(first)
+    parts = [marked(f"{different} different in {numbered(len(first), 'batch')}", repeats)]
     parts.append(facts.measured.loader if own else "made from batch=: give batches= to see the project's own")
     found = facts.findings("data_order")
     parts.extend(f"{_short(finding)} *" for finding in found)
     loader = facts.where(facts.measured.made.loader()) if facts.measured.loader else ""
     where = loader or facts.field("batches" if own else "batch")
-    yield Line(label="data", text="; ".join(filter(None, parts)), where=where, odd=alike or bool(found))
+    yield Line(label="data", text="; ".join(filter(None, parts)), where=where, odd=repeats or bool(found))
 
 
 def _short(finding: Finding) -> str:

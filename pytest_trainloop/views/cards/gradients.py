@@ -46,7 +46,7 @@ def _clip(fact: ClipFact, facts: Facts) -> Iterator[Line]:
     some, idle = fact.covers < fact.of, not fact.bites
     leaves = "" if idle or math.isnan(fact.leaves) else f", leaves {_left(fact.leaves)}"
     limit = "" if math.isnan(fact.limit) else f" {two(fact.limit)}"
-    parts = ", in parts that have the limit each" if fact.apart else ""
+    parts = ", in parts that have the limit each" if fact.in_parts else ""
     open_ = "" if not fact.uncovered > 0 else f"; {percent(fact.uncovered)} of |g|^2 not covered"
     of = f" of {fact.of}" if fact.of else ""
     covered = marked(f"{fact.covers}{of} tensors", some)

@@ -96,14 +96,18 @@ def _group(number: int, group: Group, rates: list[float], known: Mapping[str, Pa
     empty = not group.names and not norms
     still = bool(rates) and not any(rates) and not empty
     kinds = Counter(kind_of(known[name]) for name in group.names if name in known)
-    told = ", ".join(numbered(kinds[kind], kind) for kind in KINDS if kinds[kind])
+    kinds_of_norm = ", ".join(numbered(kinds[kind], kind) for kind in KINDS if kinds[kind])
     without = not norms and bool(group.norms) and not empty
     fields = [
         f"decay {two(group.decay)}",
         f"rate {marked(span(rates[0], rates[-1]), still)}" if rates else "rate not seen",
         f"|g| {span(norms[0], norms[-1])}" if norms else "" if empty else marked("|g| none", without),
         f"update/weight {marked(span(group.moved[0], group.moved[-1]), unmoved)}" if group.moved and not empty else "",
-        "no tensors" if empty else f"{told}: {names(group.names)}" if told else "tensors of no module",
+        "no tensors"
+        if empty
+        else f"{kinds_of_norm}: {names(group.names)}"
+        if kinds_of_norm
+        else "tensors of no module",
     ]
     return Line(
         label=f"  group {number}",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHECK = "distributed_equivalence"
 
-ALIKE = ("optimizer steps", "weights", "when built", "each step")
+USUALLY_EQUAL = ("optimizer steps", "weights", "when built", "each step")
 """What is commonly the same on all ranks."""
 
 NOTHING = "-"
@@ -42,14 +42,14 @@ def ranks(facts: Facts) -> Iterator[Line]:
     label = "ranks"
     for what, cells in {
         **_known(launched),
-        **{what: list(map(told, launched)) for what, told in _TOLD.items()},
+        **{what: list(map(read, launched)) for what, read in _READERS.items()},
     }.items():
         same = len(set(cells)) == 1
         if same and cells[0] == NOTHING:
             continue
         each = ", ".join(f"{cell} (rank {number})" for number, cell in enumerate(cells))
-        text = f"{cells[0]} on each of {len(cells)}" if same else marked(each, what in ALIKE)
-        yield Line(label=label, text=f"{what}: {text}", odd=not same and what in ALIKE)
+        text = f"{cells[0]} on each of {len(cells)}" if same else marked(each, what in USUALLY_EQUAL)
+        yield Line(label=label, text=f"{what}: {text}", odd=not same and what in USUALLY_EQUAL)
         label = ""
 
 
@@ -107,7 +107,7 @@ def _files(rank: Rank) -> str:
     return ", ".join(names[:MOST_FILES]) + more or NOTHING
 
 
-_TOLD: Mapping[str, Callable[[Rank], str]] = {
+_READERS: Mapping[str, Callable[[Rank], str]] = {
     "optimizer steps": lambda rank: str(rank.steps),
     "when built": _before,
     "each step": _each_step,

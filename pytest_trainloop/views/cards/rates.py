@@ -39,11 +39,11 @@ def schedule(facts: Facts) -> Iterator[Line]:
         first = calls.get(scheduler.number)
         cadenced = often.get(scheduler.number)
         usual = cadenced is not None and cadenced.per == "step"
-        told = marked(_called(cadenced), not usual)
+        called = marked(_called(cadenced), not usual)
         name = facts.optimizer(scheduler.optimizer)
         place = scheduler.place or (first.place if first is not None else None)
         moved = [g for g in every if scheduler.number in g.movers]
-        text = f"{scheduler.kind}{f' of {name}' if name else ''}, {told}{_moves(moved)}"
+        text = f"{scheduler.kind}{f' of {name}' if name else ''}, {called}{_moves(moved)}"
         yield Line(label="schedule", text=text, where=facts.where(place), odd=not usual)
     yield from _ahead(facts)
     yield from _by_hand(every, facts)
@@ -123,9 +123,9 @@ def _drawn(rate: Callable[[int], Sequence[float]], group: int, until: int) -> st
 
 
 def _moves(groups: Sequence[GroupRates]) -> str:
-    """What a scheduler did to the rates; a group whose rates are those of the one before is not told again."""
-    told = dict.fromkeys(span(g.known[0], g.known[-1]) for g in groups if g.known)
-    return f"; rate {', '.join(told)}" if told else ""
+    """What a scheduler did to the rates; a group whose rates equal those of the previous one is left out."""
+    moves = dict.fromkeys(span(g.known[0], g.known[-1]) for g in groups if g.known)
+    return f"; rate {', '.join(moves)}" if moves else ""
 
 
 def _by_hand(every: Sequence[GroupRates], facts: Facts) -> Iterator[Line]:

@@ -43,7 +43,7 @@ def moves(facts: Facts) -> Iterator[Line]:
 
 
 def _before(facts: Facts, move: Move) -> str:
-    """The last line that was seen before the move: it stands between this one and the next."""
+    """The last line that was seen before the move: the move is between this line and the next."""
     seen = [e for e in facts.record.events if e.at <= move.since and isinstance(e, (Step, Backward, Forward))]
     return f"after {facts.where(seen[-1].place)}" if seen else ""
 
@@ -70,8 +70,8 @@ def _inside(facts: Facts) -> Line:
     if not quiet:
         return none_seen("evaluation", "give evaluate=")
     modes = Counter("training" if f.training else "evaluation" for f in quiet)
-    told = ", ".join(f"{n} in {mode} mode" for mode, n in sorted(modes.items()))
-    seen = f"{numbered(len(quiet), 'forward pass')} without gradients, {told}"
+    counts = ", ".join(f"{n} in {mode} mode" for mode, n in sorted(modes.items()))
+    seen = f"{numbered(len(quiet), 'forward pass')} without gradients, {counts}"
     text = f"in fit: {seen}; give evaluate= to see what it leaves"
     return Line(label="evaluation", text=text, where=facts.where(quiet[0].place))
 

@@ -36,7 +36,7 @@ def percent(part: float) -> str:
 
 
 def span(first: float, last: float) -> str:
-    """A value at the first and at the last moment; one number where they are alike to two digits."""
+    """A value at the first and at the last moment; one number where they agree to two digits."""
     return two(first) if two(first) == two(last) else f"{two(first)} -> {two(last)}"
 
 

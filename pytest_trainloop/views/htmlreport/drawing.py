@@ -49,7 +49,7 @@ _LETTER = 5.7
 _LONGEST_LABEL = 24
 
 SERIES = 8
-"""Colours for curves of equal rank; a further one begins anew with another dash."""
+"""Colours for curves of equal rank; a further one uses the colours again with another dash."""
 
 COLOURS = {
     "text": "#0a0001",
@@ -60,7 +60,7 @@ COLOURS = {
     "reference": "#0a0006",
     **{f"series-{i}": f"#0a01{i:02x}" for i in range(SERIES)},
 }
-"""A stand-in for each colour of the page, by the name of its CSS variable."""
+"""A placeholder for each colour of the page, by the name of its CSS variable."""
 
 _HUE = (0.22, 0.53, 0.93)
 """Of a map, whose cells differ in opacity: visible on white and on black."""
@@ -267,7 +267,7 @@ def _scaled(axis: Any, given: Mapping[str, Any], *, whole: bool = False) -> None
 
 
 class _Numbers(Formatter):
-    """As few digits as tell the ticks apart."""
+    """The fewest digits with which no two ticks read the same."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return plain(x)

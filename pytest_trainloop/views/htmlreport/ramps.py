@@ -15,7 +15,7 @@ factor of three must not look like it."""
 
 
 def span(picture: Mapping[str, Any]) -> tuple[str, str]:
-    """What the two ends of the ramp of a map stand for; empty where the map has no value."""
+    """The values at the two ends of the ramp of a map; empty where the map has no value."""
     if not _known(picture["cells"], picture["colour"]):
         return "", ""
     low, high = _ends(picture["cells"], picture["colour"])
@@ -28,7 +28,7 @@ def opacity(cells: Sequence[Sequence[float | None]], colour: Mapping[str, Any]) 
     """Each cell's place on the ramp; 0 for a gap, and a little for the lower end."""
     log = _is_log(colour)
     low, high = _ends(cells, colour)
-    width, least = high - low or 1.0, 0.14 if log else 0.04  # what has a logarithm is told from what is 0
+    width, least = high - low or 1.0, 0.14 if log else 0.04  # so that a small value does not look like 0
 
     def share(cell: float) -> float:
         return ((math.log10(cell) if log else cell) - low) / width

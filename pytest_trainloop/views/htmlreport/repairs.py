@@ -24,7 +24,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """One fault, of each loop that has it alike."""
+    """One fault, with each loop that has the identical fault."""
 
     block: Block
     """That of the first loop."""

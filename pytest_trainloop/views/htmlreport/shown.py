@@ -59,7 +59,7 @@ class Shown:
 
     @property
     def span(self) -> tuple[str, str]:
-        """What the two ends of the ramp of a map stand for."""
+        """The values at the two ends of the ramp of a map."""
         from pytest_trainloop.views.htmlreport.ramps import span
 
         return span(self.data)

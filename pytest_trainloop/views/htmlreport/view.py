@@ -232,12 +232,12 @@ def _is_open(result: Result) -> bool:
 
 def _why(result: Result) -> str:
     """Why a check did not decide, and what it needs: "no padding is known (needs padding=)"."""
-    told = not result.needs or result.needs in result.reason
-    return result.reason if told else f"{result.reason} (needs {result.needs})".lstrip()
+    complete = not result.needs or result.needs in result.reason
+    return result.reason if complete else f"{result.reason} (needs {result.needs})".lstrip()
 
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
-    """The rows, those of ``MANY`` checks and more that say the same as one, where the first of them stands."""
+    """The rows, those of ``MANY`` checks and more that say the same merged into one, at the position of the first."""
     number = Counter(row.detail for row in rows)
     found: dict[object, Row] = {}
     for row in rows:

@@ -45,10 +45,10 @@ def tell(
     nothing was checked.
     """
     found = [*failures, *more]
-    told = [*commands(failures, errors=errors, nothing=nothing), *commands(more)]
-    if told:
-        # In one piece, from the beginning of a line: the other stream may stand in the middle of one.
-        sys.stderr.write("\n" + "".join(f"{command}\n" for command in told))
+    lines = [*commands(failures, errors=errors, nothing=nothing), *commands(more)]
+    if lines:
+        # In one piece, from the beginning of a line: the other stream may be in the middle of a line.
+        sys.stderr.write("\n" + "".join(f"{command}\n" for command in lines))
     given = os.environ.get("GITHUB_STEP_SUMMARY")
     if not given:
         return []

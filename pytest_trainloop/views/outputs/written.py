@@ -25,7 +25,7 @@ class Output:
     option: str
     file: Path
     text: Text
-    told: str = ""
+    label: str = ""
     """What the terminal calls the file once it is written; empty for nothing said."""
 
     def write(self, document: Mapping[str, Any]) -> Line | None:
@@ -39,7 +39,7 @@ class Output:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Line(f"{self.option} was not written; {reason}; please report it", "loud")
-        return Line(f"{self.told}: {self.file.absolute().as_uri()}") if self.told else None
+        return Line(f"{self.label}: {self.file.absolute().as_uri()}") if self.label else None
 
 
 class Withheld(Exception):
@@ -82,4 +82,4 @@ def html_file(file: Path, folders: Sequence[Path]) -> Output:
 
         return page(document, folders=folders)
 
-    return Output(option="--trainloop-report", file=file, text=text, told="report")
+    return Output(option="--trainloop-report", file=file, text=text, label="report")

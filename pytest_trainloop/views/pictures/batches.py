@@ -86,10 +86,10 @@ def shapes(facts: Facts, looked: Looked) -> Iterator[Picture]:
             for axis, size in enumerate(shape):
                 leaves.setdefault((name, axis), {})[at] = size
     moving = {key: sizes for key, sizes in leaves.items() if len(set(sizes.values())) > 1}
-    alike: dict[tuple[int, ...], tuple[str, int]] = {}
+    by_sizes: dict[tuple[int, ...], tuple[str, int]] = {}
     for key, sizes in moving.items():
-        alike.setdefault(tuple(sizes.values()), key)
-    if alike:
+        by_sizes.setdefault(tuple(sizes.values()), key)
+    if by_sizes:
         yield Picture(
             key="shapes",
             kind="curves",
@@ -102,6 +102,6 @@ def shapes(facts: Facts, looked: Looked) -> Iterator[Picture]:
             y=Axis(title="entries along the axis"),
             curves=tuple(
                 curve(f"{name} axis {axis}", moving[name, axis], moving[name, axis].values(), "each", stepped=True)
-                for name, axis in list(alike.values())[:6]
+                for name, axis in list(by_sizes.values())[:6]
             ),
         )

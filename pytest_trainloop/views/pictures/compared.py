@@ -1,4 +1,4 @@
-"""A run beside another one that must train alike: losses, updates and gradients, where a check found a difference."""
+"""Two runs that should train identically, compared: losses, updates and gradients, where a check found a difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN = 5e-3
 
 
 def resumed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
-    """The resumed run beside the uninterrupted one, where ``resume_equivalence`` found that they differ."""
+    """The resumed run and the uninterrupted one, where ``resume_equivalence`` found that they differ."""
     from pytest_trainloop.checks.state.resume_equivalence.runs import Reported
 
     found = facts.ask(Reported) if facts.findings("resume_equivalence") else None
@@ -31,7 +31,7 @@ def resumed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
             found.courses,
             key="resumed",
             check="resume_equivalence",
-            title="The resumed run beside the uninterrupted one",
+            title="The resumed run and the uninterrupted one",
             updates="Updates of the resumed run that differ",
             names=("resumed", "uninterrupted"),
             mark="save, load",
@@ -39,7 +39,7 @@ def resumed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 
 def evaluated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
-    """Training with ``evaluate()`` beside training without it, where ``evaluation_is_pure`` found that they differ."""
+    """Training with ``evaluate()`` and without it, where ``evaluation_is_pure`` found that they differ."""
     from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
 
     found = facts.ask(Judgement.of) if facts.findings("evaluation_is_pure") else None
@@ -49,7 +49,7 @@ def evaluated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
             found.courses,
             key="evaluated",
             check="evaluation_is_pure",
-            title="Training with evaluate() beside training without it",
+            title="Training with evaluate() and without it",
             updates="Updates that differ with evaluate()",
             names=("with evaluate()", "without"),
             mark="evaluate()",
@@ -72,7 +72,7 @@ def _courses(
     where = facts.where(next((finding.where for finding in facts.findings(check) if finding.where), ""))
     drawn = [curve(names[1], reference, reference.values(), "reference"), curve(names[0], own, own.values())]
     of = f"the runs of {check}, {numbered(len(reference), 'step')}"
-    if _are_seen_apart(own, reference):
+    if _differ_visibly(own, reference):
         yield Picture(
             key=key,
             kind="curves",
@@ -97,7 +97,7 @@ def _courses(
     )
 
 
-def _are_seen_apart(own: Mapping[int, float], reference: Mapping[int, float]) -> bool:
+def _differ_visibly(own: Mapping[int, float], reference: Mapping[int, float]) -> bool:
     both = [(own[step], reference[step]) for step in own.keys() & reference.keys()]
     values = [value for pair in both for value in pair]
     if not values:
@@ -107,7 +107,7 @@ def _are_seen_apart(own: Mapping[int, float], reference: Mapping[int, float]) ->
 
 
 def baseline(facts: Facts, _looked: Looked) -> Iterator[Picture]:
-    """The loop beside its baseline, where training differs."""
+    """The loop and its baseline, where training differs."""
     from pytest_trainloop.checks.guard.baseline.judging import Reported
 
     found = facts.ask(Reported) if facts.findings("baseline") else None
@@ -117,12 +117,12 @@ def baseline(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     marks = (Mark(axis="x", at=found.step, text=f"first difference: {found.kind}"),)
     of = f"the loop as it is, and as it was recorded, {numbered(len(found.new.losses or found.new.norms), 'step')}"
     kinds = (
-        ("baseline", "Loss beside the baseline", "loss", found.old.losses, found.new.losses),
-        ("baseline_norm", "Norm of the gradient beside the baseline", "norm of the gradient",
+        ("baseline", "Loss and the baseline", "loss", found.old.losses, found.new.losses),
+        ("baseline_norm", "Norm of the gradient and the baseline", "norm of the gradient",
          found.old.norms, found.new.norms),
     )  # fmt: skip
     for key, title, unit, old, new in kinds:
-        if not _are_seen_apart(new, old):
+        if not _differ_visibly(new, old):
             continue
         drawn = [curve("baseline", old, old.values(), "reference"), curve("now", new, new.values())]
         yield Picture(
@@ -151,7 +151,7 @@ def baseline(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 
 def _map(
-    apart: Mapping[str, Mapping[int, float]],
+    differences: Mapping[str, Mapping[int, float]],
     *,
     key: str,
     title: str,
@@ -162,10 +162,10 @@ def _map(
     colour: str,
 ) -> Iterator[Picture]:
     """A map of what differs, by tensor and step; none where nothing does."""
-    steps = sorted({step for row in apart.values() for step in row})
-    if not any(value for row in apart.values() for value in row.values()):
+    steps = sorted({step for row in differences.values() for step in row})
+    if not any(value for row in differences.values() for value in row.values()):
         return
-    rows = _rows(apart, [name for name, row in apart.items() if any(row.values())])
+    rows = _rows(differences, [name for name, row in differences.items() if any(row.values())])
     yield Picture(
         key=key,
         kind="map",
@@ -177,9 +177,9 @@ def _map(
         y=Axis(title="tensor"),
         labels=tuple(rows),
         columns=tuple(steps),
-        cells=tuple(tuple(number(apart[name].get(step)) for step in steps) for name in rows),
+        cells=tuple(tuple(number(differences[name].get(step)) for step in steps) for name in rows),
         colour=Axis(title=colour, scale="log"),
-        note=out_of(len(rows), len(apart), "tensors"),
+        note=out_of(len(rows), len(differences), "tensors"),
     )
 
 
@@ -235,14 +235,14 @@ def parity(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 
 def checkpointed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
-    """Gradients with checkpointing beside those without, where ``checkpointing_equivalence`` found that they differ."""
+    """Gradients with and without checkpointing, where ``checkpointing_equivalence`` found that they differ."""
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing
 
     found = facts.ask(Checkpointing) if facts.findings("checkpointing_equivalence") else None
     if found is not None:
         yield from _tensors(
             facts,
-            found.tensors_apart,
+            found.tensor_differences,
             key="checkpointed",
             check="checkpointing_equivalence",
             title="Gradients with checkpointing, relative to those without",
@@ -251,16 +251,16 @@ def checkpointed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 
 def accumulated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
-    """Accumulated gradients beside those of one batch, where ``accumulation_equivalence`` found that they differ."""
+    """Accumulated gradients and those of one batch, where ``accumulation_equivalence`` found that they differ."""
     from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Accumulation
 
     asked = facts.findings("accumulation_equivalence") and "accumulate" in facts.evidence.knobs
     found = facts.ask(Accumulation.of) if asked else None
-    if found is not None and found.told is not None:
-        split = found.told
+    if found is not None and found.shown is not None:
+        split = found.shown
         yield from _tensors(
             facts,
-            facts.ask(lambda _evidence: split.tensors_apart()) or {},
+            facts.ask(lambda _evidence: split.tensor_differences()) or {},
             key="accumulated",
             check="accumulation_equivalence",
             title=f"Gradients accumulated over {split.accumulate} parts, relative to those of one batch",
@@ -269,7 +269,7 @@ def accumulated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 
 def trimmed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
-    """Gradients with padding beside those without, where ``padding_invariance`` found that they differ."""
+    """Gradients with and without padding, where ``padding_invariance`` found that they differ."""
     from pytest_trainloop.checks.batch.padding_invariance.compared import comparisons
 
     runs = facts.ask(comparisons) if facts.findings("padding_invariance") else None
@@ -277,7 +277,7 @@ def trimmed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     if found is not None:
         yield from _tensors(
             facts,
-            facts.ask(lambda _evidence: found.tensors_apart()) or {},
+            facts.ask(lambda _evidence: found.tensor_differences()) or {},
             key="trimmed",
             check="padding_invariance",
             title="Gradients with padding, relative to those without",
@@ -286,11 +286,13 @@ def trimmed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 
 def _tensors(
-    facts: Facts, apart: Mapping[str, Agreement], *, key: str, check: str, title: str, of: str
+    facts: Facts, differences: Mapping[str, Agreement], *, key: str, check: str, title: str, of: str
 ) -> Iterator[Picture]:
     """Two bars for each tensor: 1 and 0 where nothing differs."""
-    rows = _registered(facts, _rows(apart, sorted(apart, key=lambda name: -apart[name].difference)[:ROWS]))
-    if not any(told.difference for told in apart.values()):
+    rows = _registered(
+        facts, _rows(differences, sorted(differences, key=lambda name: -differences[name].difference)[:ROWS])
+    )
+    if not any(row.difference for row in differences.values()):
         return
     yield Picture(
         key=key,
@@ -303,15 +305,15 @@ def _tensors(
         x=Axis(title="relative to the gradient that is due"),
         labels=tuple(rows),
         bars=(
-            Bar(name="length", values=tuple(number(apart[name].ratio) for name in rows)),
+            Bar(name="length", values=tuple(number(differences[name].ratio) for name in rows)),
             Bar(
                 name="difference, over the larger",
-                values=tuple(number(apart[name].difference) for name in rows),
+                values=tuple(number(differences[name].difference) for name in rows),
                 role="reference",
             ),
         ),
         marks=(Mark(axis="x", at=1.0, text=""),),
-        note=out_of(len(rows), len(apart), "tensors"),
+        note=out_of(len(rows), len(differences), "tensors"),
     )
 
 

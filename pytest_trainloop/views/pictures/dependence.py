@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.views.pictures.looked import Looked
 
 LEAST = 1e-6
-"""Share of the largest gradient that is drawn as the smallest: what is smaller has one shade, so that it can be told
-from 0."""
+"""Share of the largest gradient that is drawn as the smallest: what is smaller has one shade, which
+differs from that of 0."""
 
 
 def rows_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:

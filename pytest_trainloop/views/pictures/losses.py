@@ -29,8 +29,8 @@ LONG = 8
 
 def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """What is backpropagated for each step, and the loss functions whose sum or part it is."""
-    apart = _by_optimizer(facts)
-    drawn = [curve(name, range(1, len(values) + 1), values, "each") for name, values in apart.items()]
+    by_optimizer = _by_optimizer(facts)
+    drawn = [curve(name, range(1, len(values) + 1), values, "each") for name, values in by_optimizer.items()]
     if not drawn:
         whole = Losses(facts.record).read()
         drawn = [curve("backpropagated", range(1, len(whole) + 1), whole)]
@@ -38,7 +38,7 @@ def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     if most < 2:
         return
     own = [curve(name, steps, values, "each") for name, (steps, values) in _calls(facts).items()]
-    if not apart and (len(own) > 1 or any(not _same(one, drawn[0]) for one in own)):
+    if not by_optimizer and (len(own) > 1 or any(not _same(one, drawn[0]) for one in own)):
         drawn += own
     marks = [
         Mark(axis="y", at=number(level) or 0.0, text=f"{name} of a guess: {two(level)}", where=where)

@@ -110,7 +110,7 @@ class Picture:
     """Of the bars, or of the rows of a map from the top down: names of tensors or modules, or sizes ("1e-3")."""
     bars: tuple[Bar, ...] = ()
     columns: tuple[float | str, ...] = ()
-    """Of a map: what each column stands for on the x axis."""
+    """Of a map: the x value of each column."""
     cells: tuple[tuple[float | None, ...], ...] = ()
     """Of a map: a row for each label, a value for each column."""
     colour: Axis = Axis(title="")
@@ -132,7 +132,7 @@ FIELDS = {
     "map": frozenset({"x", "y", "labels", "columns", "cells", "colour"}),
     "calls": frozenset({"calls"}),
 }
-"""What pictures of each kind have beside what all have. The values of bars lie along ``x``."""
+"""The fields of each kind of picture that not all have. The values of bars lie along ``x``."""
 
 
 POINTS = 200
@@ -174,7 +174,7 @@ LEAST_SPAN = 0.1
 
 
 def widened(values: Iterable[float]) -> tuple[float, float]:
-    """The lowest and the highest of values, apart by at least ``LEAST_SPAN`` of the larger: what an axis shows."""
+    """The lowest and the highest of values, widened to at least ``LEAST_SPAN`` of the larger: what an axis shows."""
     known = sorted(values)
     low, high = known[0], known[-1]
     lacking = max(0.0, LEAST_SPAN * max(abs(low), abs(high)) - (high - low))

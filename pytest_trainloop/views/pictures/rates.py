@@ -26,7 +26,7 @@ MOST_SCHEDULES = 3
 """Optimizers whose schedules are drawn to their end."""
 
 MOST = 8
-"""Curves of different groups: more cannot be told apart."""
+"""Curves of different groups: a reader cannot distinguish more."""
 
 
 def rates(facts: Facts, _looked: Looked) -> Iterator[Picture]:
@@ -34,13 +34,13 @@ def rates(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     every = [group for group in rates_of(facts.record) if group.known]
     if not any(group.moves for group in every) and not facts.record.schedulers:
         return
-    alike: dict[tuple[float, ...], list[GroupRates]] = {}
+    by_rates: dict[tuple[float, ...], list[GroupRates]] = {}
     for group in every:
-        alike.setdefault(group.values, []).append(group)
-    role: Role = "each" if len(alike) > 1 else "own"
+        by_rates.setdefault(group.values, []).append(group)
+    role: Role = "each" if len(by_rates) > 1 else "own"
     drawn = [
         curve(_name(facts, groups, of=len(every)), range(1, len(values) + 1), values, role, stepped=True)
-        for values, groups in list(alike.items())[:MOST]
+        for values, groups in list(by_rates.items())[:MOST]
     ]
     if not drawn or max(len(one.x) for one in drawn) < 2:
         return
@@ -55,7 +55,7 @@ def rates(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         where=facts.where(first.place) if first is not None else "",
         y=Axis(title=RATE, scale=scale_of(drawn)),
         curves=tuple(drawn),
-        note=f"{MOST} of {len(alike)} different rates" if len(alike) > MOST else "",
+        note=f"{MOST} of {len(by_rates)} different rates" if len(by_rates) > MOST else "",
     )
 
 
@@ -91,13 +91,13 @@ def _ahead(facts: Facts, one: Projected, key: str) -> Picture:
     last = min(one.curve.end, max(until, one.planned or 0))
     calls = _points(one, last)
     at = [one.curve.rates[bisect.bisect_right(one.curve.calls, call) - 1] for call in calls]
-    alike: dict[tuple[float, ...], list[int]] = {}
+    by_rates: dict[tuple[float, ...], list[int]] = {}
     for group in range(len(at[0])):
-        alike.setdefault(tuple(rates[group] for rates in at), []).append(group)
-    role: Role = "each" if len(alike) > 1 else "own"
+        by_rates.setdefault(tuple(rates[group] for rates in at), []).append(group)
+    role: Role = "each" if len(by_rates) > 1 else "own"
     drawn = [
-        curve(_groups(groups, alike), calls, values, role, stepped=last <= POINTS)
-        for values, groups in list(alike.items())[:MOST]
+        curve(_groups(groups, by_rates), calls, values, role, stepped=last <= POINTS)
+        for values, groups in list(by_rates.items())[:MOST]
     ]
     marks = []
     if one.planned is not None:
@@ -133,7 +133,7 @@ def _points(one: Projected, last: int) -> list[int]:
     return sorted(calls)
 
 
-def _groups(groups: Sequence[int], alike: dict[tuple[float, ...], list[int]]) -> str:
-    if len(alike) == 1:
+def _groups(groups: Sequence[int], by_rates: dict[tuple[float, ...], list[int]]) -> str:
+    if len(by_rates) == 1:
         return "all groups" if len(groups) > 1 else RATE
     return f"group {groups[0]}" if len(groups) == 1 else f"group {groups[0]} and {numbered(len(groups) - 1, 'other')}"

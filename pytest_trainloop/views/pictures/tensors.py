@@ -21,7 +21,7 @@ ROWS = 40
 """Rows of a map, or labels of bars: what can be read on one screen."""
 
 DECADES = 16
-"""Powers of ten that a map of sizes shows, counted from the largest: float64 has no more beside a number."""
+"""Powers of ten that a map of sizes shows, counted from the largest: float64 resolves no more."""
 
 TAIL = 0.005
 """Share of the entries that are counted together as smaller than all that is shown."""
@@ -58,7 +58,7 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
         key="updates",
         kind="map",
         title="Update of each tensor, relative to its size",
-        look="Rows are alike to a factor of ten or so; one far below hardly learns.",
+        look="Rows should agree within a factor of about ten; a row far below hardly learns.",
         of=f"{RUN}, {numbered(len(steps), 'step')}",
         checks=(
             "update_ratio",
@@ -148,7 +148,7 @@ def output_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
             key="outputs",
             kind="map",
             title="Sizes of the outputs of each layer",
-            look="Layers of one kind are alike; a hill that wanders from row to row grows or fades with depth.",
+            look="Layers of one kind should look similar; a hill that moves from row to row grows or fades with depth.",
             of=f"the last forward pass of {RUN}",
             checks=("activations_alive", "finite", "loss_at_init", "input_dependence", "precision_parity"),
             x=Axis(title="size of an entry"),
