@@ -157,7 +157,7 @@ if __name__ == "__main__":
 
 def test_a_loop_that_no_function_takes_is_run_by_its_script(written):
     said, text, loop = written(IN_MAIN)
-    lines = re.search(r"- fit: the loop stands in main\(\) \(train.py:(\d+) to (\d+)\)", text)
+    lines = re.search(r"- fit: the loop is in main\(\) \(train.py:(\d+) to (\d+)\)", text)
     assert int(lines[2]) - int(lines[1]) == 3
     assert "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # train.py:" in text
     assert "#         batches=data,\n#         batch=next(iter(data)),\n#         fit=...,\n" in text

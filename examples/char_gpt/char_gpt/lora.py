@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the linear layers of a frozen model."""
+"""Low-rank adapters next to the linear layers of a frozen model."""
 
 import math
 from collections.abc import Collection
@@ -20,7 +20,7 @@ class LoRALinear(nn.Module):
 
 
 def attach(model: nn.Module, targets: Collection[str], rank: int = 8) -> list[str]:
-    """Put an adapter beside every linear layer with a name in ``targets``; returns the full names of those layers."""
+    """Put an adapter next to every linear layer with a name in ``targets``; returns the full names of those layers."""
     attached = []
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):

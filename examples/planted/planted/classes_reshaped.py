@@ -1,4 +1,4 @@
-"""cross_entropy wants the classes on axis 1; they are brought there by a reshape that was meant for a transpose."""
+"""cross_entropy wants the classes on axis 1; they are brought there by a reshape in place of a transpose."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Accumulation that adds the losses of a window up where their mean is meant."""
+"""Accumulation that adds up the losses of a window in place of averaging them."""
 
 from collections.abc import Iterable
 
