@@ -77,7 +77,7 @@ Each is a folder in ``checks``, except "project", the family of checks that are 
 
 _CHECKS = "pytest_trainloop.checks"
 
-STEPS = 20
+DEFAULT_STEPS = 20
 """Bare optimizer steps that a check costs where it does not say how many."""
 
 
@@ -134,7 +134,7 @@ class Check:
     """What a name among a finding's culprits is that is no parameter, buffer, module, input or call."""
     long: bool = False
     """Whether it makes long runs: it is not asked what made ``fit`` raise."""
-    steps: int = STEPS
+    steps: int = DEFAULT_STEPS
     """What it costs on a right loop besides the watched run, in bare optimizer steps, by order of magnitude."""
     absent: Absent | None = None
     """Says, of a loop on which it found nothing, why there was nothing of its kind to look at; empty if there was."""
@@ -204,7 +204,7 @@ def check(
     listener: str = "",
     names: str = "operation",
     long: bool = False,
-    steps: int = STEPS,
+    steps: int = DEFAULT_STEPS,
     absent: Absent | None = None,
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.

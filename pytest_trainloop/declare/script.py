@@ -13,7 +13,7 @@ from pytest_trainloop.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-STEPS = 30
+WATCHED_STEPS = 30
 """Optimizer steps that are watched by default: 12 in full, and 18 more in which graphs and states that grow
 show (docs/zero-code.md#how-many-steps)."""
 
@@ -57,7 +57,7 @@ class Script:
     args: Sequence[str] = ()
     cwd: str | os.PathLike[str] = "."
     module: bool = False
-    steps: int = STEPS
+    steps: int = WATCHED_STEPS
     torchrun: bool = False
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
-MOST = 8192
+MOST_CALLS = 8192
 """Calls that are kept, at most."""
 
 _KNOWN: dict[tuple[int, int], tuple[CodeType, FunctionType]] = {}
@@ -71,7 +71,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _made(frame: FrameType) -> FunctionType:
-    if len(_KNOWN) >= MOST:
+    if len(_KNOWN) >= MOST_CALLS:
         _KNOWN.clear()
     code = _template.__code__.replace(
         co_filename=frame.f_code.co_filename,

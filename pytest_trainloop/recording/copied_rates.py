@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.patches import Patches
     from pytest_trainloop.recording.protocol import Observed
 
-MOST = 8
+MOST_COPIES = 8
 """Copies that are looked at, at most, between two steps."""
 
 
@@ -73,7 +73,7 @@ class StateDicts:
             out = original(optimizer, *args, **kwargs)
             watch = self._watch
             groups = out.get("param_groups") if isinstance(out, dict) else None
-            if not watch.is_suspended and isinstance(groups, list) and len(self._copies) < MOST:
+            if not watch.is_suspended and isinstance(groups, list) and len(self._copies) < MOST_COPIES:
                 with watch.suspended():
                     rates = _rates(groups)
                     if len(rates) == len(optimizer.param_groups):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.errors import OwnMistake
     from pytest_trainloop.recording.seams import Seam
 
-MOST = 100
+MOST_MISTAKES = 100
 """Mistakes that are noted, at most."""
 
 _RECORDS: list[list[OwnMistake]] = []
@@ -58,7 +58,7 @@ def passed_over(error: Exception) -> bool:
     if not _RECORDS or isinstance(error, SIGNALS) or type(error).__module__.startswith(_PACKAGE) or _is_theirs(error):
         return False
     record = _RECORDS[-1]
-    if len(record) < MOST:
+    if len(record) < MOST_MISTAKES:
         record.append(_described(error))
     return True
 

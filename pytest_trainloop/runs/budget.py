@@ -16,7 +16,7 @@ from pytest_trainloop.core.errors import OutOfBudget
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LEAST = 0.01
+LEAST_SECONDS = 0.01
 """Seconds that a run is given at least: a timer of 0 never rings."""
 
 SLOWED = 4
@@ -68,7 +68,7 @@ class Budget:
         """Seconds by the clock that one more run may take, where the machine stays as busy as it was."""
         spent = self.spent
         slowed = self._taken()[0] / spent if spent > 0 else 1.0
-        return max((self.seconds - spent) * min(max(slowed, 1.0), SLOWED), LEAST)
+        return max((self.seconds - spent) * min(max(slowed, 1.0), SLOWED), LEAST_SECONDS)
 
     def over(self) -> OutOfBudget | None:
         """Why no further run is made, in the same words for every check; None where there is time left."""

@@ -86,12 +86,12 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
         """The result, after a look whether it is of a lower precision."""
         if not aliased_arguments(func)[0]:
             for tensor in tensors_in(out):
-                if tensor.dtype in WIDER and len(self.lower) < MOST:
+                if tensor.dtype in WIDER and len(self.lower) < MOST_NAMED:
                     self.lower[f"{func} gave {str(tensor.dtype).removeprefix('torch.')}"] = None
         return out
 
 
-MOST = 8
+MOST_NAMED = 8
 """Operations that are named at most."""
 
 

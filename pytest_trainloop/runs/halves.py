@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
     Between = Callable[[TrainLoop, Watch], Any]
 
-STEPS = 3
+STEPS_OF_A_HALF = 3
 """Steps of one optimizer in a half: the third depends on moments that two steps made."""
 
-MOST_STEPS = 4 * STEPS
+MOST_STEPS = 4 * STEPS_OF_A_HALF
 """Steps after which a half ends that trains on without asking for a batch."""
 
 
@@ -224,7 +224,7 @@ class _Run:
             part = batches.part(
                 0,
                 2 * items,
-                spent=lambda: self._rounds() >= 2 * STEPS,
+                spent=lambda: self._rounds() >= 2 * STEPS_OF_A_HALF,
                 stepped=lambda: self._steps() > 0,
                 stop=self._stop,
                 before=cut,
@@ -247,7 +247,7 @@ class _Run:
         part = batches.part(
             number * self.made.items,
             self.made.items,
-            spent=lambda: self._rounds() >= STEPS,
+            spent=lambda: self._rounds() >= STEPS_OF_A_HALF,
             stepped=lambda: self._steps() > steps,
             stop=self._stop,
         )
@@ -352,7 +352,9 @@ def _clear_gradients(watch: Watch) -> None:
 def _items_of_a_half(record: Record) -> int:
     """Batches that the watched run took for its first steps."""
     most = max(record.optimizers, key=lambda optimizer: optimizer.steps, default=None)
-    steps = [s for s in record.of(Step) if most is not None and s.optimizer == most.index and not s.nested][:STEPS]
+    steps = [s for s in record.of(Step) if most is not None and s.optimizer == most.index and not s.nested][
+        :STEPS_OF_A_HALF
+    ]
     if not steps:
         raise CannotDecide("fit made no optimizer step")
     taken = [b.item for b in record.of(Backward) if b.at < steps[-1].until and b.item]

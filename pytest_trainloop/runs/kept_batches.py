@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-MOST = 32
+MOST_BATCHES = 32
 """Batches that are kept: two of the longest plain runs."""
 
 
@@ -43,7 +43,7 @@ class KeptBatches:
                 except StopIteration:
                     self.complete = position == len(self.batches)
                     return
-                if position < MOST:
+                if position < MOST_BATCHES:
                     self.batches.append(item)
             yield item
             position += 1

@@ -4,7 +4,7 @@ A big loop leaves two things behind. Objects in reference cycles (a trainer that
 collector, which counts objects and not bytes. And glibc keeps what was freed: aligned blocks, as torch asks for, rarely
 fit into holes between others, so that each run takes new pages. Ten runs would hold ten models.
 
-Nothing is done for a loop whose weights are smaller than ``LEAST``: the collector costs more than its runs.
+Nothing is done for a loop whose weights are smaller than ``LEAST_BYTES``: the collector costs more than its runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.record import Record
 
-LEAST = 16 * 2**20
+LEAST_BYTES = 16 * 2**20
 """Bytes of weights from which on memory is returned after each run."""
 
 
@@ -49,7 +49,7 @@ class Memory:
         The collector, which goes through all objects of the process, is called only where it is not the allocator that
         holds so much.
         """
-        if self._weights < LEAST:
+        if self._weights < LEAST_BYTES:
             return
         if self._above_least():
             return_free_pages()

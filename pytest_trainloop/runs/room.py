@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
-LEAST = 2**30
+LEAST_BYTES = 2**30
 """Bytes below which nothing is asked for."""
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -33,10 +33,10 @@ def require_room(evidence: Evidence, sets: float, what: str, *, stored: float = 
     entries = sum(math.prod(p.shape) for p in record.parameters)
     one = max(8 * entries, weight_bytes(record))
     need = int(sets * one)
-    if need >= LEAST and _free_on_disk() < stored * one:
+    if need >= LEAST_BYTES and _free_on_disk() < stored * one:
         need += int(stored * one)
     free = free_bytes(record)
-    if need < LEAST or free is None or need <= free:
+    if need < LEAST_BYTES or free is None or need <= free:
         return
     raise CannotDecide(
         f"{what}: about {_gigabytes(need)} of memory for {entries / 1e6:.3g} million parameters, and "

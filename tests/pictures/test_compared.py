@@ -17,7 +17,7 @@ from pytest_trainloop import TrainLoop
 from pytest_trainloop.core import registry
 from pytest_trainloop.declare.baseline_file import BaselineFile
 from pytest_trainloop.frontends.api import check_loop
-from pytest_trainloop.instruments.gradients.reached import MOST, Reached
+from pytest_trainloop.instruments.gradients.reached import MOST_PARTS, Reached
 from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.views.cards.make import facts_of
 from pytest_trainloop.views.cards.measured import Measured
@@ -127,7 +127,7 @@ def test_a_table_keeps_the_first_parts_and_says_how_many_there_are():
     reached = Reached()
     reached.note(40, lambda part: [torch.eye(40)[:, part, None]])
     assert reached.parts == 40
-    assert len(reached.sizes) == len(reached.sizes[0]) == MOST
+    assert len(reached.sizes) == len(reached.sizes[0]) == MOST_PARTS
     assert reached.sizes[3][3] == 1.0
     assert sum(reached.sizes[3]) == 1.0
 

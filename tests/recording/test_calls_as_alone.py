@@ -30,7 +30,7 @@ def room(monkeypatch):
     """For the frames of so many modes over each other, and for all of their mistakes."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
-    monkeypatch.setattr(mistakes, "MOST", 100_000)
+    monkeypatch.setattr(mistakes, "MOST_MISTAKES", 100_000)
     yield
     sys.setrecursionlimit(before)
 

@@ -10,7 +10,7 @@ from torch import nn
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.recording import hooks, mistakes
 from pytest_trainloop.recording.function_mode import FunctionMode, OperationMode
-from pytest_trainloop.recording.mistakes import MOST, noted_on, passed_over
+from pytest_trainloop.recording.mistakes import MOST_MISTAKES, noted_on, passed_over
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.seams import HERE, passed_on
 
@@ -210,6 +210,6 @@ def test_a_module_of_the_project_that_an_experiment_calls_may_raise(noted):
 
 
 def test_so_many_are_noted(noted):
-    for _ in range(MOST + 5):
+    for _ in range(MOST_MISTAKES + 5):
         assert passed_over(KeyError("x"))
-    assert len(noted) == MOST
+    assert len(noted) == MOST_MISTAKES

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.runs.halves import STEPS, halves, no_halves, same_tensor
+from pytest_trainloop.runs.halves import STEPS_OF_A_HALF, halves, no_halves, same_tensor
 
 
 def evidence_of(fit_of, *, rows=24, batch=4, model=None, **fields):
@@ -50,8 +50,8 @@ def test_numbers_drawn_between_change_nothing():
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_half_ends_after_its_steps(epochs, window):
     made = no_halves(evidence_of(lambda net, opt: plain(net, opt, epochs, window)))
-    assert made.steps == [STEPS, STEPS]
-    assert made.items == STEPS * window
+    assert made.steps == [STEPS_OF_A_HALF, STEPS_OF_A_HALF]
+    assert made.items == STEPS_OF_A_HALF * window
 
 
 def test_a_loop_that_never_ends_is_ended_twice():
@@ -65,7 +65,7 @@ def test_a_loop_that_never_ends_is_ended_twice():
         return fit
 
     made = no_halves(evidence_of(fit_of))
-    assert made.steps == [STEPS, STEPS]
+    assert made.steps == [STEPS_OF_A_HALF, STEPS_OF_A_HALF]
     assert made.stopped
 
 
@@ -100,7 +100,7 @@ def test_a_mean_over_no_batches_ends_a_half():
 
         return fit
 
-    assert no_halves(evidence_of(fit_of)).steps == [STEPS, STEPS]
+    assert no_halves(evidence_of(fit_of)).steps == [STEPS_OF_A_HALF, STEPS_OF_A_HALF]
 
 
 def test_equality():

@@ -44,7 +44,7 @@ def alive_after_three_runs():
 
 
 def test_a_big_loop_in_a_cycle_is_freed_before_the_next_run(no_collector, monkeypatch):
-    monkeypatch.setattr(released, "LEAST", 1)
+    monkeypatch.setattr(released, "LEAST_BYTES", 1)
     monkeypatch.setattr(released, "in_use", lambda: (0, 0))  # of a platform that does not tell
     assert alive_after_three_runs() == 0
 
@@ -59,7 +59,7 @@ def test_a_small_loop_is_left_to_the_collector(no_collector):
 def test_the_collector_is_called_where_as_much_as_the_weights_is_left(monkeypatch, left, collected):
     calls = []
     levels = [(1000, 1000)]
-    monkeypatch.setattr(released, "LEAST", 100)
+    monkeypatch.setattr(released, "LEAST_BYTES", 100)
     monkeypatch.setattr(released, "in_use", lambda: levels[0])
     monkeypatch.setattr(released, "return_free_pages", lambda: None)
     memory = released.Memory()

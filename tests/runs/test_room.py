@@ -27,7 +27,7 @@ def evidence():
 
 @pytest.mark.parametrize("free", [10 * 8 * ENTRIES, None], ids=["enough", "not known"])
 def test_a_check_goes_on_where_there_is_room(evidence, monkeypatch, free):
-    monkeypatch.setattr(room, "LEAST", 0)
+    monkeypatch.setattr(room, "LEAST_BYTES", 0)
     monkeypatch.setattr(room, "free_bytes", lambda record: free)
     room.require_room(evidence, 10, "it keeps copies", stored=5)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
@@ -36,7 +36,7 @@ def test_a_check_goes_on_where_there_is_room(evidence, monkeypatch, free):
 
 
 def test_the_reason_says_what_is_needed_and_what_is_free(evidence, monkeypatch):
-    monkeypatch.setattr(room, "LEAST", 0)
+    monkeypatch.setattr(room, "LEAST_BYTES", 0)
     monkeypatch.setattr(room, "free_bytes", lambda record: 12_340_000_000)
     with pytest.raises(CannotDecide) as reason:
         room.require_room(evidence, 20e9 / (8 * ENTRIES), "it keeps copies")
@@ -71,7 +71,7 @@ def test_the_checks_of_the_training_state_ask_first(monkeypatch):
         loop.load = lambda state: loop.model.load_state_dict(state)
         return loop
 
-    monkeypatch.setattr(room, "LEAST", 0)
+    monkeypatch.setattr(room, "LEAST_BYTES", 0)
     monkeypatch.setattr(room, "free_bytes", lambda record: 1)
     subject = Subject("loop", stateful, settings=Settings())
     for check in ("evaluation_is_pure", "resume_equivalence"):

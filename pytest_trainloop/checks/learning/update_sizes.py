@@ -23,7 +23,7 @@ MEASURED = frozenset({0, 3, 11, 24, 49, 99, 149, 199, 249, 299})
 """Steps at which ratios are measured: a copy of the weights at each would double the time of a small loop."""
 
 
-LEAST = 3
+LEAST_UNDONE = 3
 """Steps that must find the weights where the first had found them before updates are said to be undone."""
 
 
@@ -62,7 +62,7 @@ class Ratios:
     @property
     def undone(self) -> bool:
         """Whether steps moved weights and each found them, bit for bit, where the first had."""
-        return len(self._returns) >= LEAST and all(self._returns)
+        return len(self._returns) >= LEAST_UNDONE and all(self._returns)
 
     @property
     def descent(self) -> float:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.report.alerts import Alert
 
 _COMMANDS = {"error": "error", "warning": "warning"}
-_MOST = 4096
+_MOST_CHARACTERS = 4096
 """Characters of a message; GitHub shows fewer."""
 
 
@@ -34,7 +34,7 @@ def commands(alerts: Sequence[Alert], *, errors: bool = True, nothing: str = "")
 
 def message(alert: Alert) -> str:
     """What is shown next to the line: the text of the failure, and whom else it concerns."""
-    lines = [alert.text[:_MOST]]
+    lines = [alert.text[:_MOST_CHARACTERS]]
     if alert.also:
         lines.append(f"also fails for it: {', '.join(alert.also)}")
     if alert.loops:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from pytest_trainloop.core.errors import UsageError
-from pytest_trainloop.declare.script import STEPS
+from pytest_trainloop.declare.script import WATCHED_STEPS
 from pytest_trainloop.frontends.watching.target import Target
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Options:
     """The command line, read."""
 
     target: Target
-    steps: int = STEPS
+    steps: int = WATCHED_STEPS
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     strict: bool = False
@@ -57,7 +57,13 @@ def read(args: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("-m", dest="module", action="store_true", help="what follows is the name of a module: -m package.train")
-    add("--steps", type=int, default=STEPS, metavar="N", help=f"steps to watch (default {STEPS}); 0: to its own end")
+    add(
+        "--steps",
+        type=int,
+        default=WATCHED_STEPS,
+        metavar="N",
+        help=f"steps to watch (default {WATCHED_STEPS}); 0: to its own end",
+    )
     add("--write-test", default="", metavar="FILE", help="write a test that hands this loop to all checks")
     add("--torchrun", action="store_true", help="set what torchrun sets for one process: RANK, WORLD_SIZE, ...")
     add("--trainloop-only", action="append", default=[], metavar="NAME,...", help="judge by these checks only")

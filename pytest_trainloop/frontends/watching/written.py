@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.declare.script import STEPS
+from pytest_trainloop.declare.script import WATCHED_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def script_file(loop: Loop, imports: Imports, options: Options, file: Path, *, t
     given = [repr(target.name), *([repr(list(target.args))] if target.args else [])]
     given.append(f"cwd={path_code(Path.cwd(), file)}")
     given += ["module=True"] * target.is_module + ["torchrun=True"] * torchrun
-    given += [f"steps={options.steps}"] * (options.steps != STEPS)
+    given += [f"steps={options.steps}"] * (options.steps != WATCHED_STEPS)
     made = "\n".join(f"    {part}" for part in _wrapped(f"return Script({', '.join(given)})"))
     missing = "\n".join(
         textwrap.fill(sentence, LINE, initial_indent="- ", subsequent_indent="  ", break_long_words=False)

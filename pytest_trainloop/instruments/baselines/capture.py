@@ -13,7 +13,7 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.instruments.baselines.looking import Looking
 from pytest_trainloop.instruments.baselines.trajectory import (
-    STEPS,
+    RECORDED_STEPS,
     Course,
     Environment,
     Event,
@@ -78,7 +78,7 @@ def _run(evidence: Evidence, made: Made, *, double: bool, nudge: Nudge = None) -
         seed=made.seed,
         count=made.count,
         read_ahead=made.read_ahead,
-        enough=lambda record: record.rounds >= STEPS,
+        enough=lambda record: record.rounds >= RECORDED_STEPS,
         double=double,
         prepare=lambda watch: _move(watch, nudge),
         contexts=lambda watch: (looking.on(watch),),
@@ -88,7 +88,7 @@ def _run(evidence: Evidence, made: Made, *, double: bool, nudge: Nudge = None) -
         raise CannotDecide(f"fit raises {record.raised.summary}; a loop that raises has no trajectory")
     if not looking.moments or looking.environment is None:
         raise CannotDecide("no optimizer makes a step: there is no trajectory to record")
-    moments = looking.moments[: 2 * STEPS]
+    moments = looking.moments[: 2 * RECORDED_STEPS]
     since = [0, *(moment.event.until for moment in moments)]
     steps = tuple(_step(record, *one) for one in zip(moments, itertools.count(1), since, strict=False))
     found = Course(

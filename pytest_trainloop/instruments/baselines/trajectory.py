@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """The version of the files; one that changes what an older one means gets the next number."""
 
-STEPS = 24
+RECORDED_STEPS = 24
 """Optimizer steps that are recorded."""
 
 IN_FULL = 12

@@ -35,7 +35,7 @@ _AFTER = frozenset(
 _BY_NAME = ("terminat", "is_terminal", "terminal", "not_terminal", "nonterminal")
 """Flags that no time limit sets."""
 
-LEAST = 4
+LEAST_STEPS = 4
 """Steps before the end that are compared: whether one scale and shift fits all of them takes more than two."""
 
 
@@ -74,7 +74,7 @@ class Episodes:
             others = [n for d, n in enumerate(self.ends.shape) if d != axis]
             found = []
             for number, line in enumerate(lines):
-                flagged = [s for s in line.nonzero().flatten().tolist() if LEAST <= s < steps - 2]
+                flagged = [s for s in line.nonzero().flatten().tolist() if LEAST_STEPS <= s < steps - 2]
                 if flagged:
                     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), others)) if others else ()
                     found.append(Border(axis, at, flagged[-1], steps))

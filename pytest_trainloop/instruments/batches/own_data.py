@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-STEPS = 2
+STEPS_OF_A_RUN = 2
 """Optimizer steps of the run over other numbers: what only the second loss reads is read, too."""
 
 TAKEN = 8
@@ -54,7 +54,7 @@ def makes_own_data(evidence: Evidence) -> bool:
         stream=other.stream,
         before_item=other.note,
         contexts=other.contexts,
-        enough=lambda r: other.read or r.rounds >= STEPS or len(r.backwards()) >= LONGEST,
+        enough=lambda r: other.read or r.rounds >= STEPS_OF_A_RUN or len(r.backwards()) >= LONGEST,
         may_raise=True,
     )
     if other.read or not other.changed or record.raised is not None:

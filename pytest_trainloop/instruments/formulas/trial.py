@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.instruments.tracing.loss_slice import Slice, Value
 
-STEPS = 40
+TRIAL_STEPS = 40
 """Gradient steps from each start."""
 
 STARTS = 3
 """The outputs of the run, and others drawn in their range."""
 
-LEAST = 1e-2
+LEAST_SHARE = 1e-2
 """Entries whose gradient is below this share of the largest one stay: where the loss gives none, what is left is that
 of a regulariser."""
 
@@ -295,10 +295,10 @@ class _Experiment:
             return f"{whole if abs(whole) >= 1e-6 else 0.0:.3g}"
 
         alone = ", by this term alone," if self.weights is not None else ""
-        by = f"{STEPS} gradient steps on the outputs{alone} from {len(courses)} starts"
+        by = f"{TRIAL_STEPS} gradient steps on the outputs{alone} from {len(courses)} starts"
         if last == "kept":
             return (
-                f"{STEPS} gradient steps from the outputs that are best by the textbook form, from {len(courses)} "
+                f"{TRIAL_STEPS} gradient steps from the outputs that are best by the textbook form, from {len(courses)} "
                 f"starts: {self.aim.name} went from {mean('best')} to {mean('kept')}"
             )
         if self.aim.moves:
@@ -363,7 +363,10 @@ def _slope(objective: Callable[[Outputs], torch.Tensor], at: Outputs) -> torch.T
 
 
 def descended(
-    objective: Callable[[Outputs], torch.Tensor], start: Outputs, held: Mapping[int, torch.Tensor], steps: int = STEPS
+    objective: Callable[[Outputs], torch.Tensor],
+    start: Outputs,
+    held: Mapping[int, torch.Tensor],
+    steps: int = TRIAL_STEPS,
 ) -> tuple[Outputs, bool]:
     """The outputs after some steps along the gradient's signs, and whether the objective fell.
 
@@ -396,7 +399,9 @@ def descended(
         gradients = dict(zip(leaves, slopes, strict=True))
         largest = max((float(g.abs().nan_to_num(0.0, 0.0, 0.0).max()) for g in slopes if g.numel()), default=0.0)
         for n, gradient in gradients.items():
-            sign = torch.where(gradient.abs() >= max(LEAST * largest, 1e-300), gradient.sign(), 0.0).nan_to_num(0.0)
+            sign = torch.where(gradient.abs() >= max(LEAST_SHARE * largest, 1e-300), gradient.sign(), 0.0).nan_to_num(
+                0.0
+            )
             if n in held:
                 sign = torch.where(held[n], torch.zeros_like(sign), sign)
             turned = sign * signs[n]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 12
+MOST_MOVED = 12
 """Parameters that are moved one by one; of more, one of each owning module represents the others."""
 
 
@@ -114,7 +114,7 @@ def _largest_changes(
             found.update({n: Dependence(0.0, bound) for n in todo if n not in found})
             continue
         for group in _groups(evidence, todo):
-            change = difference(base, probe.roots(group[:1] if len(todo) > MOST else group, jitter))
+            change = difference(base, probe.roots(group[:1] if len(todo) > MOST_MOVED else group, jitter))
             for n in group:
                 if n not in found or change > found[n].change:
                     found[n] = Dependence(change, bound)
@@ -153,7 +153,7 @@ def difference(a: list[float], b: list[float]) -> float:
 
 
 def _groups(evidence: Evidence, names: Sequence[str]) -> list[list[str]]:
-    if len(names) <= MOST:
+    if len(names) <= MOST_MOVED:
         return [[n] for n in names]
     owners: dict[str, list[str]] = {}
     owner_of = {p.name: p.owner for p in evidence.run().parameters}

@@ -40,14 +40,14 @@ STEP = 1e-5
 """Of the root mean square of each weight: the error of a central difference in float64 is then about 1e-10 of the
 slope, by the third derivative, and 1e-11 by rounding."""
 
-LEAST = 1e-4
+LEAST_SHARE = 1e-4
 """Share of the slope below which a difference is one of a kink between the two points, or of lower precision."""
 
 SAME = 1e-6
 """Share of the loss by which the mean of two values may miss the one between them; the second derivative gives
 1e-10."""
 
-MOST = 5
+MOST_LINES = 5
 """Lines that are given, at most."""
 
 TRIED = 12
@@ -84,7 +84,7 @@ class StoppedSlope:
         size = math.hypot(*slopes)
         lacking = [slope - own for slope, own in zip(slopes, base.slopes, strict=True)]
         share = math.hypot(*lacking) / size if size else 0.0
-        if share <= LEAST:
+        if share <= LEAST_SHARE:
             return cls(0.0, ())
         return cls(share, _sites(evidence, base, lacking, size))
 
@@ -244,7 +244,7 @@ def _sites(evidence: Evidence, base: _FirstRoot, lacking: Sequence[float], size:
         Site(str(place), "grad", _gained(evidence, base, lacking, through=site)) for site, place in derived.items()
     ]
     shares = [replace(site, share=site.share / size) for site in found]
-    return tuple(sorted((s for s in shares if s.share > LEAST), key=lambda s: -s.share)[:MOST])
+    return tuple(sorted((s for s in shares if s.share > LEAST_SHARE), key=lambda s: -s.share)[:MOST_LINES])
 
 
 def _gained(

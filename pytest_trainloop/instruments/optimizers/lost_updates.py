@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 12
+MOST_STEPS = 12
 """Steps of a parameter that are repeated."""
 
 
@@ -178,7 +178,7 @@ class RepeatedSteps:
             for m in group.members:
                 steps = self._steps[m.index]
                 now = spaced_by_index(watch.table.tensors[m.index].detach())
-                if len(steps) < MOST and now.dtype is m.entries.dtype and len(now) == len(m.entries):
+                if len(steps) < MOST_STEPS and now.dtype is m.entries.dtype and len(now) == len(m.entries):
                     momentum = 1.0 - beta ** (len(steps) + 1)
                     after, moved = now.clone(), m.grad != 0
                     steps.append(_Repeated(m.entries, after, wide[m.index], moved, lr, momentum, m.state_dtypes))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.instruments.records.gradient_ledger import Window
     from pytest_trainloop.recording.record import Record
 
-LEAST = 0.01
+LEAST_LEFT = 0.01
 """Share of the gradient that a clip must leave."""
 
 
@@ -32,7 +32,7 @@ class Clip:
     @property
     def starves(self) -> bool:
         """Whether it leaves next to nothing."""
-        return self.share <= LEAST
+        return self.share <= LEAST_LEFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pytest_trainloop.recording.events import Backward, GradWrite, LossCall, Ste
 if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Parameter, Record
 
-LEAST = 3
+LEAST_BACKWARDS = 3
 """Backward passes from losses that are not finite before a loop is said never to train."""
 
 GROWTH = 100.0
@@ -62,7 +62,7 @@ def stepped_nonfinite_losses(record: Record) -> int:
     """The number of losses that are not finite and after which a step was made: their gradients were finite, or nothing
     ever trained."""
     bad = [b for b in record.backwards() if any(not math.isfinite(root.value) for root in b.roots)]
-    if len(bad) >= LEAST and len(bad) == len(record.backwards()) and not record.changed():
+    if len(bad) >= LEAST_BACKWARDS and len(bad) == len(record.backwards()) and not record.changed():
         return len(bad)
     finite = [b for b in bad if b.arrivals and all(a.incoming.finite for found in b.arrivals.values() for a in found)]
     passes_and_steps = [e for e in record.events if isinstance(e, (Backward, Step))]
@@ -77,7 +77,7 @@ def nonfinite_losses(record: Record) -> bool:
 def never_stepped(record: Record) -> bool:
     """Whether a loop that came to its end made no step at all, and no loss was finite."""
     losses = [call.value for call in record.of(LossCall) if call.value is not None]
-    return record.ended and not record.steps and len(losses) >= LEAST and not any(map(math.isfinite, losses))
+    return record.ended and not record.steps and len(losses) >= LEAST_BACKWARDS and not any(map(math.isfinite, losses))
 
 
 def cleaned_gradients(record: Record) -> GradWrite | None:
@@ -106,7 +106,7 @@ def explosion(record: Record) -> Explosion | None:
     for index, peaks in series.items():
         last = next((i for i, peak in enumerate(peaks) if not math.isfinite(peak)), len(peaks))
         before = peaks[:last]
-        if last >= LEAST and before[0] > 0 and before[-1] > GROWTH * before[0]:
+        if last >= LEAST_BACKWARDS and before[0] > 0 and before[-1] > GROWTH * before[0]:
             since = next(i for i, peak in enumerate(before) if peak > GROWTH**0.5 * before[0])
             found.append((before[-1] / before[0], Explosion(record.name(index), since, tuple(before))))
     return max(found, key=lambda pair: pair[0])[1] if found else None

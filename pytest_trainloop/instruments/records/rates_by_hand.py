@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FEWEST = 3
 """Calls that show what follows."""
 
-AHEAD, MOST = 2_000, 20_000
+AHEAD, MOST_CALLS = 2_000, 20_000
 """Calls that are made on without a plan, and at most."""
 
 _OTHERWISE_CALLED = (
@@ -238,7 +238,7 @@ class RatesByHand:
         if again is None or function.following(seen) is None:
             return False
         try:
-            for number in range(seen, min(AHEAD if planned is None else planned + 2, MOST) + seen):
+            for number in range(seen, min(AHEAD if planned is None else planned + 2, MOST_CALLS) + seen):
                 if (given := function.following(number)) is None:
                     break
                 result = again(*given)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.watch import Watch
 
-MOST = 20_000
+MOST_CALLS = 20_000
 """Calls that are kept."""
 
 _PLAIN = (int, float, str, slice, tuple, type(...))
@@ -151,7 +151,7 @@ class Calls(WatchingMode):
         if name == "backward":
             with watch.suspended():
                 self.roots += [self.of(t) for t in tensors_in(args[:1], kwargs.get("tensors"))]
-        if name in AUTOGRAD_CALLS or not watched(name) or len(self.calls) >= MOST:
+        if name in AUTOGRAD_CALLS or not watched(name) or len(self.calls) >= MOST_CALLS:
             return passed_on(func, args, kwargs)
         with watch.suspended():
             made = Call(

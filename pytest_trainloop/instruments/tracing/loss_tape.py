@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-STEPS = 2
+TAPED_STEPS = 2
 """Optimizer steps that are looked at."""
 
 LONGEST = 3_000
@@ -106,7 +106,7 @@ class Tapes:
             contexts=tape.contexts,
             before_item=tape.take,
             double=True,
-            enough=lambda record: record.rounds >= STEPS,
+            enough=lambda record: record.rounds >= TAPED_STEPS,
             may_raise=True,
         )
         return cls(tuple(tape.slices))
@@ -138,7 +138,7 @@ class LossTape(Tape):
 
     def active(self) -> bool:
         """In the first steps only."""
-        if self.watch.record.rounds >= STEPS or not self.watch.full:
+        if self.watch.record.rounds >= TAPED_STEPS or not self.watch.full:
             self.forget()
             return False
         return super().active()
@@ -233,7 +233,7 @@ class LossTape(Tape):
             return None
         signature = tuple((call.name, call.place.line) for call in calls)
         self._signatures[signature] += 1
-        if self._signatures[signature] > STEPS or len(self.slices) >= MOST_SLICES:
+        if self._signatures[signature] > TAPED_STEPS or len(self.slices) >= MOST_SLICES:
             return None
         return self._slice_of(root, values, calls, place)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Replay = Callable[[torch.Tensor], torch.Tensor]
 
-MOST = 50_000
+MOST_NODES = 50_000
 """Nodes that are kept between two steps."""
 
 _UNSEEN = AUTOGRAD_CALLS | {"item", "tolist", "numpy"}
@@ -104,7 +104,7 @@ class Lineage:
         parents: tuple[Node, ...],
         out: Any,
     ) -> None:
-        if name in _UNSEEN or len(self._known) > MOST:
+        if name in _UNSEEN or len(self._known) > MOST_NODES:
             return
         if name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
             out = args[0] if args else out

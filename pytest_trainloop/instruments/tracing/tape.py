@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
 
-MOST = 50_000
+MOST_CALLS = 50_000
 """Calls that are recorded between two steps."""
 
 DEEPEST = 80
@@ -186,7 +186,7 @@ class Tape(WatchingMode):
     stack of a call is a function that runs.
     """
 
-    most = MOST
+    most = MOST_CALLS
 
     def __init__(
         self,

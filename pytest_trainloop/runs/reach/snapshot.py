@@ -15,7 +15,7 @@ from pytest_trainloop.runs.reach.copies import Copy, copied, same_bits
 from pytest_trainloop.runs.reach.leaves import Leaf, same_value
 from pytest_trainloop.runs.reach.slots import OfList, shown_value
 from pytest_trainloop.runs.reach.stored import Stored, value_of
-from pytest_trainloop.runs.reach.walker import MOST, Walked, quiet, walk
+from pytest_trainloop.runs.reach.walker import MOST_OBJECTS, Walked, quiet, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Reach:
         self.leaves, self.cut = walked.leaves, walked.cut
 
     @classmethod
-    def of(cls, loop: TrainLoop, *, most: int = MOST) -> Reach:
+    def of(cls, loop: TrainLoop, *, most: int = MOST_OBJECTS) -> Reach:
         """Walk from the declared objects and from the functions of a loop, through at most ``most`` objects."""
         return cls(walk(loop, most))
 

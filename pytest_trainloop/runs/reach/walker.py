@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.declare.loop import TrainLoop
 
-MOST = 30_000
+MOST_OBJECTS = 30_000
 """A walk looks into at most so many objects."""
 
 _DECLARED = ROOTS[:4]
@@ -40,7 +40,7 @@ class Walked:
     """Keeps the objects alive, so that no ``id`` is used again."""
 
 
-def walk(loop: TrainLoop, most: int = MOST) -> Walked:
+def walk(loop: TrainLoop, most: int = MOST_OBJECTS) -> Walked:
     """Look through at most ``most`` objects that a loop can reach."""
     graph = Graph()
     for path, slot in switches():  # as they are where the walk is called

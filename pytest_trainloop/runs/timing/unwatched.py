@@ -37,7 +37,7 @@ SELDOM = 32
 BEYOND = 25
 """Steps after the end of the batches in which a loop may come back by itself; then one is made to raise."""
 
-STEPS = 100
+STEPS_TO_READY = 100
 """Steps for each batch after which it is made to as well, whatever has been timed."""
 
 
@@ -158,7 +158,7 @@ class UnwatchedFit:
             over = rounds >= self._most or enough(rounds, seconds)
             if ready:
                 batches.prepare()
-            if beyond > BEYOND or clock.steps > STEPS * self._count or guard.out_of_time():
+            if beyond > BEYOND or clock.steps > STEPS_TO_READY * self._count or guard.out_of_time():
                 guard.stop()
 
         batches = ReadyBatches(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.instruments.gradients.reached import MOST
+from pytest_trainloop.instruments.gradients.reached import MOST_PARTS
 from pytest_trainloop.views.pictures.picture import Axis, Picture, number
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.views.cards.facts import Facts
     from pytest_trainloop.views.pictures.looked import Looked
 
-LEAST = 1e-6
+LEAST_SHARE = 1e-6
 """Share of the largest gradient that is drawn as the smallest: what is smaller has one shade, which
 differs from that of 0."""
 
@@ -93,10 +93,10 @@ def _table(
         columns=tuple(range(len(cells[0]))),
         cells=tuple(tuple(number(size) for size in row) for row in cells),
         colour=Axis(title="|gradient|, over the largest of the output", scale="log"),
-        note=f"the first {MOST} of {reached.parts} {part}s" if reached.parts > MOST else "",
+        note=f"the first {MOST_PARTS} of {reached.parts} {part}s" if reached.parts > MOST_PARTS else "",
     )
 
 
 def _shade(size: float) -> float | None:
     """None for an exact 0, which has no colour."""
-    return max(size, LEAST) if size else None
+    return max(size, LEAST_SHARE) if size else None

@@ -36,7 +36,7 @@ class Axis:
     """Of the colour of a map: what a 0 means, where the drawing marks it with a hatching."""
 
 
-STEPS = Axis(title="optimizer step")
+STEP_AXIS = Axis(title="optimizer step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Picture:
     """The checks, or ``check:cause``, whose failure it belongs to, those that it shows best first."""
     where: str = ""
     """The line of the user's that what is drawn comes from."""
-    x: Axis = STEPS
+    x: Axis = STEP_AXIS
     y: Axis = Axis(title="")
     curves: tuple[Curve, ...] = ()
     labels: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ RATE = "learning rate"
 MOST_SCHEDULES = 3
 """Optimizers whose schedules are drawn to their end."""
 
-MOST = 8
+MOST_CURVES = 8
 """Curves of different groups: a reader cannot distinguish more."""
 
 
@@ -40,7 +40,7 @@ def rates(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     role: Role = "each" if len(by_rates) > 1 else "own"
     drawn = [
         curve(_name(facts, groups, of=len(every)), range(1, len(values) + 1), values, role, stepped=True)
-        for values, groups in list(by_rates.items())[:MOST]
+        for values, groups in list(by_rates.items())[:MOST_CURVES]
     ]
     if not drawn or max(len(one.x) for one in drawn) < 2:
         return
@@ -55,7 +55,7 @@ def rates(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         where=facts.where(first.place) if first is not None else "",
         y=Axis(title=RATE, scale=scale_of(drawn)),
         curves=tuple(drawn),
-        note=f"{MOST} of {len(by_rates)} different rates" if len(by_rates) > MOST else "",
+        note=f"{MOST_CURVES} of {len(by_rates)} different rates" if len(by_rates) > MOST_CURVES else "",
     )
 
 
@@ -97,7 +97,7 @@ def _ahead(facts: Facts, one: Projected, key: str) -> Picture:
     role: Role = "each" if len(by_rates) > 1 else "own"
     drawn = [
         curve(_groups(groups, by_rates), calls, values, role, stepped=last <= POINTS)
-        for values, groups in list(by_rates.items())[:MOST]
+        for values, groups in list(by_rates.items())[:MOST_CURVES]
     ]
     marks = []
     if one.planned is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_WITHOUT_STEP = 12
 """Calls that are drawn where no step ends them."""
 
-MOST = 60
+MOST_CALLS = 60
 """Calls that are drawn."""
 
 
@@ -41,6 +41,6 @@ def one_step(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         of=f"the watched run; {windows.same if windows.kinds else 'no optimizer stepped'}",
         checks=("step_order", "grad_scaler", "train_mode", "schedule", "accumulation_equivalence"),
         where=last.where,
-        calls=tuple(calls[:MOST]),
-        note=f"{MOST} of {len(calls)} calls" if len(calls) > MOST else "",
+        calls=tuple(calls[:MOST_CALLS]),
+        note=f"{MOST_CALLS} of {len(calls)} calls" if len(calls) > MOST_CALLS else "",
     )

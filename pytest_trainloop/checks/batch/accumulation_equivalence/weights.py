@@ -40,7 +40,7 @@ NORMALISED = 1e-2
 """How near the lengths of two gradients of one direction are where the loop divides them by their norm plus some
 epsilon. No cause changes a gradient by so little, and no learning rate is set more finely."""
 
-MOST = 8
+MOST_MICRO_BATCHES = 8
 """Micro-batches at most, in a window of a loop without the knob."""
 
 ARITHMETIC = ADDITIONS | SUBTRACTIONS | MULTIPLICATIONS | DIVISIONS | {"neg"}
@@ -314,7 +314,9 @@ def fixed_window(evidence: Evidence) -> Finding | None:
     try:
         gradients = evidence.shared(StepGradients.of)
         k, rows = gradients.window, gradients.cut.valid.order
-        if not 2 <= k <= min(MOST, len(rows)) or not k * (seen.rounds - 1) < seen.items < k * (seen.rounds + 1):
+        if not 2 <= k <= min(MOST_MICRO_BATCHES, len(rows)) or not k * (seen.rounds - 1) < seen.items < k * (
+            seen.rounds + 1
+        ):
             return None
         # the rows with the fewest and the most valid targets are among them
         composition = Composition((*rows[: k - 1], rows[-1]), (1,) * k)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.instruments.tracing.row_tape import Tape, TapedCall
     from pytest_trainloop.runs.evidence import Evidence
 
-FEWEST, MOST = 2, 3
+FEWEST_ROWS, MOST_ROWS = 2, 3
 """Rows of the smallest batch that shows a fault."""
 
 _CAUSES = {
@@ -466,10 +466,10 @@ def shrunk(evidence: Evidence, finding: Finding, holds: Callable[[RowShares], bo
 
     if not shares.taken:
         return finding
-    shows, first = holds or any_way, Composition(tuple(range(FEWEST)))
+    shows, first = holds or any_way, Composition(tuple(range(FEWEST_ROWS)))
     least: Composition | None = first  # none is smaller
     if not shows(shares.over(first.rows)):
-        strategy = of_rows(range(shares.rows), least=FEWEST, most=MOST)
+        strategy = of_rows(range(shares.rows), least=FEWEST_ROWS, most=MOST_ROWS)
         least = smallest(strategy, lambda composition: shows(shares.over(composition.rows)), evidence=evidence)
     if least is None:
         return finding if holds is None else replace(finding, smallest=f"{shares.rows} rows")

@@ -63,7 +63,7 @@ FEWEST = 12
 FARTHEST = 4
 """Positions ahead that are tried, at most."""
 
-MOST = 40
+MOST_OPERATIONS = 40
 """Operations that are followed back, at most."""
 
 _CAUSE: dict[Kind, str] = {
@@ -429,7 +429,7 @@ def first_seeing(ops: Sequence[Op], leaf: torch.Tensor, length: int) -> Operatio
 
 def _behind(op: Op, made_by: Mapping[int, Op], length: int) -> OperationAhead | None:
     todo = [op]
-    for _ in range(MOST):
+    for _ in range(MOST_OPERATIONS):
         if not todo:
             break
         at = todo.pop(0)

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
-STEPS = 2
+STEPS_OF_A_RUN = 2
 """Optimizer steps of a run: the second is made with what the first has left."""
 
 COMPARED = 3
 """Batches whose widths are compared."""
 
-MOST = 1_000_000
+MOST_ROWS = 1_000_000
 """Rows of a data set whose order is read, at most."""
 
 Compose = Callable[["TrainLoop"], Any]
@@ -80,7 +80,7 @@ class Ending:
         if type(sampler) is BatchSampler and hasattr(batches.dataset, "__getitem__"):
             with contextlib.suppress(TypeError, NotImplementedError):
                 self.data = len(sampler.sampler)  # type: ignore[arg-type]
-        if isinstance(sampler, BatchSampler) and 0 < self.data <= MOST:
+        if isinstance(sampler, BatchSampler) and 0 < self.data <= MOST_ROWS:
             self.batch_size, self.shuffles = sampler.batch_size, type(sampler.sampler) is not SequentialSampler
             self._last = tuple(sampler.sampler)[-(self.data % self.batch_size or self.batch_size) :]
         self.rows = len(self._last)
@@ -254,7 +254,7 @@ class Edges:
             made = self.gradients.composed(made_of) if isinstance(made_of, Composition) else [made_of(loop)]
             return itertools.cycle([*([self.batch] if full else []), *made])
 
-        steps = 2 * STEPS if full else STEPS
+        steps = 2 * STEPS_OF_A_RUN if full else STEPS_OF_A_RUN
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about the shapes and deviations of single values

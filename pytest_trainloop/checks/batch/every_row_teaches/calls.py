@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-STEPS = 6
+FLAG_STEPS = 6
 """Steps of the loop whose flags are read."""
 
 LEAST_ROWS = 4
@@ -206,7 +206,7 @@ def _meeting(seen: Calls, pick: Call, rows: int) -> Call | None:
 class Indices(Calls):
     """The calls of the first steps, with copies of what tensors are indexed with, by line."""
 
-    steps: int = STEPS
+    steps: int = FLAG_STEPS
     kept: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def looked_at(self, made: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ MOVED = 0.3
 STIRRED = (0.0, 0.6)
 """Other shares."""
 
-MOST = 2
+MOST_TENSORS = 2
 """Tensors of classes that are tried."""
 
 _SIGNAL = "a batch with a signal"
@@ -176,7 +176,7 @@ def class_costs_a_constant(evidence: Evidence) -> Iterator[Finding]:
     """Rows of one class alone cost the same at several states of the weights, more than 0, and have no gradient."""
     loop = evidence.fresh_loop()
     batch = first_batch(loop) if loop.batch_dim in (None, 0) else None
-    for path in [path for path, tensor in nested.paths(batch) if _has_both(batch, tensor)][:MOST]:
+    for path in [path for path, tensor in nested.paths(batch) if _has_both(batch, tensor)][:MOST_TENSORS]:
         seen, first = _of_class(evidence, path, 0)
         cost, place = _cost(seen)
         if cost is None or not _costs_without_gradient(first):

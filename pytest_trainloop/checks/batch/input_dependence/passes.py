@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 8
+MOST_TENSORS = 8
 """Tensors of a batch that are tried one by one, at most."""
 
-STEPS = 2
+STEPS_OF_A_RUN = 2
 """Optimizer steps of each run: a tensor that only the second loss depends on is used, too."""
 
 _END, _NEXT = re.compile(r"done|terminal|terminated", re.IGNORECASE), re.compile("next|new_?(state|obs)", re.IGNORECASE)
@@ -209,7 +209,7 @@ class InputRuns:
         return [
             tensor
             for number, tensor in enumerate(inputs)
-            if (tensor.name in uses or (number < MOST and (tensor.passed or self.blind or tensor.unread)))
+            if (tensor.name in uses or (number < MOST_TENSORS and (tensor.passed or self.blind or tensor.unread)))
             and all(unchanged.roots == r.roots and unchanged.same_outputs(r) for r in self._with_equal_rows(tensor))
         ]
 
@@ -349,7 +349,7 @@ class InputRuns:
             stream=stream,
             before_item=before_item,
             prepare=moved_a_little,
-            enough=lambda record: record.rounds >= STEPS or len(record.backwards()) >= LONGEST,
+            enough=lambda record: record.rounds >= STEPS_OF_A_RUN or len(record.backwards()) >= LONGEST,
             contexts=contexts,
         )
         run.roots = [tuple(root.value for root in b.roots) for b in record.of(Backward)]

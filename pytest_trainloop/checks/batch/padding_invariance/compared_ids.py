@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 64
+MOST_COMPARISONS = 64
 """Comparisons, and look-ups, of one step that are kept."""
 
 
@@ -43,9 +43,9 @@ class ComparedIds(WatchingMode):
         return tuple(sorted(found))
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in EMBEDDINGS and len(self._looked_up) < MOST:
+        if name in EMBEDDINGS and len(self._looked_up) < MOST_COMPARISONS:
             self._looked_up += [t.detach().clone() for t in (*args, *kwargs.values()) if _are_ids(t)]
-        elif name in EQUALITIES and len(args) == 2 and len(self._compared) < MOST:
+        elif name in EQUALITIES and len(args) == 2 and len(self._compared) < MOST_COMPARISONS:
             ids, value = args if _are_ids(args[0]) else (args[1], args[0])
             if isinstance(value, torch.Tensor) and value.numel() == 1 and whole(value):
                 value = int(value)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LOOKED_AT = 4
 """Batches of the loop that are looked at for their lengths."""
 
-MOST = 4
+MOST_ROWS = 4
 """Rows of a slice, at most."""
 
 
@@ -227,7 +227,7 @@ def uneven(mask: PaddingMask) -> list[Slice]:
 
 
 def _slice(mask: PaddingMask, lengths: dict[int, int], n: int) -> Slice:
-    rows, total = tuple(r for r, length in lengths.items() if length == n)[:MOST], mask.grid.length
+    rows, total = tuple(r for r, length in lengths.items() if length == n)[:MOST_ROWS], mask.grid.length
     left = mask.side == "left"
     return Slice(rows, 0, total, total - n if left else 0, total if left else n)
 

@@ -21,7 +21,7 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.whose import present, reraise_raised
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches import segments as reading
-from pytest_trainloop.instruments.batches.episodes import LEAST, read_episodes, segments_along
+from pytest_trainloop.instruments.batches.episodes import LEAST_STEPS, read_episodes, segments_along
 from pytest_trainloop.instruments.batches.own_data import makes_own_data
 from pytest_trainloop.instruments.compositions.experiment import Experiment
 from pytest_trainloop.instruments.gradients.reached import Reached
@@ -192,7 +192,7 @@ class SegmentPasses:
         if self._episodes is None:
             return self._meeting()
         first: Finding | None = None
-        for axis in (a for a, size in enumerate(self._episodes.ends.shape) if size > LEAST):
+        for axis in (a for a, size in enumerate(self._episodes.ends.shape) if size > LEAST_STEPS):
             self.segments = segments_along(self._episodes, axis)
             here_ = self._meeting()
             if here_ is None:

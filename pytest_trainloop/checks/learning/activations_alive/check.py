@@ -84,7 +84,7 @@ CAUSES = {
 WIDE = 10.0
 """Inputs of unit variance do not get this far: of normal ones, one in 10^22 does."""
 
-MOST = 0.6
+MOST_DEAD = 0.6
 """The share of a layer from which on it is said."""
 
 
@@ -96,10 +96,10 @@ def activations_alive(evidence: Evidence) -> Iterator[Finding]:
     for layer in found.layers:
         if layer.units < FEWEST and layer.dead < layer.units:
             continue
-        if layer.saturated >= MOST * layer.units:
+        if layer.saturated >= MOST_DEAD * layer.units:
             yield _finding("saturated", layer, layer.saturated, layer.saturated_at_start, "saturated", found.steps)
-        elif layer.dead >= MOST * layer.units:
-            early = layer.dead_at_start >= MOST * layer.units
+        elif layer.dead >= MOST_DEAD * layer.units:
+            early = layer.dead_at_start >= MOST_DEAD * layer.units
             cause = "dead_from_the_start" if early else "dies_in_training"
             yield _finding(cause, layer, layer.dead, layer.dead_at_start, "dead", found.steps)
 

@@ -71,7 +71,7 @@ CAUSES = {
 }
 found = finding_maker(CAUSES)
 
-MOST = 0.5
+MOST_COPIES = 0.5
 """The share of copies among a layer's units from which on it is said: with one input and no bias, some of 64 weights in
 bfloat16 are equal by chance."""
 
@@ -89,5 +89,5 @@ def units_differ(evidence: Evidence) -> Iterator[Finding]:
     for name, facts in still_equal(evidence):
         if facts["copies"] == facts["units"] - 1:
             yield found("all_units_alike", "", (name,), **facts)
-        elif facts["copies"] >= MOST * facts["units"]:
+        elif facts["copies"] >= MOST_COPIES * facts["units"]:
             yield found("units_repeated", "", (name,), level="advice", **facts)

@@ -100,7 +100,7 @@ def adversaries_oppose(evidence: Evidence) -> Iterator[Finding]:
 
 def _one_way(evidence: Evidence, critic: str, given: Pushed, made: Pushed, back: Pushed) -> Iterator[Finding]:
     """What the critic's own steps and those of the other side do to the scores."""
-    from pytest_trainloop.checks.loss.adversaries_oppose.scores import LEAST, may_hold_one_label
+    from pytest_trainloop.checks.loss.adversaries_oppose.scores import LEAST_OFFSETS, may_hold_one_label
 
     signs = set(made.by_offset.values())
     way = "up" if signs == {-1.0} else "down" if signs == {1.0} else "towards one value"
@@ -115,7 +115,7 @@ def _one_way(evidence: Evidence, critic: str, given: Pushed, made: Pushed, back:
         three = (given.by_offset, made.by_offset, back.by_offset)
         agree = len({sign for by_offset in three for sign in by_offset.values()}) == 1
         offsets, variant = min(map(len, three)) if agree else 0, "one way"
-    if offsets >= LEAST and not may_hold_one_label(evidence.fresh_loop().batch):
+    if offsets >= LEAST_OFFSETS and not may_hold_one_label(evidence.fresh_loop().batch):
         yield found("critic_cannot_tell", made, (critic,), variant, way=way, offsets=offsets)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 OFFSETS = (0.5, -0.5, 0.0, 3.0, -3.0, 0.25, -0.25, 0.75, -0.75, 1.5, -1.5, 6.0)
 """Between, below and above the targets of least squares: 0 and 1, or -1, 0 and 1."""
 
-LEAST = 3
+LEAST_OFFSETS = 3
 """Offsets at which both directions must be known."""
 
 BOTH = -1
@@ -50,7 +50,7 @@ BOTH = -1
 
 _BOUNDED = ("SigmoidBackward", "SoftmaxBackward", "TanhBackward")
 _MOVES = ("View", "Squeeze", "Unsqueeze", "Reshape", "Clamp", "Clone", "Mean")
-_MOST = 100_000
+_MOST_SCORES = 100_000
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Pushed:
         """At how many offsets this direction is the other times the factor; 0 where at any it is not, or at few."""
         both = self.by_offset.keys() & other.by_offset.keys()
         agree = all(self.by_offset[o] == factor * other.by_offset[o] for o in both)
-        return len(both) if agree and len(both) >= LEAST else 0
+        return len(both) if agree and len(both) >= LEAST_OFFSETS else 0
 
     def opposed(self, other: Pushed) -> int:
         """At how many offsets the two directions are opposed."""
@@ -154,7 +154,7 @@ class ScoreRecorder(WatchingMode):
         return frozenset(found)
 
     def _tag(self, tensors: Iterable[torch.Tensor], tags: frozenset[int]) -> None:
-        if len(self._tags) > _MOST:
+        if len(self._tags) > _MOST_SCORES:
             self._tags = {key: entry for key, entry in self._tags.items() if entry[0]() is not None}
         for tensor in tensors:
             self._tags[id(tensor)] = (weakref.ref(tensor), tags)

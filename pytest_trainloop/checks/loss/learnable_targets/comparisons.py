@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-STEPS = 2
+COMPARED_STEPS = 2
 """Optimizer steps that are looked at."""
 
 _TO_THE_LOSS = (
@@ -106,11 +106,11 @@ class FirstSteps(Calls):
     ) -> tuple[FirstSteps, Record]:
         """The first steps, some calls with other results, and their record. ``restores`` is a call that writes into
         the batch: this is undone when the function that makes it returns."""
-        first = cls(others=others, steps=STEPS, writes=BatchWrites(restores))
+        first = cls(others=others, steps=COMPARED_STEPS, writes=BatchWrites(restores))
         record = evidence.rerun(
             contexts=first.contexts,
             before_item=first.take,
-            enough=lambda r: r.rounds >= STEPS,
+            enough=lambda r: r.rounds >= COMPARED_STEPS,
             may_raise=True,
         )
         return first, record

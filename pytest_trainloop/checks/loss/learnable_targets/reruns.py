@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
-LEAST = 6
+LEAST_TARGETS = 6
 """Different targets below which a column may equal them by chance: of 6 rows one order in 720 does."""
 
 
@@ -131,7 +131,7 @@ def _columns(given: torch.Tensor, wanted: torch.Tensor) -> list[int]:
     places = []
     for column in targets.T:
         equal = (rows == column.unsqueeze(1)).all(0).nonzero().flatten()
-        if not len(equal) or len(column.unique()) < LEAST:
+        if not len(equal) or len(column.unique()) < LEAST_TARGETS:
             return []
         places.append(int(equal[0]))
     return places

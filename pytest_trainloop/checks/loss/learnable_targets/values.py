@@ -60,7 +60,7 @@ FAR = 10.0
 NEAR = 3.0
 """Times the spread up to which they are near."""
 
-LEAST = 8
+LEAST_TARGETS = 8
 """Targets below which nothing is said of their spread."""
 
 _TO_WHOLE = frozenset("long int short byte char bool to type type_as".split())
@@ -178,7 +178,7 @@ def far(evidence: Evidence) -> Iterator[Finding]:
         if one.call.step or not _of_data(first, one) or not first.origin(one.prediction) >= {"trained", "batch"}:
             continue
         start, spread = _rms(one.predicted - one.expected), _spread(one.expected)
-        if one.expected.numel() < LEAST or not spread or not start >= FAR * spread:
+        if one.expected.numel() < LEAST_TARGETS or not spread or not start >= FAR * spread:
             continue
         leaf = next((v for v in one.target.origins() if v.of_batch), None)
         name = leaf.of_batch if leaf is not None else ""

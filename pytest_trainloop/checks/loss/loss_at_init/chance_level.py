@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Guess = Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
 """Uninformed inputs for an input and a target; the one with the larger loss counts."""
 
-MOST = 16
+MOST_CALLS = 16
 """Calls that are recorded, at most."""
 
 LARGE = 3.0
@@ -77,7 +77,7 @@ class InitialLosses(WatchingMode):
 
     def active(self) -> bool:
         """Until the first step has ended: the closure that it calls, or a checkpoint, may hold the loss."""
-        return not (self.watch.is_suspended or self.watch.record.begun or len(self.recorded) >= MOST)
+        return not (self.watch.is_suspended or self.watch.record.begun or len(self.recorded) >= MOST_CALLS)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = passed_on(func, args, kwargs)

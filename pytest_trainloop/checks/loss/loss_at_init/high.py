@@ -47,7 +47,7 @@ REMAINS = 2 / 3
 WIDE = math.sqrt(6)
 """Times torch's own standard deviation up to which a usual initialisation draws: that of He for ReLU is the widest."""
 
-MOST = 3
+MOST_WEIGHTS = 3
 """Weights that are tried one by one, the widest first."""
 
 HIGHEST_DEGREE = 4.0
@@ -136,7 +136,7 @@ def _too_wide(loss: InitialLoss, losses: Losses) -> dict[str, Any]:
     widths: list[_Width] = []
     losses(lambda watch: widths.extend(_widths(watch)))
     wide = sorted((w for w in widths if w.times > WIDE), key=lambda w: -w.times)
-    tried = [[w] for w in wide[:MOST]]
+    tried = [[w] for w in wide[:MOST_WEIGHTS]]
     for chosen in [*tried, wide] if len(wide) > 1 else tried:
         narrow = _same_call(losses(_narrowed({w.name: 1 / w.times for w in chosen})), loss)
         if narrow is not None and narrow.times <= ADVICE:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Key = tuple[str, "Site | None"]
 """How roots were put together, and the site of their backward passes."""
 
-MOST = 3
+MOST_NAMED = 3
 """Parameters that are named, at most."""
 
 EQUAL = 1e-6
@@ -196,7 +196,7 @@ def unreported(candidate: Candidate) -> Finding:
     named = [name for name in sorted(sizes, key=lambda n: -sizes[n]) if sizes[name] > 1e-6 * whole]
     facts: dict[str, Any] = {"root": state.value, "sum": sum(p.value for p in state.parts.values())}
     facts |= {"left": min(float(torch.linalg.vector_norm(left)) / whole, 99.0), "by_gradient": bool(own)}
-    facts |= {"weights": tuple(named[:MOST]), "most": named[0] if named else ""}
+    facts |= {"weights": tuple(named[:MOST_NAMED]), "most": named[0] if named else ""}
     if fit is not None and fit.outside and set(named) <= set(fit.outside):
         variant = "outside"
     chosen = [(start, end) for name, start, end in state.spans if name in named]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 64
+MOST_ROOTS = 64
 """Roots of a run that are read, at most."""
 
 MOST_ENTRIES = 16_384
@@ -184,7 +184,7 @@ def seen(evidence: Evidence, setup: Setup) -> Seen:
             fit=reader.with_loop(plan.fit),
             stream=None if setup.batch is None else repeated,
             count=setup.count or plan.count,
-            enough=lambda record: record.rounds >= setup.rounds or len(reader.states) >= MOST,
+            enough=lambda record: record.rounds >= setup.rounds or len(reader.states) >= MOST_ROOTS,
             fit_seed=setup.fit_seed,
             double=not setup.plain,
             may_raise=True,
@@ -278,7 +278,7 @@ class _Reader:
             args = tuple(tuple(a) if hasattr(a, "__next__") else a for a in args)
             kwargs = {n: tuple(v) if hasattr(v, "__next__") else v for n, v in kwargs.items()}
             watching = self._watch is not None and not self._watch.is_suspended and not is_aside()
-            full = self._item is None or self.error is not None or len(self.states) >= MOST
+            full = self._item is None or self.error is not None or len(self.states) >= MOST_ROOTS
             if not watching or full or self._busy:
                 return original(*args, **kwargs)
             self._busy = True  # torch's own backward, called by a tensor's, comes by here a second time

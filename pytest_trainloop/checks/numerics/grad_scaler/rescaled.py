@@ -47,7 +47,7 @@ ROUNDING = 2.0**-7
 """By how much a difference may miss its double: the rounding of bfloat16 (2^-8), twice. Whatever scales with another
 power misses it by half or more."""
 
-LEAST = 16
+LEAST_ENTRIES = 16
 """Entries that a part must change in. Below the range of half precision the rounding error of one entry doubles with
 every halving by chance once in three times; of sixteen hardly ever."""
 
@@ -118,7 +118,11 @@ def _dependence(records: Sequence[Record], optimizer: int, scale: float) -> Depe
     grows = _near(first, 2 * second)
     factor = _factor(one, half)
     whole = _near(half, (0.5 if grows else 2.0) * one)
-    if not (grows or _near(second, 2 * first)) or factor is None or (not whole and int((first != 0).sum()) < LEAST):
+    if (
+        not (grows or _near(second, 2 * first))
+        or factor is None
+        or (not whole and int((first != 0).sum()) < LEAST_ENTRIES)
+    ):
         return None
     changed = [n for n, g in gradients[0].items() if n in gradients[1] and not torch.equal(g, gradients[1][n])]
     halved = f"with the scale halved from {scale:g}, the first step reads "

@@ -46,7 +46,7 @@ GROWN = 10.0
 
 VARIANTS: dict[str, dict[str, Any]] = {"for-loop": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
-STEPS = 2
+REPEATED_STEPS = 2
 
 ROUNDINGS = 32
 
@@ -161,7 +161,7 @@ def in_use(snap: Snapshot, index: int) -> str:
 
 def _references(snap: Snapshot) -> dict[int, Reference]:
     path = [{m.index: _wide(m.entries) for m in snap.members}]
-    path += [stepped(snap, wide=True, steps=n) for n in range(1, STEPS + 1)]
+    path += [stepped(snap, wide=True, steps=n) for n in range(1, REPEATED_STEPS + 1)]
     references = {}
     for m in snap.members:
         at = torch.stack([after[m.index] for after in path])
@@ -177,11 +177,11 @@ def _made(snap: Snapshot, name: str, wide: bool, peaks: dict[str, int]) -> dict[
     device = snap.members[0].entries.device
     try:
         if device.type != "cuda":
-            return stepped(snap, wide=wide, steps=STEPS, **VARIANTS[name])
+            return stepped(snap, wide=wide, steps=REPEATED_STEPS, **VARIANTS[name])
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        got = stepped(snap, wide=wide, steps=STEPS, **VARIANTS[name])
+        got = stepped(snap, wide=wide, steps=REPEATED_STEPS, **VARIANTS[name])
         peaks[name] = torch.cuda.max_memory_allocated(device) - before
     except REFUSED as error:
         reraise_raised(error)
@@ -222,7 +222,7 @@ def _sensitivity(snap: Snapshot, references: Mapping[int, Reference], wide: bool
     total = {index: torch.zeros_like(reference.size) for index, reference in references.items()}
     for what in ("entries", "grad", "state"):
         groups = (Group(g.options, tuple(larger(m, what) for m in g.members)) for g in snap.groups)
-        for index, moved in stepped(Snapshot(snap.kind, tuple(groups)), wide=True, steps=STEPS).items():
+        for index, moved in stepped(Snapshot(snap.kind, tuple(groups)), wide=True, steps=REPEATED_STEPS).items():
             total[index] += (moved - references[index].after).abs().nan_to_num(0.0, 0.0)
     return total
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 4096
+MOST_ENTRIES = 4096
 """Entries of a tensor that are copied: all of a small one, and a small part of the memory of a large one."""
 
 OPTIMIZERS = 8
@@ -89,7 +89,7 @@ class FirstSteps:
             steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
             if steps[id(optimizer)] > 2 or len(self.found) >= OPTIMIZERS:
                 return None
-            return snapshot(optimizer, watch, first_entries(MOST), lambda p: True)
+            return snapshot(optimizer, watch, first_entries(MOST_ENTRIES), lambda p: True)
 
         def use(optimizer: Any, snap: Snapshot) -> None:
             start = self.found.setdefault(watch.optimizers.index(optimizer), OptimizerStart(snap))

@@ -13,7 +13,7 @@ from pytest_trainloop.checks.numerics.parameter_precision.causes import found
 from pytest_trainloop.core import members
 from pytest_trainloop.instruments.gradients.vectors import values
 from pytest_trainloop.instruments.optimizers.lost_updates import (
-    MOST,
+    MOST_STEPS,
     EntryUpdates,
     LostUpdates,
     spaced_by_index,
@@ -92,7 +92,7 @@ def overwritten_masters(evidence: Evidence) -> list[LostUpdates]:
 
     def use(watch: Watch, _optimizer: Any, masters: dict[int, torch.Tensor]) -> None:
         for index, entries in masters.items():
-            if len(befores[index]) < MOST:
+            if len(befores[index]) < MOST_STEPS:
                 befores[index].append(entries)
                 afters[index].append(spaced_by_index(watch.table.tensors[index].detach()).clone())
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ENTRIES = 4096
 
-MOST = 64
+MOST_CALLS = 64
 """Calls whose angles are kept."""
 
 HALF_RADIAN = 0.5
@@ -63,7 +63,7 @@ class AngleLog(WatchingMode):
         self._calls: Counter[tuple[str, Place]] = Counter()
 
     def active(self) -> bool:
-        return super().active() and not self.watch.record.begun and len(self.found) < MOST
+        return super().active() and not self.watch.record.begun and len(self.found) < MOST_CALLS
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ("sin", "cos", "sin_", "cos_"):

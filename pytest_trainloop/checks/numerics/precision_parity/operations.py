@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 ENTRIES = 256
 """Entries of a tensor that are kept, always at the same places."""
 
-MOST = 20_000
+MOST_OPERATIONS = 20_000
 """Operations that are logged."""
 
 FAR = 10.0
@@ -189,7 +189,7 @@ class OpLog(WatchingMode):
         self._nodes.clear()
 
     def active(self) -> bool:
-        return super().active() and not self.watch.record.steps and len(self.operations) < MOST
+        return super().active() and not self.watch.record.steps and len(self.operations) < MOST_OPERATIONS
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "backward":

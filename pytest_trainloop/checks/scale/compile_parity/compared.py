@@ -45,7 +45,7 @@ Tensors = dict[str, torch.Tensor]
 PREFIX = "_orig_mod."
 """Of the names of parameters in torch's wrapper around a compiled model."""
 
-STEPS = 5
+COMPARED_STEPS = 5
 """Optimizer steps that are compared: shapes that vary are compiled again in the second and for good, and what is
 compiled once more after that is compiled again and again."""
 
@@ -111,7 +111,7 @@ class Course:
         self.difference: Difference | None = None
         self.not_comparable = ""
         """Why the two cannot be compared, in words."""
-        self._bound, self._other, self._most = bound, other, STEPS
+        self._bound, self._other, self._most = bound, other, COMPARED_STEPS
         self._generator = b""
         self._loop: TrainLoop | None = None
         self._optimizers: list[Any] = []
@@ -140,7 +140,7 @@ class Course:
         if self._other is None:
             self.start = _copies(tensors)
             size = sum(t.numel() * t.element_size() for t in tensors.values())
-            self._most = max(1, min(STEPS, BYTES // max(2 * size, 1)))
+            self._most = max(1, min(COMPARED_STEPS, BYTES // max(2 * size, 1)))
             return
         self._most = max(len(self._other.moments), 1)
         first = self._other.start

@@ -52,7 +52,7 @@ MOST_MODULES = 12
 SETTLED = 2
 """Steps after which a function is compiled no more: for the first shape, and for shapes that vary."""
 
-MOST = 3
+MOST_LINES = 3
 """Lines that are named, at most."""
 
 NECESSARY = ("backward", "optimizer", "zero_grad")
@@ -436,14 +436,14 @@ class Parity:
         for one, line in own or [pair for pair in breaks if pair[1]]:
             reasons.setdefault(line, f"{one.reason[0].lower()}{one.reason[1:]}")
         facts = {"breaks": len(made.breaks), "lines": len(reasons), "several": len(reasons) > 1, **advice}
-        for line, reason in list(reasons.items())[:MOST]:
+        for line, reason in list(reasons.items())[:MOST_LINES]:
             yield self._found("graph_breaks", ("torch.compile()",), where=line, reason=reason, **facts)
         again: dict[tuple[str, str], list[tuple[int, Compilation]]] = {}
         for step, new in made.compilations:
             if new.again and step >= SETTLED:
                 name = new.function.removeprefix("torch_dynamo_resume_in_").partition("_at_")[0]
                 again.setdefault((new.file, name), []).append((step, new))
-        for (_, name), compiled in list(again.items())[:MOST]:
+        for (_, name), compiled in list(again.items())[:MOST_LINES]:
             steps, new = sorted({step for step, _ in compiled}), compiled[0][1]
             if len(steps) < 2:
                 continue  # the last batch is smaller, or a phase begins

@@ -55,7 +55,7 @@ LABEL_ROWS = 4
 MOST_IN_FIT = 50
 """Batches of an epoch that ``fit`` is run over twice, at most."""
 
-STEPS = 2
+COMPARED_STEPS = 2
 """Optimizer steps on an epoch's last batch and on full ones."""
 
 RESEEDING = frozenset({"manual_seed", "seed_everything", "set_seed", "seed_all", "set_rng_state"})
@@ -227,7 +227,7 @@ def last_batch(stream: Stream) -> Iterator[Finding]:
             batches = list(itertools.islice(in_this_process(loop.batches), MOST_BATCHES))
         return [batches[0], batches[-1]]
 
-    how: dict[str, Any] = {"enough": lambda record: record.rounds >= STEPS, "may_raise": True}
+    how: dict[str, Any] = {"enough": lambda record: record.rounds >= COMPARED_STEPS, "may_raise": True}
     raised = evidence.rerun(stream=lambda loop: itertools.cycle(ends(loop)), **how).raised
     if raised is None or raised.place.code.startswith(("raise", "assert ")):  # the project's own check
         return
@@ -364,7 +364,7 @@ class Targets(WatchingMode):
 
 def is_target(evidence: Evidence, path: str) -> bool:
     seen = Targets(path)
-    how: dict[str, Any] = {"enough": lambda record: record.rounds >= STEPS, "may_raise": True}
+    how: dict[str, Any] = {"enough": lambda record: record.rounds >= COMPARED_STEPS, "may_raise": True}
     evidence.rerun(before_item=seen.take, contexts=seen.contexts, **how)
     return seen.compared and not seen.predicts
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.events import Place
 
-MOST = 20_000
+MOST_CALLS = 20_000
 """Calls that are noted."""
 
 
@@ -55,7 +55,7 @@ class CallLog(WatchingMode):
 
     def active(self) -> bool:
         """Inside backward passes too: what a checkpoint runs again there may differ."""
-        return not (self.watch.is_suspended or self.watch.stepping or len(self.calls) >= MOST)
+        return not (self.watch.is_suspended or self.watch.stepping or len(self.calls) >= MOST_CALLS)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = () if name in ATTRIBUTES else _fingerprint((args, kwargs))

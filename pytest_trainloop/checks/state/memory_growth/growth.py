@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-STEPS = 9
+FIRST_LOOK = 9
 """Steps of one optimizer after which the first look is final."""
 
-MOST = 36
+LAST_LOOK = 36
 """Steps after which a graph of the first ones that is still alive is kept for good."""
 
-_LOOKS = (STEPS, FULL_ROUNDS, 18, 24, MOST)
+_LOOKS = (FIRST_LOOK, FULL_ROUNDS, 18, 24, LAST_LOOK)
 
 _INDEX = re.compile(r"(\[\d+\])+$")
 """The end of ``state[0]``, of which all is carried over."""
@@ -70,9 +70,9 @@ class Growth:
         with seen._heap.of_this_block():
             evidence.rerun(
                 plan,
-                count=plan.count if record.raised else _batches_for(MOST, record),
+                count=plan.count if record.raised else _batches_for(LAST_LOOK, record),
                 read_ahead=None,
-                enough=lambda r: r.rounds >= MOST,
+                enough=lambda r: r.rounds >= LAST_LOOK,
                 contexts=lambda watch: (*lines.contexts(watch), *seen.contexts(watch)),
                 may_raise=True,
             )
@@ -114,7 +114,7 @@ class Growth:
         last, self._facts = self._facts, {}
         if not watch.graphs.are_kept(windows):
             return
-        if last and rounds != MOST:
+        if last and rounds != LAST_LOOK:
             self._facts = last | {"rounds": rounds}  # who holds them is looked at once, and at the end
             return
         reached = Reached(watch.graphs, windows)
@@ -144,9 +144,9 @@ class Growth:
         """What holds the graphs of all first steps; nothing where some of them were gone at the last look."""
         for held in self._holders if self._facts else ():
             cause, variant = "carried_graph" if self._facts["carried"] else held.how, ""
-            why = causes.USABLE if self._facts["usable"] else causes.ENDED if self._facts["rounds"] < MOST else ""
+            why = causes.USABLE if self._facts["usable"] else causes.ENDED if self._facts["rounds"] < LAST_LOOK else ""
             why = why if held.bounded is None else causes.BOUNDED
-            why = filled(why, {"bounded": held.bounded, "most": MOST})
+            why = filled(why, {"bounded": held.bounded, "most": LAST_LOOK})
             unnamed = {"held_outside_python": "something outside of Python", "kept_tensors": f"a {held.kind}"}
             unnamed |= {"running_sum": "a tensor", "carried_graph": "a tensor"}
             if cause == "held_outside_python" and not held.name:
@@ -181,14 +181,19 @@ def further_record(evidence: Evidence) -> Record:
     """The watched run; one with more batches where that made too few steps for a look."""
     record = evidence.run()
     known = record.graphs
-    if not evidence.repeatable or record.raised or not record.rounds or (known is not None and known.rounds >= STEPS):
+    if (
+        not evidence.repeatable
+        or record.raised
+        or not record.rounds
+        or (known is not None and known.rounds >= FIRST_LOOK)
+    ):
         return record
     return evidence.shared(_longer)
 
 
 def _longer(evidence: Evidence) -> Record:
-    plan = replace(evidence.plan(), count=_batches_for(STEPS, evidence.run()), read_ahead=None)
-    return evidence.rerun(plan, enough=lambda r: r.rounds >= STEPS)
+    plan = replace(evidence.plan(), count=_batches_for(FIRST_LOOK, evidence.run()), read_ahead=None)
+    return evidence.rerun(plan, enough=lambda r: r.rounds >= FIRST_LOOK)
 
 
 def _batches_for(steps: int, record: Record) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.core.finding import Finding
 
-MOST = 12
+MOST_NAMES = 12
 """Names that a finding gives at most."""
 
 RENEWABLE = {
@@ -345,4 +345,4 @@ _found = finding_maker(CAUSES)
 def found(cause: str, at: Any, culprits: Iterable[str], variant: str = "", **facts: Any) -> Finding:
     """A finding that gives at most so many names; its sentences count them all."""
     finding = _found(cause, at, culprits, variant, **facts)
-    return replace(finding, culprits=finding.culprits[:MOST])
+    return replace(finding, culprits=finding.culprits[:MOST_NAMES])

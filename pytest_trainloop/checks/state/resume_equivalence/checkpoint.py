@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 20_000
+MOST_ENTRIES = 20_000
 """Entries of a checkpoint that are looked at."""
 
 
@@ -194,7 +194,7 @@ class Checkpoint:
         """Note the tensors in nested containers, and the tensors, tuples and dicts that are random states."""
         self.seen = bool(roots)
         states = random_states()
-        todo, seen, left = list(reversed(roots)), set[int](), MOST
+        todo, seen, left = list(reversed(roots)), set[int](), MOST_ENTRIES
         while todo and left:
             (path, value), left = todo.pop(), left - 1
             for name, state in states.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop.checks.state.resume_equivalence.causes import MOST, found
+from pytest_trainloop.checks.state.resume_equivalence.causes import MOST_NAMES, found
 from pytest_trainloop.checks.state.resume_equivalence.statements import line_to_change, owner_of
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
@@ -116,7 +116,7 @@ def _of_one_owner(made: Sequence[tuple[Lost, Finding]]) -> Iterator[Finding]:
         if len(several) > 1:
             lost = some(names)
             summary, repair = f"a resumed run loses {lost}", f"save {lost} and set them in load"
-            first = replace(first, culprits=names[:MOST], summary=summary, repair=repair)
+            first = replace(first, culprits=names[:MOST_NAMES], summary=summary, repair=repair)
         yield first
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.loop import TrainLoop
 
-MOST = 64
+MOST_BATCHES = 64
 """Batches of an epoch that are taken."""
 
 GOES_ON = 104_743
@@ -42,7 +42,7 @@ def data_go_on(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     if not any(_of_data(d) for d in differences(b.built, loaded)):
         return
     try:
-        epoch = _epoch(_taken(loop, MOST, a.seed))
+        epoch = _epoch(_taken(loop, MOST_BATCHES, a.seed))
         if epoch < 2:
             return
         first, second = epoch // 2, epoch + epoch // 2

@@ -52,7 +52,7 @@ LOW = ("bfloat16", "float16")
 FEW = 0.1
 """Share of updates lost, below which an optimizer keeps what rounding takes: chance leaves 2 % unchanged."""
 
-MOST = 0.5
+MOST_LOST = 0.5
 """Share of entries lost to rounding from which more of a model stays as it was than trains."""
 
 RAISED = 1e4
@@ -132,11 +132,11 @@ def most_entries(evidence: Evidence) -> Iterator[Finding]:
     sizes = {p.name: math.prod(p.shape) for p in low}
     entries = sum(sizes.values())
     part = sum(share * sizes[name] for name, share in shares.items()) / entries if entries else 0.0
-    names = [name for name, share in shares.items() if share >= MOST]
-    if not names or part < MOST:
+    names = [name for name, share in shares.items() if share >= MOST_LOST]
+    if not names or part < MOST_LOST:
         return
     names = depending(evidence, names)
-    if sum(shares[n] * sizes[n] for n in names) < MOST * entries:
+    if sum(shares[n] * sizes[n] for n in names) < MOST_LOST * entries:
         return
     measured = _measured(evidence, [p for p in low if p.name in names])
     facts = max(measured, key=lambda m: m["ulp"]) | {"part": part, "tensors": len(low), "steps": native.rounds}

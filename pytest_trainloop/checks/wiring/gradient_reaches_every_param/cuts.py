@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 16
+MOST_TRIED = 16
 """Candidates tried one by one, those nearest to the loss first."""
 
 MOST_KEPT = 256
@@ -88,7 +88,7 @@ def search(evidence: Evidence, names: Sequence[str], kinds: set[Kind]) -> tuple[
     if broken := next((c for c in candidates if c.kind == "custom"), None):
         return Cut(broken, None), touched
     base = roots_before_first_step(listed, names)
-    for candidate in candidates[:MOST]:
+    for candidate in candidates[:MOST_TRIED]:
         if candidate.kind in ("value", "detach", "grad_off"):
             record, _ = _traced(evidence, names, [candidate], nudge=True)
             moved = difference(base, roots_before_first_step(record, names))
@@ -108,7 +108,7 @@ def _proven(evidence: Evidence, names: Sequence[str], needed: list[Candidate]) -
     """A cut shown by leaving it out: all candidates at once, then halves, down to one; where several are needed, the
     one nearest to the loss. One by one where leaving all out is too much for the loop."""
     if len(needed) < 2 or not _without(evidence, names, needed):
-        cuts = (_without(evidence, names, [c]) for c in needed[:MOST])
+        cuts = (_without(evidence, names, [c]) for c in needed[:MOST_TRIED])
         return next((cut for cut in cuts if cut), None)
     while len(needed) > 1:
         halves = needed[: len(needed) // 2], needed[len(needed) // 2 :]
@@ -116,7 +116,7 @@ def _proven(evidence: Evidence, names: Sequence[str], needed: list[Candidate]) -
         if smaller is None:
             break
         needed = smaller
-    for candidate in needed[:MOST] if len(needed) > 1 else ():
+    for candidate in needed[:MOST_TRIED] if len(needed) > 1 else ():
         rest = [c for c in needed if c is not candidate]
         if rest and _without(evidence, names, rest):
             needed = rest

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-MOST = 4
+MOST_MOVED = 4
 """Parameters that are moved one by one."""
 
 STEP = torch.finfo(torch.float64).eps ** (1 / 3)
@@ -113,7 +113,7 @@ def local_slopes(evidence: Evidence, names: Sequence[str]) -> dict[str, float]:
         for name, parameter in members.named_parameters(module)
         if has_gradient_hooks(parameter)
     }
-    found_slopes = {name: _slope(evidence, name) for name in names[:MOST] if name not in hooked}
+    found_slopes = {name: _slope(evidence, name) for name in names[:MOST_MOVED] if name not in hooked}
     return {name: slope for name, slope in found_slopes.items() if slope}
 
 

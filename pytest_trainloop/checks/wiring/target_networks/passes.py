@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-STEPS = 2
+FOLLOWED_STEPS = 2
 """Optimizer steps that results are followed for."""
 
 LEAST_CHANGE = 1e-6
@@ -118,7 +118,7 @@ class TargetPasses(WatchingMode):
         found = cls(frozenset(resting), frozenset(record.name(i) for i in record.held))
         if resting:
             found.record = evidence.rerun(
-                around=found._switches.watching, contexts=found.contexts, enough=lambda r: r.rounds >= STEPS
+                around=found._switches.watching, contexts=found.contexts, enough=lambda r: r.rounds >= FOLLOWED_STEPS
             )
         return found
 
@@ -161,7 +161,7 @@ class TargetPasses(WatchingMode):
         network.given.append(_digest(args, watch.record.steps))
 
     def active(self) -> bool:
-        return bool(self._made) and self.watch.record.steps < STEPS and super().active()
+        return bool(self._made) and self.watch.record.steps < FOLLOWED_STEPS and super().active()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = passed_on(func, args, kwargs)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-STEPS = 4
+NOTED_STEPS = 4
 """Optimizer steps in which reads are noted, and in which one parameter is compared with two."""
 
 SHORT, LONG = 12, 60
@@ -91,7 +91,7 @@ class Reads(WatchingMode):
     def of(cls, evidence: Evidence) -> Reads:
         """What the first steps of the loop read."""
         reads = cls()
-        reads.record = evidence.rerun(contexts=reads.contexts, enough=lambda r: r.rounds >= STEPS, may_raise=True)
+        reads.record = evidence.rerun(contexts=reads.contexts, enough=lambda r: r.rounds >= NOTED_STEPS, may_raise=True)
         return reads
 
     @contextlib.contextmanager
@@ -324,7 +324,7 @@ def _losses(evidence: Evidence, pair: tuple[int, int] | None = None) -> tuple[li
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p is not second]
 
-    record = evidence.rerun(prepare=make_one, double=True, enough=lambda r: r.rounds >= STEPS, may_raise=True)
+    record = evidence.rerun(prepare=make_one, double=True, enough=lambda r: r.rounds >= NOTED_STEPS, may_raise=True)
     if record.raised is not None:
         return [], False
     return [root.value for b in record.of(Backward) for root in b.roots], record.double
