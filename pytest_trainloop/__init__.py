@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.frontends.api import Observation, card, check_loop, check_loss, observe
     from pytest_trainloop.instruments import strategies as strategies
     from pytest_trainloop.instruments.losses.table import register_contract
-    from pytest_trainloop.views.cards.page import Card
+    from pytest_trainloop.views.loop_facts.page import Card
 
     __version__: str
 
@@ -51,7 +51,7 @@ __all__ = [
 
 _HOMES = {
     "CallContract": "declare.callcontract",
-    "Card": "views.cards.page",
+    "Card": "views.loop_facts.page",
     "Cause": "core.registry",
     "CheckFailed": "core.errors",
     "Finding": "core.finding",

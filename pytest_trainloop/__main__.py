@@ -7,7 +7,7 @@ import sys
 
 def main() -> int:
     """What the script's training comes to, as an exit status."""
-    from pytest_trainloop.frontends.watching.command import command
+    from pytest_trainloop.frontends.script_runner.command import command
 
     return command(sys.argv[1:])
 

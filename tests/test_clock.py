@@ -35,8 +35,8 @@ READERS = {
     "runs.ranks.peers": "rank 0 ends the ranks that wait for ever; no verdict follows from how long it took",
     "runs.ranks.child": "at a signal it writes down where its threads are",
     "runs.timing.step_times": "the times of steps are what a benchmark is of; no check asks for them",
-    "frontends.watching.stopping": "how long the threads of a stopped script may take to leave",
-    "runs.reach.sorts": "the types of dates only, which are plain values",
+    "frontends.script_runner.stopping": "how long the threads of a stopped script may take to leave",
+    "runs.reachable_state.value_kinds": "the types of dates only, which are plain values",
 }
 """Modules that may read a clock or set a timer, and what for."""
 

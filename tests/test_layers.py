@@ -132,7 +132,7 @@ def test_imports_run_downward(file):
 @every_file
 def test_no_check_imports_another(file):
     own = module_of(file)
-    if own.startswith(("views.", "frontends.watching.ranks")):
+    if own.startswith(("views.", "frontends.script_runner.ranks")):
         return  # it shows what several of them know, or notes for one what further processes do
     for other in sorted(own_imports(file)):
         assert check_of(other) in (None, check_of(own)), (

@@ -25,8 +25,8 @@ from pytest_trainloop.core.ours import StandsIn, holds_alone, is_our_class, is_o
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.runs.batch_stream import Batches
-from pytest_trainloop.runs.reach.snapshot import Reach, differences
-from pytest_trainloop.runs.reach.sorts import sort_of_class
+from pytest_trainloop.runs.reachable_state.snapshot import Reach, differences
+from pytest_trainloop.runs.reachable_state.value_kinds import sort_of_class
 from tests.loops import data
 
 

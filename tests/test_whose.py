@@ -160,18 +160,18 @@ DO_NOT_ASK = {
     "checks/state/evaluation_is_pure/interposed.py _ours": "keeps it; it is raised behind the run",
     "views/htmlreport/shown.py drawing": "asks for a report in place of the picture",
     "views/outputs/written.py write": "asks for a report in place of the file",
-    "views/pictures/looked.py _safely": "asks for a report where the pictures are shown",
+    "views/pictures/report_inputs.py _safely": "asks for a report where the pictures are shown",
     "views/pictures/make.py pictures_of": "asks for a report where the pictures are shown",
     "frontends/plugin/__init__.py pytest_pycollect_makeitem": "raises all but one class of the plugin's own",
     "frontends/plugin/cards.py take": "asks for a report in place of the card",
     "runs/ranks/child.py _run": "sends it to the process that asked",
     "runs/ranks/child.py main": "says that the value cannot be sent, for the process that asked",
-    "runs/reach/leaves.py _equal": "compares two objects of the project's, nothing else",
+    "runs/reachable_state/leaves.py _equal": "compares two objects of the project's, nothing else",
     "runs/batch_stream.py _empty": "asks for a length of the project's, nothing else",
     "runs/guard.py call": "returns it to who asked for the run",
-    "frontends/watching/session.py _end_here": "prints it, and ends the process, whose main thread waits for ever",
-    "frontends/watching/session.py _run": "keeps it; it is judged behind the script",
-    "frontends/watching/stack.py _attribute": "reads an attribute of the project's, nothing else",
+    "frontends/script_runner/session.py _end_here": "prints it, and ends the process, whose main thread waits for ever",
+    "frontends/script_runner/session.py _run": "keeps it; it is judged behind the script",
+    "frontends/script_runner/stack.py _attribute": "reads an attribute of the project's, nothing else",
 }
 """Handlers of any exception that do not ask whose it is, by file and function, each with the reason."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.declare.selection import Plan
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.views.cards.page import Card
+    from pytest_trainloop.views.loop_facts.page import Card
 
 
 def check_loop(
@@ -208,7 +208,7 @@ def card(
         ``make`` is no function that can be called without arguments
     """
     from pytest_trainloop.core.registry import of
-    from pytest_trainloop.views.cards.make import card_of
+    from pytest_trainloop.views.loop_facts.make import card_of
 
     subject = _subject("card", make, Settings(seed=seed, timeout=timeout, device=device), knobs)
     only = None if isinstance(checks, bool) else list(checks)

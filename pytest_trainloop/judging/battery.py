@@ -23,8 +23,8 @@ from pytest_trainloop.core.whose import SIGNALS
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare.knobs import DEVICES, is_device, nearest
 from pytest_trainloop.declare.script import OnlyAScript
+from pytest_trainloop.judging.check_order import WATCHED, Cost, Waiting
 from pytest_trainloop.judging.results import broken, checked, error_of, mistaken, skipped
-from pytest_trainloop.judging.worth import WATCHED, Cost, Waiting
 from pytest_trainloop.runs.budget import Budget
 
 if TYPE_CHECKING:

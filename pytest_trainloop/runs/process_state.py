@@ -20,8 +20,8 @@ from pytest_trainloop.recording.source import layer
 from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 from pytest_trainloop.runs.framework_logs import frameworks_quiet
-from pytest_trainloop.runs.reach.copies import set_state, state_of
-from pytest_trainloop.runs.reach.sorts import sort_of, sort_of_class
+from pytest_trainloop.runs.reachable_state.copies import set_state, state_of
+from pytest_trainloop.runs.reachable_state.value_kinds import sort_of, sort_of_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.runs.no_randomness import NoRandomness
-from pytest_trainloop.runs.reach.stored import StoredTensors
+from pytest_trainloop.runs.reachable_state.stored import StoredTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

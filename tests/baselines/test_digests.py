@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.instruments.baselines.looking import SAMPLED, Digests
 from pytest_trainloop.instruments.baselines.trajectory import Digest
+from pytest_trainloop.instruments.baselines.trajectory_recorder import SAMPLED, Digests
 
 
 def digest(*tensors: torch.Tensor) -> Digest:

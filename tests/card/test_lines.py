@@ -13,10 +13,10 @@ import pytest_trainloop
 from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.views.cards.facts import Facts
-from pytest_trainloop.views.cards.make import card_of
-from pytest_trainloop.views.cards.measured import Measured
-from pytest_trainloop.views.cards.step import backwards_a_step, one_step
+from pytest_trainloop.views.loop_facts.facts import Facts
+from pytest_trainloop.views.loop_facts.make import card_of
+from pytest_trainloop.views.loop_facts.measured import Measured
+from pytest_trainloop.views.loop_facts.step import backwards_a_step, one_step
 from tests.helpers.record_builder import RecordBuilder
 
 

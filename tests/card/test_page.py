@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.views.cards.page import Card, Line
-from pytest_trainloop.views.cards.words import two
+from pytest_trainloop.views.loop_facts.page import Card, Line
+from pytest_trainloop.views.loop_facts.words import two
 
 LINES = (
     Line(label="model", text="9 weights in 2 tensors, 0 frozen", where="train.py:7"),

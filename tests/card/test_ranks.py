@@ -11,7 +11,7 @@ from pytest_trainloop import Result
 from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult
 from pytest_trainloop.recording.events import Place
 from pytest_trainloop.runs.ranks.facts import Collective, Launch, Rank
-from pytest_trainloop.views.cards.ranks import ranks
+from pytest_trainloop.views.loop_facts.ranks import ranks
 
 
 def result(weights, batches=9):

@@ -14,12 +14,12 @@ from torch import nn
 
 from pytest_trainloop.checks.learning.update_sizes import Ratios
 from pytest_trainloop.frontends import api
-from pytest_trainloop.instruments.baselines.looking import Looking
+from pytest_trainloop.instruments.baselines.trajectory_recorder import Looking
 from pytest_trainloop.instruments.tracing.root_terms import RootTerms
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.hooks import around_steps, on_arrival
-from pytest_trainloop.views.cards import measured
-from pytest_trainloop.views.pictures.looked import Looked
+from pytest_trainloop.views.loop_facts import measured
+from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 from tests.helpers.all_modes import instruments
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ LOOKING = {
     "record": lambda watch: (),
     "arrivals": _arrivals,
     "baseline": lambda watch: (Looking().on(watch),),
-    "pictures": lambda watch: (Looked()._looking(watch),),
+    "pictures": lambda watch: (ReportInputs()._looking(watch),),
     "card": lambda watch: (measured._Looking(measured.Measured(), watch, ROUNDS).on(),),
     "updates": lambda watch: Ratios().contexts(watch),
     "roots": lambda watch: RootTerms().contexts(watch),

@@ -7,7 +7,7 @@ from typing import Any
 from pytest_trainloop.core.finding import Finding, Result, UserError
 from pytest_trainloop.core.report import Report
 from pytest_trainloop.core.report.json import document, environment
-from pytest_trainloop.views.cards.page import Card, Line
+from pytest_trainloop.views.loop_facts.page import Card, Line
 from pytest_trainloop.views.pictures.picture import Axis, Bar, Call, Curve, Mark, Picture
 
 NOT_ZEROED = Finding(

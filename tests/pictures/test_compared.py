@@ -19,11 +19,11 @@ from pytest_trainloop.declare.baseline_file import BaselineFile
 from pytest_trainloop.frontends.api import check_loop
 from pytest_trainloop.instruments.gradients.reached import MOST_PARTS, Reached
 from pytest_trainloop.judging.battery import Settings, Subject
-from pytest_trainloop.views.cards.make import facts_of
-from pytest_trainloop.views.cards.measured import Measured
+from pytest_trainloop.views.loop_facts.make import facts_of
+from pytest_trainloop.views.loop_facts.measured import Measured
 from pytest_trainloop.views.pictures import compared, dependence
-from pytest_trainloop.views.pictures.looked import Looked
 from pytest_trainloop.views.pictures.make import KINDS
+from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 
 KINDS_OF_FAULTS = [kind for kind in KINDS if kind.__module__ in (compared.__name__, dependence.__name__)]
 
@@ -33,7 +33,7 @@ def taken(make, check, *, knobs=None, baseline=None):
     subject = Subject("test", make, settings=Settings(), knobs=knobs, baseline=baseline)
     result = subject.run_check(check)
     facts = facts_of(subject, {check: result}, measured=lambda evidence: Measured())
-    found = {picture.key: picture for kind in KINDS_OF_FAULTS for picture in kind(facts, Looked())}
+    found = {picture.key: picture for kind in KINDS_OF_FAULTS for picture in kind(facts, ReportInputs())}
     known = registry.registered()
     for picture in found.values():
         assert picture.look.endswith(".")

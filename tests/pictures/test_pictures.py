@@ -17,12 +17,12 @@ from pytest_trainloop.core.finding import Finding, Result
 from pytest_trainloop.judging.battery import Settings, Subject
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.views.cards.facts import Facts
-from pytest_trainloop.views.cards.make import card_of
-from pytest_trainloop.views.cards.measured import Measured
+from pytest_trainloop.views.loop_facts.facts import Facts
+from pytest_trainloop.views.loop_facts.make import card_of
+from pytest_trainloop.views.loop_facts.measured import Measured
 from pytest_trainloop.views.pictures import tensors
-from pytest_trainloop.views.pictures.looked import MOST_STEPS, Looked, Moment
 from pytest_trainloop.views.pictures.make import card_and_pictures
+from pytest_trainloop.views.pictures.report_inputs import MOST_STEPS, Moment, ReportInputs
 from pytest_trainloop.views.pictures.sizes import Sizes
 from pytest_trainloop.views.pictures.step import one_step
 from tests.helpers.record_builder import RecordBuilder
@@ -316,7 +316,7 @@ def test_the_first_calls_stand_for_a_step_that_is_never_made():
     for _ in range(20):
         made.zero(0)
         made.backward()
-    (first,) = one_step(Facts(Evidence(lambda: None), made.record(), Measured()), Looked())
+    (first,) = one_step(Facts(Evidence(lambda: None), made.record(), Measured()), ReportInputs())
     assert first.title == "The first calls"
     assert first.of.endswith("no optimizer stepped")
     assert [(call.lane, call.block, call.times) for call in first.calls] == [("zero", 0, 6), ("backward", 0, 6)]
@@ -367,7 +367,7 @@ def test_batches_of_changing_lengths_show_their_sizes():
 def test_models_of_many_tensors_stay_readable_and_small():
     names = [f"layers.{n // 2}.{('weight', 'bias')[n % 2]}" for n in range(602)]
     shapes = [(4, 4), (4,)]
-    looked = Looked()
+    looked = ReportInputs()
     looked.measured.record = Record(
         parameters=[Parameter(n, name, "model", shapes[n % 2], "float32", "cpu", True) for n, name in enumerate(names)],
         optimizers=[Optimizer(0, "SGD", True, tuple(range(602)))],
@@ -398,7 +398,7 @@ def test_what_looks_on_never_fails_the_loop(monkeypatch):
     def broken(_tensor):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("pytest_trainloop.views.pictures.looked.sizes", broken)
+    monkeypatch.setattr("pytest_trainloop.views.pictures.report_inputs.sizes", broken)
     subject = Subject("test", plain, settings=Settings())
     with pytest.warns(BrokenCheck, match="not all was looked at for the pictures; RuntimeError: a mistake"):
         card, drawn = card_and_pictures(subject, {})

@@ -8,7 +8,7 @@ import pytest
 
 import pytest_trainloop
 from pytest_trainloop import Script, UsageError, check_loop
-from tests.watching.conftest import HEAD, TRAIN
+from tests.script_runner.conftest import HEAD, TRAIN
 
 END = """
 import signal

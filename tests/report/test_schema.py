@@ -13,7 +13,7 @@ from pytest_trainloop.core.finding import Finding, Result, SmallestBatch
 from pytest_trainloop.core.report.entry import entries_of
 from pytest_trainloop.core.report.json import text
 from pytest_trainloop.core.report.schema import NAME, lacking, schema
-from pytest_trainloop.views.cards import page
+from pytest_trainloop.views.loop_facts import page
 from pytest_trainloop.views.pictures import picture
 from tests.helpers.report_data import raised, report, result, stale
 from tests.helpers.reports import of_reports, strict

@@ -20,7 +20,7 @@ from pytest_trainloop.core.report.entry import by_loop, entries_of
 from pytest_trainloop.core.report.section import Line
 from pytest_trainloop.frontends.plugin.outcomes import causes
 from pytest_trainloop.frontends.plugin.settings import read_settings
-from pytest_trainloop.views.bundles.folder import Session, failures, files
+from pytest_trainloop.views.repro.folder import Session, failures, files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Result
     from pytest_trainloop.frontends.plugin.collect import MarkedFunction
     from pytest_trainloop.judging.battery import Subject
-    from pytest_trainloop.views.bundles.folder import Failure
+    from pytest_trainloop.views.repro.folder import Failure
 
 OPTION = "--trainloop-bundle"
 
@@ -87,8 +87,8 @@ def note(
     if marked.judges == "loss":
         return
     from pytest_trainloop.core.errors import TrainLoopError
-    from pytest_trainloop.views.bundles.record_text import record_text
-    from pytest_trainloop.views.bundles.smallest import keep
+    from pytest_trainloop.views.repro.record_text import record_text
+    from pytest_trainloop.views.repro.smallest import keep
 
     def causes_on(file: Path) -> list[str]:
         return [fault.cause for fault in on_batch(file).faults]

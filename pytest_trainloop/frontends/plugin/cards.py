@@ -18,7 +18,7 @@ from pytest_trainloop.declare.baseline_file import is_written, write
 from pytest_trainloop.frontends.plugin import pictures, stored
 from pytest_trainloop.frontends.plugin.collect import marked_function
 from pytest_trainloop.frontends.plugin.nodeids import CARD, check_in, loop_of
-from pytest_trainloop.views.cards.page import Card, Line
+from pytest_trainloop.views.loop_facts.page import Card, Line
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -63,7 +63,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 def take(item: pytest.Function, loop: str, subject: Subject, results: Mapping[str, Result]) -> None:
     """Note the card of a loop on its item, and its pictures where they are drawn. Whatever goes wrong is a warning: it
     fails nobody's session."""
-    from pytest_trainloop.views.cards.make import card_of
+    from pytest_trainloop.views.loop_facts.make import card_of
 
     base = item.config.rootpath
     try:

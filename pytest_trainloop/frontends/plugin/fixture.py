@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.report import Report
     from pytest_trainloop.declare.baseline_file import BaselineFile
     from pytest_trainloop.declare.selection import Plan
-    from pytest_trainloop.views.cards.page import Card
+    from pytest_trainloop.views.loop_facts.page import Card
 
 _RESULTS = pytest.StashKey[list[Result]]()
 _HAS_BASELINE = pytest.StashKey[bool]()

@@ -135,7 +135,7 @@ def _judged(item: pytest.Function, check: str, marked: MarkedFunction) -> Result
 def _on_batch(item: pytest.Function, check: str, marked: MarkedFunction, file: Path) -> Result:
     """The result of a check on the batch in a file, in place of the loop's own."""
     from pytest_trainloop.judging import battery
-    from pytest_trainloop.views.bundles.smallest import on_batch
+    from pytest_trainloop.views.repro.smallest import on_batch
 
     make, settings = on_batch(_make(item), file), read_settings(item.config)
     subject = battery.Subject(item.nodeid, make, settings=settings, knobs=marked.knobs, judges=marked.judges)
@@ -182,6 +182,6 @@ def _make(item: pytest.Function) -> Callable[..., Any]:
     file = item.config.stash.get(bundle.BATCH, None)
     if file is None:
         return make
-    from pytest_trainloop.views.bundles.smallest import on_batch
+    from pytest_trainloop.views.repro.smallest import on_batch
 
     return on_batch(make, file)

@@ -11,7 +11,6 @@ from torch import nn
 
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.declare.memory_layout import write
-from pytest_trainloop.instruments.baselines.looking import Looking
 from pytest_trainloop.instruments.baselines.trajectory import (
     RECORDED_STEPS,
     Course,
@@ -24,12 +23,13 @@ from pytest_trainloop.instruments.baselines.trajectory import (
     Step,
     Trajectory,
 )
+from pytest_trainloop.instruments.baselines.trajectory_recorder import Looking
 from pytest_trainloop.recording import events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_trainloop.instruments.baselines.looking import Moment
+    from pytest_trainloop.instruments.baselines.trajectory_recorder import Moment
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence

@@ -298,8 +298,8 @@ class _Experiment:
         by = f"{TRIAL_STEPS} gradient steps on the outputs{alone} from {len(courses)} starts"
         if last == "kept":
             return (
-                f"{TRIAL_STEPS} gradient steps from the outputs that are best by the textbook form, from {len(courses)} "
-                f"starts: {self.aim.name} went from {mean('best')} to {mean('kept')}"
+                f"{TRIAL_STEPS} gradient steps from the outputs that are best by the textbook form, from "
+                f"{len(courses)} starts: {self.aim.name} went from {mean('best')} to {mean('kept')}"
             )
         if self.aim.moves:
             return f"{by}: {self.aim.name} moved by {mean('after')}"

@@ -73,7 +73,7 @@ class TapedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RowGradients:
     """What one backpropagated value gives a tensor of data that entered the model, by its rows."""
 
     value: torch.Tensor
@@ -87,7 +87,7 @@ class Tape:
     """What one step left."""
 
     calls: list[TapedCall] = field(default_factory=list)
-    shares: list[Share] = field(default_factory=list)
+    shares: list[RowGradients] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     """What was backpropagated."""
     roots: list[int] = field(default_factory=list)
@@ -221,7 +221,7 @@ class RowTape(ForwardPass):
             if gradient is not None:
                 by_rows = gradient.detach().double().movedim(axis, 0)
                 value = leaf.detach().movedim(axis, 0).clone()
-                self.tape.shares.append(Share(value, by_rows.reshape(len(by_rows), -1).clone()))
+                self.tape.shares.append(RowGradients(value, by_rows.reshape(len(by_rows), -1).clone()))
         self.tape.values += [float(root.detach().sum()) for root in roots]
         self.tape.roots += [at for root in roots if (at := self.made_by(root)) is not None and at >= 0]
 

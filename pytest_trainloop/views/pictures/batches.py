@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.views.cards.words import numbered, percent
+from pytest_trainloop.views.loop_facts.words import numbered, percent
 from pytest_trainloop.views.pictures.picture import Axis, Bar, Picture, curve, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.pictures.looked import Fed, Looked
+    from pytest_trainloop.views.loop_facts.facts import Facts
+    from pytest_trainloop.views.pictures.report_inputs import Fed, ReportInputs
 
 MOST_BINS = 16
 """Bars of the lengths."""
@@ -19,7 +19,7 @@ MOST_BINS = 16
 PADDING = Axis(title="share of the positions that are padding", unit="%")
 
 
-def padding(facts: Facts, looked: Looked) -> Iterator[Picture]:
+def padding(facts: Facts, looked: ReportInputs) -> Iterator[Picture]:
     """Padding of each different batch, and the lengths of the rows."""
     known = _different(facts, looked)
     lengths = [n for fed in known for n in fed.lengths]
@@ -44,7 +44,7 @@ def padding(facts: Facts, looked: Looked) -> Iterator[Picture]:
     yield _lengths(known, lengths)
 
 
-def _different(facts: Facts, looked: Looked) -> list[Fed]:
+def _different(facts: Facts, looked: ReportInputs) -> list[Fed]:
     """The batches that say which of their positions are padding, each different one once."""
     found: dict[str, Fed] = {}
     for item, fed in zip(facts.measured.items, looked.batches, strict=False):
@@ -76,7 +76,7 @@ def _lengths(known: Sequence[Fed], lengths: Sequence[int]) -> Picture:
     )
 
 
-def shapes(facts: Facts, looked: Looked) -> Iterator[Picture]:
+def shapes(facts: Facts, looked: ReportInputs) -> Iterator[Picture]:
     """The sizes of the axes that differ from batch to batch, where the batches say nothing about padding."""
     if _different(facts, looked) or len(looked.batches) < 2:
         return

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.views.cards.words import numbered
+from pytest_trainloop.views.loop_facts.words import numbered
 from pytest_trainloop.views.pictures.picture import Axis, Bar, Mark, Picture, curve, gaps, number, scale_of, widened
 from pytest_trainloop.views.pictures.tensors import ROWS, out_of, spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pytest_trainloop.checks.state.two_courses import TwoCourses
+    from pytest_trainloop.checks.state.two_runs import RunComparison
     from pytest_trainloop.instruments.gradients.compare import Agreement
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.pictures.looked import Looked
+    from pytest_trainloop.views.loop_facts.facts import Facts
+    from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 
 SEEN = 5e-3
 """Of the height of a drawing: two curves that are nearer everywhere are one to the eye."""
 
 
-def resumed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def resumed(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The resumed run and the uninterrupted one, where ``resume_equivalence`` found that they differ."""
     from pytest_trainloop.checks.state.resume_equivalence.runs import Reported
 
@@ -38,7 +38,7 @@ def resumed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         )
 
 
-def evaluated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def evaluated(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """Training with ``evaluate()`` and without it, where ``evaluation_is_pure`` found that they differ."""
     from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
 
@@ -58,7 +58,7 @@ def evaluated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 def _courses(
     facts: Facts,
-    courses: TwoCourses,
+    courses: RunComparison,
     *,
     key: str,
     check: str,
@@ -106,7 +106,7 @@ def _differ_visibly(own: Mapping[int, float], reference: Mapping[int, float]) ->
     return not max(abs(a - b) for a, b in both) <= SEEN * (high - low)
 
 
-def baseline(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def baseline(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The loop and its baseline, where training differs."""
     from pytest_trainloop.checks.guard.baseline.judging import Reported
 
@@ -196,7 +196,7 @@ def _registered(facts: Facts, names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: order.get(name, len(order)))
 
 
-def parity(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def parity(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The error of the gradient in low precision, by tensor, where ``precision_parity`` found more than rounding."""
     from pytest_trainloop.checks.numerics.precision_parity.runs import TensorErrors
 
@@ -234,7 +234,7 @@ def parity(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     )  # fmt: skip
 
 
-def checkpointed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def checkpointed(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """Gradients with and without checkpointing, where ``checkpointing_equivalence`` found that they differ."""
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing
 
@@ -250,7 +250,7 @@ def checkpointed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         )
 
 
-def accumulated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def accumulated(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """Accumulated gradients and those of one batch, where ``accumulation_equivalence`` found that they differ."""
     from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Accumulation
 
@@ -268,7 +268,7 @@ def accumulated(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         )
 
 
-def trimmed(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def trimmed(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """Gradients with and without padding, where ``padding_invariance`` found that they differ."""
     from pytest_trainloop.checks.batch.padding_invariance.compared import comparisons
 
@@ -317,7 +317,7 @@ def _tensors(
     )
 
 
-def graphs(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def graphs(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """How many graphs are alive after each step, where ``memory_growth`` found that some are kept."""
     from pytest_trainloop.checks.state.memory_growth.growth import Growth
     from pytest_trainloop.recording.graphs import SETTLED

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.instruments.gradients.reached import Reached
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.pictures.looked import Looked
+    from pytest_trainloop.views.loop_facts.facts import Facts
+    from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 
 LEAST_SHARE = 1e-6
 """Share of the largest gradient that is drawn as the smallest: what is smaller has one shade, which
 differs from that of 0."""
 
 
-def rows_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def rows_reached(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The rows that outputs depend on, where ``batch_independence`` found that rows interact in the model."""
     from pytest_trainloop.checks.batch.batch_independence.outputs import OutputRows
 
@@ -36,9 +36,9 @@ def rows_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         )
 
 
-def positions_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def positions_reached(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The positions that outputs depend on, where ``causality`` found that some see what they predict."""
-    from pytest_trainloop.checks.batch.causality.passes import CausalPasses
+    from pytest_trainloop.checks.batch.causality.causal_probe import CausalPasses
 
     found = facts.ask(CausalPasses) if facts.findings("causality") else None
     if found is not None:
@@ -54,9 +54,9 @@ def positions_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         )
 
 
-def segments_reached(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def segments_reached(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The segments that outputs depend on, where ``segment_independence`` found that some meet in the model."""
-    from pytest_trainloop.checks.batch.segment_independence.passes import SegmentPasses
+    from pytest_trainloop.checks.batch.segment_independence.segment_probe import SegmentPasses
 
     found = facts.ask(SegmentPasses) if facts.findings("segment_independence") else None
     if found is not None:

@@ -11,7 +11,7 @@ from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledS
 from pytest_trainloop.instruments.records.clips import clip_facts
 from pytest_trainloop.instruments.records.gradient_ledger import LOGGED_NORM, Ledger
 from pytest_trainloop.recording.events import Step
-from pytest_trainloop.views.cards.words import numbered, two
+from pytest_trainloop.views.loop_facts.words import numbered, two
 from pytest_trainloop.views.pictures.picture import Axis, Mark, Picture, curve, gaps, scale_of
 from pytest_trainloop.views.pictures.sizes import joined
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.pictures.looked import Looked
+    from pytest_trainloop.views.loop_facts.facts import Facts
     from pytest_trainloop.views.pictures.picture import Curve, Role
+    from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 
 CHECKS = (
     "step_order:clip_after_step",
@@ -33,7 +33,7 @@ CHECKS = (
 )
 
 
-def gradient_norm(facts: Facts, looked: Looked) -> Iterator[Picture]:
+def gradient_norm(facts: Facts, looked: ReportInputs) -> Iterator[Picture]:
     """The norm that each step reads, and the norm before the clip where there is one."""
     record = looked.measured.record
     if record is None:
@@ -88,7 +88,7 @@ def _before_the_clip(record: Record, optimizer: int) -> dict[int, float]:
     return found
 
 
-def loss_scale(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def loss_scale(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The scale of each gradient scaler at each step that was tried, and the steps that were skipped."""
     record, of = facts.record, "the watched run"
     if not EnabledScaler.enabled_in(record) and "grad_scaler" in facts.results and facts.evidence.repeatable:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.learning.loss_curve import PHASES, SPAN, Losses, factor, kind_of, mean
 from pytest_trainloop.checks.learning.one_batch import REFERENCE_RATES, OneBatchRuns
 from pytest_trainloop.recording.events import Backward, LossCall, ScalerCall, Step
-from pytest_trainloop.views.cards.loss import MOST_CALLS, chances
-from pytest_trainloop.views.cards.words import numbered, two
+from pytest_trainloop.views.loop_facts.loss import MOST_CALLS, chances
+from pytest_trainloop.views.loop_facts.words import numbered, two
 from pytest_trainloop.views.pictures.picture import Axis, Curve, Mark, Picture, curve, gaps, number, scale_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.learning.one_batch import Curve as Run
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.pictures.looked import Looked
+    from pytest_trainloop.views.loop_facts.facts import Facts
     from pytest_trainloop.views.pictures.picture import Role
+    from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 
 LOSS = "loss"
 
@@ -27,7 +27,7 @@ LONG = 8
 """Times ``SPAN`` that a run is drawn by means over as many steps; a shorter one by means over a turn of the seeds."""
 
 
-def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def loss(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """What is backpropagated for each step, and the loss functions whose sum or part it is."""
     by_optimizer = _by_optimizer(facts)
     drawn = [curve(name, range(1, len(values) + 1), values, "each") for name, values in by_optimizer.items()]
@@ -109,7 +109,7 @@ def _same(one: Curve, other: Curve) -> bool:
     return one.x == other.x and one.y == other.y
 
 
-def one_batch(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def one_batch(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The run of ``overfit_one_batch``, with the plain Adam that it was compared with, where it was."""
     made = facts.evidence.shared(OneBatchRuns).made
     runs = {} if made is None else made.made
@@ -142,7 +142,7 @@ def one_batch(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     )
 
 
-def two_runs(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def two_runs(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The loss of two runs under one seed, where ``determinism`` found that they differ."""
     from pytest_trainloop.checks.state.determinism.repeat import repetition
 

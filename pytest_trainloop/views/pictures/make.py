@@ -6,9 +6,18 @@ import warnings
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.core.errors import BrokenCheck
-from pytest_trainloop.views.cards.make import CANNOT_RUN, card_from, card_of_none, facts_of
-from pytest_trainloop.views.pictures import batches, compared, dependence, gradients, losses, rates, step, tensors
-from pytest_trainloop.views.pictures.looked import Looked
+from pytest_trainloop.views.loop_facts.make import CANNOT_RUN, card_from, card_of_none, facts_of
+from pytest_trainloop.views.pictures import (
+    batches,
+    compared,
+    dependence,
+    gradients,
+    learning_rates,
+    losses,
+    step,
+    tensors,
+)
+from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +25,11 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.core.finding import Result
     from pytest_trainloop.judging.battery import Subject
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.cards.page import Card
+    from pytest_trainloop.views.loop_facts.facts import Facts
+    from pytest_trainloop.views.loop_facts.page import Card
     from pytest_trainloop.views.pictures.picture import Picture
 
-KINDS: tuple[Callable[[Facts, Looked], Iterator[Picture]], ...] = (
+KINDS: tuple[Callable[[Facts, ReportInputs], Iterator[Picture]], ...] = (
     step.one_step,
     dependence.rows_reached,
     dependence.positions_reached,
@@ -36,8 +45,8 @@ KINDS: tuple[Callable[[Facts, Looked], Iterator[Picture]], ...] = (
     compared.checkpointed,
     compared.parity,
     compared.graphs,
-    rates.rates,
-    rates.rates_ahead,
+    learning_rates.rates,
+    learning_rates.rates_ahead,
     gradients.gradient_norm,
     tensors.updates,
     gradients.loss_scale,
@@ -56,14 +65,16 @@ def card_and_pictures(
 ) -> tuple[Card, list[Picture]]:
     """The card of this loop as ``card_of`` makes it, and its pictures, from one further run for both."""
     try:
-        facts = facts_of(subject, results, base=base, measured=lambda evidence: evidence.shared(Looked.of).measured)
+        facts = facts_of(
+            subject, results, base=base, measured=lambda evidence: evidence.shared(ReportInputs.of).measured
+        )
     except CANNOT_RUN as reason:
         return card_of_none(reason), []
     card = card_from(facts)
-    return card, pictures_of(facts, facts.evidence.shared(Looked.of))
+    return card, pictures_of(facts, facts.evidence.shared(ReportInputs.of))
 
 
-def pictures_of(facts: Facts, looked: Looked) -> list[Picture]:
+def pictures_of(facts: Facts, looked: ReportInputs) -> list[Picture]:
     """The pictures of the loop that these facts are about; one that cannot be made is a warning."""
     found: list[Picture] = []
     for kind in KINDS:

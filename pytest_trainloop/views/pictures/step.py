@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.views.cards.step import Windows, blocks, first_calls
+from pytest_trainloop.views.loop_facts.step import Windows, blocks, first_calls
 from pytest_trainloop.views.pictures.picture import Call, Picture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.pictures.looked import Looked
+    from pytest_trainloop.views.loop_facts.facts import Facts
+    from pytest_trainloop.views.pictures.report_inputs import ReportInputs
 
 MOST_WITHOUT_STEP = 12
 """Calls that are drawn where no step ends them."""
@@ -20,7 +20,7 @@ MOST_CALLS = 60
 """Calls that are drawn."""
 
 
-def one_step(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def one_step(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The calls from one step to the next, of the commonest kind."""
     windows = Windows.of(facts)
     most = windows.kinds[0][0] if windows.kinds else tuple(first_calls(facts)[:MOST_WITHOUT_STEP])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from pytest_trainloop.views.cards.words import names, numbered
+from pytest_trainloop.views.loop_facts.words import names, numbered
 from pytest_trainloop.views.pictures.picture import Axis, Bar, Picture, number
 from pytest_trainloop.views.pictures.sizes import A_DECADE, Sizes
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.views.cards.facts import Facts
-    from pytest_trainloop.views.pictures.looked import Looked, Moment
+    from pytest_trainloop.views.loop_facts.facts import Facts
+    from pytest_trainloop.views.pictures.report_inputs import Moment, ReportInputs
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ SHARE = Axis(title="share of the entries", unit="%")
 RUN = "a run like the watched one"
 
 
-def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
+def updates(facts: Facts, looked: ReportInputs) -> Iterator[Picture]:
     """By how much of its size each tensor moves at each step."""
     known: dict[int, dict[int, float]] = {}
     for moment in looked.moments:
@@ -85,7 +85,7 @@ def _unheld(record: Record) -> list[int]:
     return [p.index for p in record.parameters if p.role != "foreign" and p.trainable and p.index not in others]
 
 
-def gradient_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
+def gradient_sizes(_facts: Facts, looked: ReportInputs) -> Iterator[Picture]:
     yield from _over_steps(
         looked,
         lambda moment: moment.gradient_sizes,
@@ -96,7 +96,7 @@ def gradient_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
     )
 
 
-def weight_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
+def weight_sizes(_facts: Facts, looked: ReportInputs) -> Iterator[Picture]:
     yield from _over_steps(
         looked,
         lambda moment: moment.weight_sizes,
@@ -108,7 +108,7 @@ def weight_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
 
 
 def _over_steps(
-    looked: Looked,
+    looked: ReportInputs,
     sizes_of: Callable[[Moment], Sizes],
     *,
     key: str,
@@ -139,7 +139,7 @@ def _over_steps(
         )
 
 
-def output_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
+def output_sizes(_facts: Facts, looked: ReportInputs) -> Iterator[Picture]:
     """How large the outputs of each layer are, in the order of the calls."""
     paths = spread(list(looked.outputs))
     labels, rows = _shares([looked.outputs[path] for path in paths])
@@ -161,7 +161,7 @@ def output_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
         )
 
 
-def units(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+def units(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The share of dead and of saturated units behind each activation, as ``activations_alive`` counted them."""
     from pytest_trainloop.checks.learning.activations_alive.units import Units
 
@@ -198,7 +198,7 @@ def units(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     )
 
 
-def _steps(looked: Looked) -> tuple[int, ...]:
+def _steps(looked: ReportInputs) -> tuple[int, ...]:
     return tuple(sorted({moment.number for moment in looked.moments}))
 
 

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence import rules
     from pytest_trainloop.checks.batch.batch_independence.outputs import in_the_model
-    from pytest_trainloop.checks.batch.batch_independence.shares import RowShares
+    from pytest_trainloop.checks.batch.batch_independence.row_influence import RowInfluence
 
     declared = evidence.declared("rows_interact")
     met = evidence.shared(rules.meeting)
@@ -118,4 +118,4 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     ordered = list(rules.order_of_rows(evidence, met))
     yield from ordered
     if not ordered:
-        evidence.shared(RowShares.of).require_taken()
+        evidence.shared(RowInfluence.of).require_taken()

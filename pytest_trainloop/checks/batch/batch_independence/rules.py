@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pytest_trainloop.checks.batch.batch_independence.causes import found
 from pytest_trainloop.checks.batch.batch_independence.other_values import OtherOrder, OtherValues, has_rows
 from pytest_trainloop.checks.batch.batch_independence.row_fixes import COPIES, LAYOUTS, summed_only
-from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, MOST_ROWS, RowShares
+from pytest_trainloop.checks.batch.batch_independence.row_influence import AS_IT_IS, MOST_ROWS, RowInfluence
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.finding import code_of
 from pytest_trainloop.declare import nested
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.batch.batch_independence.row_fixes import Crossing, RowFix
-    from pytest_trainloop.checks.batch.batch_independence.shares import Shift
+    from pytest_trainloop.checks.batch.batch_independence.row_influence import Shift
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.nested import Path
     from pytest_trainloop.instruments.tracing.row_tape import Tape, TapedCall
     from pytest_trainloop.runs.evidence import Evidence
 
-FEWEST_ROWS, MOST_ROWS = 2, 3
+FEWEST_SHRUNK, MOST_SHRUNK = 2, 3
 """Rows of the smallest batch that shows a fault."""
 
 _CAUSES = {
@@ -73,7 +73,7 @@ class Meeting:
     path: Path = ()
     """Where in the batch the targets are."""
 
-    def holds(self, shares: RowShares) -> bool:
+    def holds(self, shares: RowInfluence) -> bool:
         """Whether these rows meet in the same way."""
         labels = self.why in ("every", "permuted")
         shift = shares.independence(among=frozenset({self.path}) if labels else None)
@@ -89,7 +89,7 @@ class Meeting:
 
 def meeting(evidence: Evidence) -> Meeting | None:
     """How rows meet in one step of the loop; None where all are independent, or where it cannot be seen."""
-    shares = evidence.shared(RowShares.of)
+    shares = evidence.shared(RowInfluence.of)
     shift = shares.independence() if shares.taken else None
     if shift is not None and shift.independent and evidence.declared("rows_interact") is False:
         shares.all_but_two = True  # an extreme is taken of one row: that of the rows that were not changed
@@ -110,7 +110,7 @@ def meeting(evidence: Evidence) -> Meeting | None:
     )
 
 
-def _at_masks(shares: RowShares) -> Meeting | None:
+def _at_masks(shares: RowInfluence) -> Meeting | None:
     """Rows that meet the masks of other rows, by copies in another order."""
     if any(fix.kind in LAYOUTS for fix in shares.fixes) and shares.has_masks():
         shares.with_masks = True
@@ -122,13 +122,13 @@ def _at_masks(shares: RowShares) -> Meeting | None:
     return None
 
 
-def _meets(shares: RowShares, path: Path, shift: Shift) -> bool:
+def _meets(shares: RowInfluence, path: Path, shift: Shift) -> bool:
     """Whether targets of some rows change the shares of others, if only by a factor where all together do."""
     alone = shares.independence(among=frozenset({path}))
     return alone is not None and not (alone.equal if shift.independent else alone.independent)
 
 
-def _of_all_rows(shares: RowShares, path: Path) -> Meeting | None:
+def _of_all_rows(shares: RowInfluence, path: Path) -> Meeting | None:
     """Where the loss is a sum over all pairs of an output and a target: it stays the same where the targets of all rows
     change places, each target adds its part to the share of each row, and no input does. Where shares are scaled only,
     both must meet in a table of rows by rows: a product of two means is no such sum."""
@@ -145,7 +145,7 @@ def _of_all_rows(shares: RowShares, path: Path) -> Meeting | None:
     return Meeting("every", found("labels_of_all_rows", call, (call.named,), **facts), call, path=path)
 
 
-def _adds_up(shares: RowShares, path: Path) -> bool:
+def _adds_up(shares: RowInfluence, path: Path) -> bool:
     """Whether two targets changed together change the shares of others by as much as one by one."""
     both, own, targets = shares.some, shares.rows_of(shares.some), frozenset({path})
     tapes = [shares.both(shares.change(targets, rows)) for rows in (both, both[:1], both[1:])]
@@ -162,7 +162,7 @@ def _adds_up(shares: RowShares, path: Path) -> bool:
     return bool(own)
 
 
-def _of_other_rows(shares: RowShares, path: Path) -> Meeting | None:
+def _of_other_rows(shares: RowInfluence, path: Path) -> Meeting | None:
     """Where targets change the shares of rows that they do not belong to, in no fixed order: copies of the batch may
     each be shifted by a number of rows of their own. Rows that are mixed have several targets. Nothing is said where
     all meet their own row in one of the shares: other shares are then other rows on purpose, as negatives are."""
@@ -214,13 +214,13 @@ def _of_other_rows(shares: RowShares, path: Path) -> Meeting | None:
     return Meeting("permuted", found("labels_of_other_rows", call, names, variant, **facts), call, path=path)
 
 
-def _entries(shares: RowShares, path: Path) -> int:
+def _entries(shares: RowInfluence, path: Path) -> int:
     """How many targets a row has."""
     tensor = next((t for p, t in nested.paths(shares.few.batch) if p == path), None)
     return 0 if tensor is None else tensor.numel() // shares.rows
 
 
-def _by_operation(shares: RowShares, shift: Shift, *, layout: bool) -> Meeting | None:
+def _by_operation(shares: RowInfluence, shift: Shift, *, layout: bool) -> Meeting | None:
     """The operation of which another axis, or another order of copies, makes all shares independent. Copies must be of
     two tensors: rows of one may be compared with others of the same on purpose."""
     for fix in (fix for fix in shares.fixes if (fix.kind in LAYOUTS) is layout):
@@ -239,7 +239,7 @@ def _by_operation(shares: RowShares, shift: Shift, *, layout: bool) -> Meeting |
     return None
 
 
-def _unknown(shares: RowShares, shift: Shift) -> Meeting:
+def _unknown(shares: RowInfluence, shift: Shift) -> Meeting:
     """A fault where rows_interact=False is declared."""
     tapes = shares.both(shares.change())
     call = None if tapes is None else first_meeting(*tapes, shares.rows)
@@ -248,14 +248,14 @@ def _unknown(shares: RowShares, shift: Shift) -> Meeting:
     return Meeting("unknown", found("rows_interact", call, names, "in the loss", **facts), call)
 
 
-def _of_shares(shares: RowShares, shift: Shift) -> dict[str, Any]:
+def _of_shares(shares: RowInfluence, shift: Shift) -> dict[str, Any]:
     """A row whose share changes, and the rows that it changes with."""
     *others, last = map(str, shares.some)
     rows = f"rows {', '.join(others)} and {last}" if others else f"row {last}"
     return {"share": next(iter(shift.rows), 0), "others": rows}
 
 
-def _first_compared(shares: RowShares, path: Path) -> TapedCall | None:
+def _first_compared(shares: RowInfluence, path: Path) -> TapedCall | None:
     """The first call that carries a gradient and depends on the targets."""
     base, other = shares.tape(AS_IT_IS), shares.tape(shares.change(frozenset({path})))
     if base is None or other is None:
@@ -315,7 +315,7 @@ def _words(call: TapedCall | None) -> str:
 
 def of_operation(evidence: Evidence, met: Meeting) -> Iterator[Finding]:
     """An operation along the rows, or any meeting where rows are declared not to interact."""
-    declared, shares = evidence.declared("rows_interact"), evidence.shared(RowShares.of)
+    declared, shares = evidence.declared("rows_interact"), evidence.shared(RowInfluence.of)
     if met.why == "operation" and shares.few.rows_known:
         yield shrunk(evidence, met.finding, met.holds)
     elif met.why == "operation" and declared is None and met.fix is not None:
@@ -337,7 +337,7 @@ def of_operation(evidence: Evidence, met: Meeting) -> Iterator[Finding]:
 def averaged_weights(evidence: Evidence) -> Iterator[Finding]:
     """Weights of which the step reads the sum alone, while rows are independent otherwise: in any order they give the
     same shares, and other ones scale all shares by the quotient of the sums."""
-    shares = evidence.shared(RowShares.of)
+    shares = evidence.shared(RowInfluence.of)
     for path, weights in nested.paths(shares.few.batch) if shares.taken and shares.few.axis == 0 else ():
         if path not in shares.targets() or not weights.is_floating_point() or weights.numel() != shares.rows:
             continue
@@ -373,7 +373,7 @@ def averaged_weights(evidence: Evidence) -> Iterator[Finding]:
 
 def all_pairs(evidence: Evidence) -> Iterator[Finding]:
     """Tables of all pairs that are only summed: whichever row one side's entries belong to, no share changes."""
-    shares = evidence.shared(RowShares.of)
+    shares = evidence.shared(RowInfluence.of)
     tapes = shares.both(shares.change()) if shares.taken and shares.few.axis == 0 else None
     for table in shares.crossings.values() if tapes is not None else ():
         if tapes is None or not summed_only(tapes[0], table.at, shares.rows) or not _of_rows(shares, tapes, table):
@@ -388,7 +388,7 @@ def all_pairs(evidence: Evidence) -> Iterator[Finding]:
                 break
 
 
-def _of_rows(shares: RowShares, tapes: tuple[Tape, Tape], table: Crossing) -> bool:
+def _of_rows(shares: RowInfluence, tapes: tuple[Tape, Tape], table: Crossing) -> bool:
     """Whether both sides have entries for rows: other values in some rows change those of one side and nothing else of
     it, and the other side too, or no other axis has the length of the rows (masks are not changed)."""
     some = set(shares.some)
@@ -405,7 +405,7 @@ def order_of_rows(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
 
     Draws are the same for each row. Not comparable are batches with a tensor that has no entry for each row (graphs,
     packed sequences), and steps that compute in a low precision."""
-    declared, shares = evidence.declared("ordered"), evidence.shared(RowShares.of)
+    declared, shares = evidence.declared("ordered"), evidence.shared(RowInfluence.of)
     call = met.call if met is not None and met.call is not None else None
     running = call is not None and call.carries_gradient and call.name in _RUNNING
     tensors = list(nested.tensors(shares.few.batch)) if shares.taken and not declared else []
@@ -429,7 +429,7 @@ def order_of_rows(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
             return
 
 
-def _whole_groups(shares: RowShares) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _whole_groups(shares: RowInfluence) -> Iterator[tuple[str, tuple[int, ...]]]:
     """What in the batch says which rows belong together, and the rows with whole groups in another order. The batch has
     groups of several sizes: of one size they may be cut by their number (odd: samples_of_each_class)."""
     every = dict(nested.paths(first_batch(shares.evidence.fresh_loop())))
@@ -443,33 +443,33 @@ def _whole_groups(shares: RowShares) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield nested.shown(path), tuple(itertools.chain(*groups[1:], groups[0]))
 
 
-def _differing(shares: RowShares, tapes: tuple[Tape, Tape]) -> Iterator[tuple[float, float]]:
+def _differing(shares: RowInfluence, tapes: tuple[Tape, Tape]) -> Iterator[tuple[float, float]]:
     """What was backpropagated of each, where it differs; NaN differs from nothing."""
     for before, after in zip(tapes[0].values, tapes[1].values, strict=True):
         if abs(before - after) > shares.bound(*tapes) * max(abs(before), abs(after), 1.0):
             yield before, after
 
 
-def _reversed(shares: RowShares) -> bool:
+def _reversed(shares: RowInfluence) -> bool:
     tapes = shares.both(OtherOrder(tuple(reversed(range(shares.rows)))), shared_draws=True)
     return tapes is not None and any(_differing(shares, tapes))
 
 
-def shrunk(evidence: Evidence, finding: Finding, holds: Callable[[RowShares], bool] | None) -> Finding:
+def shrunk(evidence: Evidence, finding: Finding, holds: Callable[[RowInfluence], bool] | None) -> Finding:
     """The finding with the fewest rows of the example batch that show it; None: whose shares depend on each other in
     any way."""
-    shares = evidence.shared(RowShares.of)
+    shares = evidence.shared(RowInfluence.of)
 
-    def any_way(few: RowShares) -> bool:
+    def any_way(few: RowInfluence) -> bool:
         shift = few.independence()
         return shift is not None and not shift.independent
 
     if not shares.taken:
         return finding
-    shows, first = holds or any_way, Composition(tuple(range(FEWEST_ROWS)))
+    shows, first = holds or any_way, Composition(tuple(range(FEWEST_SHRUNK)))
     least: Composition | None = first  # none is smaller
     if not shows(shares.over(first.rows)):
-        strategy = of_rows(range(shares.rows), least=FEWEST_ROWS, most=MOST_ROWS)
+        strategy = of_rows(range(shares.rows), least=FEWEST_SHRUNK, most=MOST_SHRUNK)
         least = smallest(strategy, lambda composition: shows(shares.over(composition.rows)), evidence=evidence)
     if least is None:
         return finding if holds is None else replace(finding, smallest=f"{shares.rows} rows")

@@ -92,6 +92,6 @@ if TYPE_CHECKING:
 
 @check(needs={"run"}, causes=CAUSES, rank=40)
 def causality(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.causality.passes import CausalPasses
+    from pytest_trainloop.checks.batch.causality.causal_probe import CausalPasses
 
     yield from evidence.shared(CausalPasses).leaks()

@@ -59,7 +59,7 @@ from pytest_trainloop.core.registry import Cause, check, finding_maker
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
+    from pytest_trainloop.checks.batch.input_dependence.input_probe import InputRuns
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -106,7 +106,7 @@ found = finding_maker(CAUSES)
 
 @check(needs={"run"}, causes=CAUSES, rank=60)
 def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns, idle_layer
+    from pytest_trainloop.checks.batch.input_dependence.input_probe import InputRuns, idle_layer
 
     runs = InputRuns(evidence)
     unused = runs.unused(uses)

@@ -103,7 +103,7 @@ if TYPE_CHECKING:
 @check(needs={"run"}, causes=CAUSES, rank=32, steps=2)
 def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.segment_independence import numbers, rollouts
-    from pytest_trainloop.checks.batch.segment_independence.passes import SegmentPasses
+    from pytest_trainloop.checks.batch.segment_independence.segment_probe import SegmentPasses
     from pytest_trainloop.instruments.batches.episodes import read_episodes, read_transitions
 
     if evidence.declared("rows_interact"):

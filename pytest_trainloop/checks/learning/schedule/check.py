@@ -130,19 +130,19 @@ def schedule(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.schedule import calls, rates
+    from pytest_trainloop.checks.learning.schedule import calls, learning_rates
 
     record = evidence.run()
     yield from calls.drives_another(record)
     yield from calls.two_on_one(record)
     yield from calls.never_called(evidence)
     yield from calls.called_each_pass_too(evidence)
-    yield from rates.overwritten(evidence)
-    yield from rates.lost_by_hand(evidence)
+    yield from learning_rates.overwritten(evidence)
+    yield from learning_rates.lost_by_hand(evidence)
     yield from calls.rebuilt(evidence)
-    yield from rates.unread(evidence)
-    yield from rates.copied(evidence)
+    yield from learning_rates.unread(evidence)
+    yield from learning_rates.copied(evidence)
     yield from calls.given(record)
-    yield from rates.zero_for_good(record)
-    yield from rates.groups(evidence)
-    yield from rates.empty_groups(evidence)
+    yield from learning_rates.zero_for_good(record)
+    yield from learning_rates.groups(evidence)
+    yield from learning_rates.empty_groups(evidence)

@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.learning.schedule.causes import found
-from pytest_trainloop.checks.learning.schedule.rates import held_in, learns
+from pytest_trainloop.checks.learning.schedule.learning_rates import held_in, learns
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.core.wording import count, some

@@ -15,7 +15,7 @@ from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import place_of
 from pytest_trainloop.runs.hooks import hooked
-from pytest_trainloop.runs.reach.copies import same_bits
+from pytest_trainloop.runs.reachable_state.copies import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

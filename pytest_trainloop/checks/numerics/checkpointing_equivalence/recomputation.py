@@ -22,7 +22,7 @@ from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ATTRIBUTES
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece, switched, without_cut_off
-from pytest_trainloop.runs.reach.copies import set_state, state_of
+from pytest_trainloop.runs.reachable_state.copies import set_state, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -29,7 +29,7 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ADDITIONS
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.hooks import around_steps, hooked, unless_suspended
-from pytest_trainloop.runs.reach.snapshot import Reach
+from pytest_trainloop.runs.reachable_state.snapshot import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

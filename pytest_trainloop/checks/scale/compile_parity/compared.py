@@ -90,10 +90,10 @@ class Difference(NamedTuple):
     """Parameters that have a gradient in the eager run only."""
 
 
-class Course:
+class StepTrace:
     """Keeps the steps of one run, and compares them with those of an earlier one, ``other``, where it is given."""
 
-    def __init__(self, bound: float = 0.0, other: Course | None = None) -> None:
+    def __init__(self, bound: float = 0.0, other: StepTrace | None = None) -> None:
         self.start: Tensors = {}
         self.options: dict[str, dict[str, Any]] = {}
         """Of each parameter at its first step: its group's options, and whether it requires grad."""

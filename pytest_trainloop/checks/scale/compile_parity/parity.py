@@ -14,7 +14,7 @@ import torch
 
 from pytest_trainloop.checks.scale.compile_parity import causes
 from pytest_trainloop.checks.scale.compile_parity.causes import found
-from pytest_trainloop.checks.scale.compile_parity.compared import PREFIX, Course, Operations, restored
+from pytest_trainloop.checks.scale.compile_parity.compared import PREFIX, Operations, StepTrace, restored
 from pytest_trainloop.checks.scale.compile_parity.runs import Way, asking, compiles_in_building, make
 from pytest_trainloop.core.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
 from pytest_trainloop.core.wording import direction, filled, share, some, verb
@@ -89,7 +89,7 @@ class Parity:
         self._bare = False
         self._operations = Operations()
         self.eager = self._made_eager()
-        if not self.eager.course.moments:
+        if not self.eager.trace.moments:
             raise CannotDecide("no step of a torch optimizer was seen: there are no gradients to compare")
         self._instead = "" if backend else why_no_generated_code(self.eager.device)
         backend = "aot_eager" if self._instead else backend
@@ -106,7 +106,7 @@ class Parity:
     def _fault(self) -> Finding | None:
         """None where the compiled loop trains as the eager one does. Experiments come in the order of their cost."""
         made, eager, names = self.compiled, self.eager, tuple[str, ...]()
-        differs, facts = made.course.difference, dict[str, Any]()
+        differs, facts = made.trace.difference, dict[str, Any]()
         if made.raised is not None:
             return self._raises(made.raised)
         if made.calls and not self._ran_compiled:
@@ -120,7 +120,7 @@ class Parity:
             names = tuple(dict.fromkeys(name for name, *_ in options))
             said = [f"{name}: {o} {mine!r} without compiling, {its!r} with it" for name, o, mine, its in options[:2]]
             said += [f"and {len(options) - 2} more"] if len(options) > 2 else []
-            prefixed = any(PREFIX in name for name in made.course.names)
+            prefixed = any(PREFIX in name for name in made.trace.names)
             measured, cause = "; ".join(said), "prefix_hides_parameters" if prefixed else "other_computation"
             return self._found(cause, names, variant="options", measured=measured, several=len(names) > 1)
         line, names = made.not_loaded
@@ -128,10 +128,10 @@ class Parity:
             measured = f"{len(names)} of the loaded tensors have other values than the state when training begins"
             facts = {"variant": "loading", "where": line, "measured": measured, "several": len(names) > 1}
             return self._found("prefix_hides_parameters", names, **facts)
-        if made.course.not_comparable:
+        if made.trace.not_comparable:
             raise CannotDecide(
                 f"with {self.knob}=True the loop has other parameters than without, so that they cannot be compared: "
-                f"{made.course.not_comparable}"
+                f"{made.trace.not_comparable}"
             )
         if differs is None:
             return None
@@ -142,13 +142,13 @@ class Parity:
             without = self._made(self._own)
             if without.raised is not None:
                 raise CannotDecide("without dropout fit raises, and with it the compiled loop draws other numbers")
-            differs = without.course.difference
+            differs = without.trace.difference
             if differs is None:
                 return None
-        if self._made(Way(compiled=False)).course.difference is not None:
+        if self._made(Way(compiled=False)).trace.difference is not None:
             raise Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")
         if self._operations.draws:
-            drew, again = eager.course.drew[1:], self._made(self._own, bound=math.inf).course.drew[1:]
+            drew, again = eager.trace.drew[1:], self._made(self._own, bound=math.inf).trace.drew[1:]
             if len(drew) > 1 and len(again) > 1 and all(again) and not any(drew):
                 names = tuple(self._drawn.split(", "))
                 return self._found("compiled_code_differs", names, differs, variant="draws", drawn=self._drawn)
@@ -157,13 +157,13 @@ class Parity:
                 "them before what is compiled, and pass them in, to have the two compared"
             )
         self._require_more_than_rounding(differs)
-        as_written = self._made(Way(disabled=True)).course.difference
+        as_written = self._made(Way(disabled=True)).trace.difference
         if as_written is not None:
             return self._found("other_computation", as_written.names, as_written)
         if by_wrapper := self._by_the_wrapper(differs, None):
             return by_wrapper
         late = differs.step > 0
-        if (late or made.built_compiling) and self._made(replace(self._own, recompile=True)).course.difference is None:
+        if (late or made.built_compiling) and self._made(replace(self._own, recompile=True)).trace.difference is None:
             filters = next((call for call in self.compiled.calls if call.filters_guards), None)
             names, line = (("guard_filter_fn",), filters.place) if filters else (differs.names, self._place)
             return self._found("stale_value", names, differs, where=line, early=not late, filtered=bool(filters))
@@ -221,7 +221,7 @@ class Parity:
         traced = [(m["file"], int(m["line"])) for m in _TRACED_LINE.finditer(raised.message)]
         own = [at for at in traced if layer(at[0]) == 2]  # the line that the compiler was at, which it gives as text
         facts = {"raised": raised.summary, "where": str(place_of(*own[-1])) if own else self._where(raised)}
-        facts["measured"] = filled(causes.STEPS_MADE, {"made": len(self.compiled.course.moments)})
+        facts["measured"] = filled(causes.STEPS_MADE, {"made": len(self.compiled.trace.moments)})
         return self._found("compiling_raises", ("torch.compile()",), **facts)
 
     def _by_the_wrapper(self, differs: Difference | None, raised: Raised | None) -> Finding | None:
@@ -237,7 +237,7 @@ class Parity:
         if raised is not None:
             facts = {"does": f"fit raises {raised.summary}", "where": self._where(raised)}
         if self._made(Way(wrapped=True, plain_names=True)).agrees:
-            return self._found("prefix_hides_parameters", names or tuple(self.eager.course.start), differs, **facts)
+            return self._found("prefix_hides_parameters", names or tuple(self.eager.trace.start), differs, **facts)
         return self._found("wrapper_changes", (self.compiled.calls[0].what,), differs, **facts)
 
     def _found(self, cause: str, names: tuple[str, ...], differs: Difference | None = None, /, **facts: Any) -> Finding:
@@ -247,8 +247,8 @@ class Parity:
             "how": call.how if call else "",
             "what": call.what if call else "model",
             "module": "",
-            "made": len(self.compiled.course.moments),
-            "compared": self.compiled.course.compared,
+            "made": len(self.compiled.trace.moments),
+            "compared": self.compiled.trace.compared,
             "precision": self._precision,
             **facts,
         }
@@ -262,7 +262,7 @@ class Parity:
 
     def _other_options(self) -> list[tuple[str, str, Any, Any]]:
         """Parameter, option, its value in the eager run and in the compiled one."""
-        one, two = self.eager.course, self.compiled.course
+        one, two = self.eager.trace, self.compiled.trace
         options: list[tuple[str, str, Any, Any]] = []
         for name in dict.fromkeys((*one.options, *two.options)):
             if name in one.options and name in two.options:
@@ -286,13 +286,13 @@ class Parity:
         """Of a loop that computes below float64: the same loop in float64 shows what rounding alone changes."""
         if self._operations.lowest is torch.float64:
             return
-        course = Course(0.0, self.eager.course)
+        trace = StepTrace(0.0, self.eager.trace)
         try:
-            make(self._evidence, self.knob, Way(compiled=False, random=self._random), course, promoting)
+            make(self._evidence, self.knob, Way(compiled=False, random=self._random), trace, promoting)
         except (UserCodeError, UsageError):
             return
         difference = differs.found.difference
-        rounding = course.difference.found.difference if course.difference is not None else 0.0
+        rounding = trace.difference.found.difference if trace.difference is not None else 0.0
         if not difference > MARGIN * rounding:
             raise CannotDecide(
                 f"the compiled loop differs by {share(difference)} from the eager one, and rounding to "
@@ -303,7 +303,7 @@ class Parity:
         """The innermost module that, compiled alone, differs from the eager run too: the first in the order of their
         registration. Empty where none does."""
         backend = way.backend or next((call.backend for call in self.compiled.calls), None)
-        names = [name for name in dict.fromkeys(n.rpartition(".")[0] for n in self.eager.course.start) if name]
+        names = [name for name in dict.fromkeys(n.rpartition(".")[0] for n in self.eager.trace.start) if name]
         path, left = "", MOST_MODULES
         while True:
             depth = path.count(".") + 2 if path else 1
@@ -329,7 +329,7 @@ class Parity:
             way = Way(compiled=False, double=double, random=self._random, bare=self._bare)
             around: Any = (lambda: operations) if seen else contextlib.nullcontext  # noqa: B023
             try:
-                made = make(self._evidence, self.knob, way, Course(), around)
+                made = make(self._evidence, self.knob, way, StepTrace(), around)
             except (UserCodeError, UsageError) as error:
                 refusal = refusal or str(error)
                 continue
@@ -341,9 +341,9 @@ class Parity:
 
     def _made(self, way: Way, around: Any = contextlib.nullcontext, bound: float | None = None) -> Made:
         way = replace(way, double=way.double and self._double, random=self._random, bare=self._bare)
-        course = Course(self._bound if bound is None else bound, self.eager.course)
+        trace = StepTrace(self._bound if bound is None else bound, self.eager.trace)
         try:
-            return make(self._evidence, self.knob, way, course, around)
+            return make(self._evidence, self.knob, way, trace, around)
         except (UserCodeError, UsageError) as refusal:
             raise CannotDecide(f"with {self.knob}={way.compiled} the loop could not be run: {refusal}") from refusal
 
@@ -405,7 +405,7 @@ class Parity:
                 f"the loop computes in {self._precision} also where float64 is asked for: its rounding hides what a "
                 "compiler may change"
             )
-        if self.compiled.course.compared == 0:
+        if self.compiled.trace.compared == 0:
             raise CannotDecide(
                 f"with {self.knob}=True no step of an optimizer was seen, and more than one is made for each batch, or "
                 "none: torch calls no hooks where a step is compiled"
@@ -463,7 +463,7 @@ class Parity:
             facts: dict[str, Any] = {"where": own.place, "change": own.place, "parameters": len(left)}
             yield self._found("checkpoint_not_restored", left, **facts)
             return
-        if not any(PREFIX in name for name in self.compiled.course.names):
+        if not any(PREFIX in name for name in self.compiled.trace.names):
             return
         plain = restored(self._evidence, self.knob, saves=True, loads=False, returned=True)
         if plain and plain.prefixed and (plain.left or plain.refused):

@@ -47,7 +47,7 @@ from pytest_trainloop.runs.user_traceback import raised
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.checks.scale.compile_parity.compared import Course, Difference
+    from pytest_trainloop.checks.scale.compile_parity.compared import Difference, StepTrace
     from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.compiler_internals import Compilation, GraphBreak
     from pytest_trainloop.recording.events import Raised
@@ -115,7 +115,7 @@ class CompileCall:
 class Made:
     """What one run showed."""
 
-    course: Course
+    trace: StepTrace
     calls: list[CompileCall]
     raised: Raised | None = None
     """What ended ``fit`` before enough was seen."""
@@ -135,15 +135,15 @@ class Made:
     @property
     def difference(self) -> Difference | None:
         """Where it differs from the eager run; None where it raises."""
-        return self.course.difference if self.raised is None else None
+        return self.trace.difference if self.raised is None else None
 
     @property
     def agrees(self) -> bool:
-        return self.raised is None and self.course.difference is None
+        return self.raised is None and self.trace.difference is None
 
 
 def make(
-    evidence: Evidence, knob: str, way: Way, course: Course, around: Callable[[], Context] = contextlib.nullcontext
+    evidence: Evidence, knob: str, way: Way, trace: StepTrace, around: Callable[[], Context] = contextlib.nullcontext
 ) -> Made:
     """One run of a fresh loop; ``knob`` is the user's keyword, ``around`` is entered for the time of ``fit``.
 
@@ -151,18 +151,18 @@ def make(
     """
     with workers_ended():
         try:
-            return _make(evidence, knob, way, course, around)
+            return _make(evidence, knob, way, trace, around)
         except Exception as error:
             let_go(error)
             raise
         finally:
-            course.end()
+            trace.end()
 
 
-def _make(evidence: Evidence, knob: str, way: Way, course: Course, around: Callable[[], Context]) -> Made:
+def _make(evidence: Evidence, knob: str, way: Way, trace: StepTrace, around: Callable[[], Context]) -> Made:
     plan = replace(evidence.plan(), knobs={**evidence.plan().knobs, knob: way.compiled})
     watched = CompileCalls(way)
-    made = Made(course, watched.calls)
+    made = Made(trace, watched.calls)
     log, guard, beyond = CompilationLog(), Guard(plan.timeout), 0
     with contextlib.ExitStack() as stack:
         for context in (preserved(), modes_kept(), compiling_as_eager(), watched.noted()):
@@ -175,9 +175,9 @@ def _make(evidence: Evidence, knob: str, way: Way, course: Course, around: Calla
             stack.enter_context(plain_names())
 
         def before_batch(number: int, batch: Any) -> None:
-            if number and not course.moments:
+            if number and not trace.moments:
                 made.compilations.extend((number - 1, one) for one in log.new())
-            course.at_batch(number, batch)
+            trace.at_batch(number, batch)
 
         with promoting() if way.double and not way.bare else contextlib.nullcontext():
             kept = None if plan.kept is None else plan.kept.of(plan.seed, plan.knobs, double=way.double)
@@ -187,8 +187,8 @@ def _make(evidence: Evidence, knob: str, way: Way, course: Course, around: Calla
             batches = Batches(
                 loop,
                 plan.count,
-                spent=lambda: course.through,
-                stepped=lambda: course.compared > 0 or bool(course.moments),
+                spent=lambda: trace.through,
+                stepped=lambda: trace.compared > 0 or bool(trace.moments),
                 stop=guard.stop,
                 out_of_time=guard.out_of_time,
                 read_ahead=plan.read_ahead,
@@ -200,7 +200,7 @@ def _make(evidence: Evidence, knob: str, way: Way, course: Course, around: Calla
         parameters = [p for module in loop.modules.values() for p in members.parameters(module)]
         watched.look(parameters, collected=way.collected)
         made.not_loaded = watched.loads.left()
-        course.begin(loop)
+        trace.begin(loop)
         stack.enter_context(generators_kept(loop))
         stack.enter_context(contextlib.closing(batches))
         eager = way.disabled or way.wrapped
@@ -218,14 +218,14 @@ def _make(evidence: Evidence, knob: str, way: Way, course: Course, around: Calla
 
         def before(*step: Any) -> Any:
             nonlocal beyond
-            beyond += course.through
+            beyond += trace.through
             if guard.out_of_time() or beyond > BEYOND:
                 guard.stop()
-            return course.before_step(*step)
+            return trace.before_step(*step)
 
         def after(*step: Any) -> None:
-            made.compilations.extend((len(course.moments) - 1, one) for one in log.new())
-            course.after_step(*step)
+            made.compilations.extend((len(trace.moments) - 1, one) for one in log.new())
+            trace.after_step(*step)
             if way.recompile:
                 torch.compiler.reset()
 
@@ -234,19 +234,19 @@ def _make(evidence: Evidence, knob: str, way: Way, course: Course, around: Calla
         if way.recompile:
             torch.compiler.reset()
         seed_all(plan.seed)
-        error = guard.call(lambda: fit(batches), lambda: len(course.moments), lambda: batches.at_end)
+        error = guard.call(lambda: fit(batches), lambda: len(trace.moments), lambda: batches.at_end)
         if error is not None:
             reraise_ours(error)
-            made.raised = None if course.through else raised(error)
+            made.raised = None if trace.through else raised(error)
             made.refused_by_torch = _raised_in_torch(error)
-        made.compilations.extend((len(course.moments), one) for one in log.new())
+        made.compilations.extend((len(trace.moments), one) for one in log.new())
         made.breaks = graph_breaks()
         made.device = next(iter(sorted({p.device.type for p in parameters} - {"cpu"})), "cpu")
         held = {id(p) for o in loop.optimizers for g in getattr(o, "param_groups", ()) for p in g["params"]}
         given = [module for call in made.calls if isinstance(module := call.given(), nn.Module)]
         inside = {id(p) for module in given for p in members.parameters(module)}
         made.own_parameters = bool(held and inside) and not held & inside
-        evidence.own_steps += len(course.moments)
+        evidence.own_steps += len(trace.moments)
         let_go(error)
         watched.let_go()
     return made

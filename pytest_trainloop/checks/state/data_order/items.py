@@ -32,7 +32,7 @@ from pytest_trainloop.checks.state.data_order.reading import (
     read,
     values_of,
 )
-from pytest_trainloop.checks.state.data_order.streams import Held, first_line
+from pytest_trainloop.checks.state.data_order.streams import ReachableObjects, first_line
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.core.wording import some
@@ -103,7 +103,7 @@ def weights_per_class(stream: Stream) -> Iterator[Finding]:
         weights = sampler.weights if isinstance(sampler, WeightedRandomSampler) else ()
         if not 1 < len(weights) < rows or sampler.num_samples <= len(weights):
             return None
-        for path, value in Held.by(("dataset", loader.dataset)).stored:
+        for path, value in ReachableObjects.by(("dataset", loader.dataset)).stored:
             labels = array_of(value)
             if labels is None or labels.shape != (rows,) or labels.dtype.kind not in "iu":
                 continue
@@ -195,7 +195,7 @@ def _fetched(dataset: Any, index: Any, seed: int) -> int:
 
 def _copies(dataset: Any) -> list[Copy]:
     room, copies = MOST_BYTES, list[Copy]()
-    for path, value in Held.by(("dataset", dataset)).stored:
+    for path, value in ReachableObjects.by(("dataset", dataset)).stored:
         if isinstance(value, np.ndarray):
             writable = value.flags.writeable and value.dtype != object
         else:
@@ -285,7 +285,7 @@ def shared_randomness(stream: Stream) -> Iterator[Finding]:
 
 def _fetched_by_workers(loader: Any, _streams: Streams) -> tuple[list[str], list[int], list[int]] | None:
     index = next(iter(some_indices(loader, 1)), None)
-    generators = Held.by(("dataset", loader.dataset)).generators
+    generators = ReachableObjects.by(("dataset", loader.dataset)).generators
     if index is None or not (generators or _draws(loader.dataset, index)):
         return None
     with warnings.catch_warnings():
@@ -428,7 +428,7 @@ def collated(stream: Stream) -> Iterator[Finding]:
         return
     own = of_project(collate)
     sure = bits >= ENOUGH and source.as_trained and is_target(stream.evidence, at[1])
-    sorting = bool(Held.by(("collate_fn", collate)).names & SORTING)
+    sorting = bool(ReachableObjects.by(("collate_fn", collate)).names & SORTING)
     facts = {"inputs": at[0], "labels": at[1], "rows": rows, "changed": changed, "cut": cut, "sorting": sorting}
     facts |= {"function": name_of(own), "stream": source.name}
     facts |= {"change": line_of(own), "kinds": ("input",) * 2, "level": "fault" if sure else "advice"}

@@ -21,7 +21,13 @@ from pytest_trainloop.checks.state.data_order.reading import (
     read,
     sizes,
 )
-from pytest_trainloop.checks.state.data_order.streams import Held, in_this_process, length, pair_stored, shared_slots
+from pytest_trainloop.checks.state.data_order.streams import (
+    ReachableObjects,
+    in_this_process,
+    length,
+    pair_stored,
+    shared_slots,
+)
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare import nested
@@ -156,7 +162,7 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
     path, setter = epoch_setter(stream.now.of) if own else ("", None)
     in_order = _in_one_order(reading, epochs)
     if path and in_order and _reacts(stream, setter):
-        if "set_epoch" not in Held.by_fit(stream.streams.loop).names:
+        if "set_epoch" not in ReachableObjects.by_fit(stream.streams.loop).names:
             in_fit = len(next(iter(_in_own_epochs(stream)), [])) if given else 0
             facts = {"rows": epochs[0].rows, "epochs": len(epochs), "in_fit": in_fit, "path": path}
             facts |= {"level": "fault" if in_fit else "advice", "kinds": ("missing call",), "stream": source.name}
@@ -167,7 +173,7 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
         order = type(getattr(source.of, "sampler", None)) if stream.is_loader else None
         facts["change"] = loop_of(line_of(getattr(order, "__iter__", None)))
         yield found("shuffled_alike", source, (sampler or drawn,), stream=source.name, **facts)
-    elif given and any(e.draws for e in epochs) and Held.by_fit(stream.streams.loop).names & RESEEDING:
+    elif given and any(e.draws for e in epochs) and ReachableObjects.by_fit(stream.streams.loop).names & RESEEDING:
         yield from map(_same_order_each_epoch, _in_own_epochs(stream))
 
 
@@ -409,7 +415,7 @@ class PassesInRun(LoaderPasses):
         finally:
             loop, self.loop = self.loop, None
             if loop is not None:
-                self.slots = list(shared_slots(Held.by_fit(loop), loop))
+                self.slots = list(shared_slots(ReachableObjects.by_fit(loop), loop))
 
 
 def _passes_in_fit(evidence: Evidence, *, over: int = 0, longest: int = 0) -> PassesInRun:
@@ -476,7 +482,7 @@ def _same_order_each_epoch(passes: Sequence[Pass]) -> Finding:
 
 def in_fit(evidence: Evidence, streams: Streams) -> tuple[list[Finding], bool]:
     """What loaders and records of the loop itself show, for which it is run once more; whether it trained on any."""
-    held = Held.by_fit(streams.loop)
+    held = ReachableObjects.by_fit(streams.loop)
     given = {id(source.of) for source in streams.sources if source.trains}
     makes_loaders = any(name.endswith("DataLoader") for name in held.names)
     fills_records = held.names & SAMPLING and held.names & FILLING

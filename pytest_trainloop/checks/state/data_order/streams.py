@@ -40,11 +40,11 @@ from pytest_trainloop.recording.torch_internals import writes_in_place
 from pytest_trainloop.runs.guard import Guard, let_go
 from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import SeededApart, preserved
-from pytest_trainloop.runs.reach.entering import Entering
-from pytest_trainloop.runs.reach.graph import Graph
-from pytest_trainloop.runs.reach.slots import Place
-from pytest_trainloop.runs.reach.sorts import is_plain, sort_of, sort_of_root
-from pytest_trainloop.runs.reach.walker import quiet
+from pytest_trainloop.runs.reachable_state.entering import Entering
+from pytest_trainloop.runs.reachable_state.graph import Graph
+from pytest_trainloop.runs.reachable_state.slots import Place
+from pytest_trainloop.runs.reachable_state.value_kinds import is_plain, sort_of, sort_of_root
+from pytest_trainloop.runs.reachable_state.walker import quiet
 from pytest_trainloop.runs.user_traceback import user_error
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ LISTED = "the batches are a list, which has no order of its own: give the DataLo
 
 
 @dataclass(slots=True)
-class Held:
+class ReachableObjects:
     """What functions and loaders hold, each with the path by which it was reached."""
 
     loaders: list[tuple[str, Any]] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Held:
     """The names that the code of functions reads: globals, attributes, methods."""
 
     @classmethod
-    def by(cls, *roots: tuple[str, Any]) -> Held:
+    def by(cls, *roots: tuple[str, Any]) -> ReachableObjects:
         """What these hold, themselves included."""
         found, graph = cls(), Graph()
         with quiet():
@@ -116,7 +116,7 @@ class Held:
         return found
 
     @classmethod
-    def by_fit(cls, loop: TrainLoop) -> Held:
+    def by_fit(cls, loop: TrainLoop) -> ReachableObjects:
         return cls.by(*((name, f) for name, f in (("fit", loop.fit), ("step", loop.step)) if f is not None))
 
     def _take(self, path: str, value: Any) -> None:
@@ -200,7 +200,7 @@ class Streams:
             self.loop = loop = evidence.fresh_loop()
             found = list(_of_trainer(loop) if loop.batches is None else _given(loop.batches))
         known = {id(thing) for source in found for thing in (source.of, getattr(source.of, "dataset", None))}
-        for name, loader in Held.by_fit(loop).loaders:
+        for name, loader in ReachableObjects.by_fit(loop).loaders:
             # A library wraps a loader in another over the same data, and its trainers keep the loaders that they made.
             order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             if known.isdisjoint((id(loader), id(loader.dataset), id(order))):
@@ -254,7 +254,7 @@ def _given(given: Any) -> Iterator[Source]:
     else:
         function = callable(given) and not hasattr(given, "__iter__")
         yield Source("TrainLoop.batches", "function" if function else "iterable", given, given=True)
-        for name, loader in Held.by(("batches", given)).loaders:
+        for name, loader in ReachableObjects.by(("batches", given)).loaders:
             yield Source(name, "loader", loader)
 
 
@@ -322,9 +322,9 @@ class Stream:
         return None
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ReachableObjects:
         """What the stream that was read holds."""
-        return Held.by(("batches" if self.now.given else self.now.name, self.now.of))
+        return ReachableObjects.by(("batches" if self.now.given else self.now.name, self.now.of))
 
 
 def in_this_process(loader: Any) -> Any:
@@ -348,7 +348,7 @@ def first_line(error: BaseException, most: int) -> str:
 # What the stream's own code stores
 
 
-def pair_stored(held: Held, epoch: Epoch, x: str, y: str) -> tuple[str, str, int]:
+def pair_stored(held: ReachableObjects, epoch: Epoch, x: str, y: str) -> tuple[str, str, int]:
     """Where a tensor holds the inputs and one of the same length the labels, so that each row has a label of its own,
     and their length; 0 where there are none."""
     inputs, labels = set(epoch.column(x)), Counter(epoch.column(y))
@@ -423,7 +423,7 @@ def _stored_rows(value: Any, like: Leaf) -> tuple[int, ...]:
         return ()
 
 
-def shared_slots(held: Held, loop: TrainLoop) -> Iterator[Finding]:
+def shared_slots(held: ReachableObjects, loop: TrainLoop) -> Iterator[Finding]:
     """Slots of records that hold one object which was written in place, at least once a record; no tensors of the
     model."""
     modules = loop.modules.values()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
 from pytest_trainloop.checks.state.evaluation_is_pure.interposed import WANTED
-from pytest_trainloop.checks.state.two_courses import line_of
+from pytest_trainloop.checks.state.two_runs import line_of
 from pytest_trainloop.core.whose import present
 from pytest_trainloop.core.wording import some
-from pytest_trainloop.runs.reach.snapshot import Reach
+from pytest_trainloop.runs.reachable_state.snapshot import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Cut, Result, Run
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.loop import TrainLoop
-    from pytest_trainloop.runs.reach.snapshot import Difference
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference
 
 MOST_PARTS = 6
 """Components that are left one by one."""

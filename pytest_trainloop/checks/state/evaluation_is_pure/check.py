@@ -102,7 +102,7 @@ def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.evaluation_is_pure.inside_fit import COPIES, STORED, InsideFit
     from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
     from pytest_trainloop.checks.state.evaluation_is_pure.seeds import seeded_inside
-    from pytest_trainloop.runs.room import require_room
+    from pytest_trainloop.runs.memory_budget import require_room
 
     if "evaluate" not in evidence.offers:
         yield from (seeded := seeded_inside(evidence))

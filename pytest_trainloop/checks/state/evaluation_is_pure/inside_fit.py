@@ -12,8 +12,8 @@ from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
 from pytest_trainloop.core.wording import filled, some
 from pytest_trainloop.instruments.tracing.definitions import end_of
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
-from pytest_trainloop.runs.halves import same_tensor
-from pytest_trainloop.runs.room import require_room
+from pytest_trainloop.runs.memory_budget import require_room
+from pytest_trainloop.runs.split_run import same_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import Course
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.reach.snapshot import Difference
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference
 
 COPIES, STORED = 6, 16
 """Times the weights in float64 that are held at the peak, and that lie in temporary files, with an optimizer that keeps

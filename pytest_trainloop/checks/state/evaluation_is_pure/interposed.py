@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from pytest_trainloop.checks.state.two_courses import numbers_in
+from pytest_trainloop.checks.state.two_runs import numbers_in
 from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import UserCodeError
 from pytest_trainloop.core.whose import present, reraise_ours
@@ -22,12 +22,12 @@ from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.runs.halves import halves, same_tensor
 from pytest_trainloop.runs.hooks import hooked
-from pytest_trainloop.runs.reach.copies import same_bits
-from pytest_trainloop.runs.reach.slots import MISSING, Entries, Hooks
-from pytest_trainloop.runs.reach.snapshot import Reach, differences
-from pytest_trainloop.runs.reach.walker import quiet, walk
+from pytest_trainloop.runs.reachable_state.copies import same_bits
+from pytest_trainloop.runs.reachable_state.slots import MISSING, Entries, Hooks
+from pytest_trainloop.runs.reachable_state.snapshot import Reach, differences
+from pytest_trainloop.runs.reachable_state.walker import quiet, walk
+from pytest_trainloop.runs.split_run import halves, same_tensor
 from pytest_trainloop.runs.user_traceback import raised, user_error
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.halves import Halves
-    from pytest_trainloop.runs.reach.copies import Copy
-    from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
+    from pytest_trainloop.runs.reachable_state.copies import Copy
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference, Snapshot
+    from pytest_trainloop.runs.split_run import Halves
 
 Moment = Literal["between", "first", "inside", "later"]
 """Where a run calls ``evaluate()``: between two calls of ``fit``, before the first step, between two steps of one

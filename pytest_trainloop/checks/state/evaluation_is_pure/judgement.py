@@ -22,15 +22,15 @@ from pytest_trainloop.checks.state.evaluation_is_pure.naming import (
     names_of,
 )
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import seeded_between
-from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
+from pytest_trainloop.checks.state.two_runs import RunComparison, compare_runs
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import filled, some
 from pytest_trainloop.instruments.tracing.dropout_in_evaluation import DropoutInEvaluation
 from pytest_trainloop.recording.events import ModeCall, Step
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
-from pytest_trainloop.runs.halves import halves, no_halves
-from pytest_trainloop.runs.reach.leaves import same_value
-from pytest_trainloop.runs.reach.stored import value_of
+from pytest_trainloop.runs.reachable_state.leaves import same_value
+from pytest_trainloop.runs.reachable_state.stored import value_of
+from pytest_trainloop.runs.split_run import halves, no_halves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.state.evaluation_is_pure.interposed import Moment, Run
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.reach.snapshot import Difference
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference
 
 UNRESOLVED = (
     "training differs after evaluate(), and putting back all that could be reached does not restore it: evaluate and "
@@ -88,7 +88,7 @@ class Judgement:
         self.findings: list[Finding] = []
         self.unresolved = ""
         """Why the cause of a difference is not known."""
-        self.courses: TwoCourses | None = None
+        self.courses: RunComparison | None = None
         """Training with ``evaluate()`` beside training without it, where the two differ."""
 
     @classmethod
@@ -181,7 +181,7 @@ class Judgement:
             cut = cut if bitwise.differs(cut.run(lambda _: True)) else bitwise
         if not cut.differs(run):
             return False
-        courses = two_courses(run.halves, cut.without, both_begin=True)
+        courses = compare_runs(run.halves, cut.without, both_begin=True)
         self.courses = replace(courses, cut=sum(cut.without.steps[: _halves_before(cut)]))
         raised = run.halves.record.raised
         if run.inference and raised and "nference tensor" in raised.message:

@@ -9,7 +9,7 @@ import torch
 
 from pytest_trainloop.core import members
 from pytest_trainloop.recording.train_mode import acts_by_mode
-from pytest_trainloop.runs.reach.graph import module_path
+from pytest_trainloop.runs.reachable_state.graph import module_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytest_trainloop.declare.loop import TrainLoop
-    from pytest_trainloop.runs.reach.snapshot import Difference
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference
 
 
 MOST_NAMED = 4

@@ -20,8 +20,8 @@ from pytest_trainloop.checks.state.evaluation_is_pure.interposed import SEEDS, R
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_modules, after_steps, before_modules
 from pytest_trainloop.recording.train_mode import trains
-from pytest_trainloop.runs.halves import halves
 from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.split_run import halves
 
 if TYPE_CHECKING:
     import contextlib

@@ -22,8 +22,8 @@ from pytest_trainloop.recording.changed_at import ChangedAt
 from pytest_trainloop.recording.events import Backward, Forward, Step
 from pytest_trainloop.recording.hooks import after_modules, after_steps, before_modules
 from pytest_trainloop.runs.hooks import call_from_outside, hooked
-from pytest_trainloop.runs.reach.copies import same_bits
-from pytest_trainloop.runs.reach.snapshot import Reach, differences
+from pytest_trainloop.runs.reachable_state.copies import same_bits
+from pytest_trainloop.runs.reachable_state.snapshot import Reach, differences
 from pytest_trainloop.runs.run import fit_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.batch_stream import Batches
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference, Snapshot
 
 MOST_CALLS, MOST_FITS, ACCUMULATE = 32, 3, 4
 """Calls of a run that are taken out; calls of ``fit``, where it evaluates at its end only; micro-batches of a window,

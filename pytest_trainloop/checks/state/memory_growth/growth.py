@@ -12,8 +12,8 @@ import torch
 from pytest_trainloop.checks.state.memory_growth import causes
 from pytest_trainloop.checks.state.memory_growth.causes import found
 from pytest_trainloop.checks.state.memory_growth.holders import (
+    GraphHolder,
     Heap,
-    Held,
     Lines,
     Names,
     Reached,
@@ -56,8 +56,8 @@ class Growth:
         full."""
         self._facts: dict[str, Any] = {}
         """Of the last look; none where some graphs were gone then."""
-        self._holders: list[Held] = []
-        self._refused: list[Held] = []
+        self._holders: list[GraphHolder] = []
+        self._refused: list[GraphHolder] = []
         """The tensors through which a backward pass that raised came to an earlier graph."""
         self._allocated: dict[int, int] = {}
         self._heap = Heap()
@@ -122,7 +122,7 @@ class Growth:
         # whether the backward pass of each step went through the graphs of all earlier ones
         carried = all(reaches.get(w, frozenset()) >= set(range(1, w)) for w in windows)
 
-        def holders() -> list[Held]:
+        def holders() -> list[GraphHolder]:
             names = Names(watch)
             return (_carriers(watch, roots, names) if carried else []) or find(reached, names)
 
@@ -168,7 +168,7 @@ class Growth:
             yield found("carried_graph", held.where or refused.place, (culprit,), "refused", **facts)
 
 
-def _detached(cause: str, held: Held) -> dict[str, str]:
+def _detached(cause: str, held: GraphHolder) -> dict[str, str]:
     """The repair of a tensor with a name that is carried over."""
     if cause != "carried_graph" or not held.name:
         return {}
@@ -201,7 +201,7 @@ def _batches_for(steps: int, record: Record) -> int:
     return -(-(steps + 1) * max(1, record.items) // max(1, record.rounds)) + 1
 
 
-def _carriers(watch: Watch, roots: list[Any], names: Names) -> list[Held]:
+def _carriers(watch: Watch, roots: list[Any], names: Names) -> list[GraphHolder]:
     """The tensors through which a backward pass came to the graphs of earlier steps: the outputs of the first nodes
     below its roots that an earlier step or batch made; without ``Lines``, that an earlier pass went through.
 
@@ -219,7 +219,7 @@ def _carriers(watch: Watch, roots: list[Any], names: Names) -> list[Held]:
         below = [n for n, _ in node.next_functions if n is not None and n not in seen]
         seen.update(below)
         nodes += below
-    holders: dict[str, Held] = {}
+    holders: dict[str, GraphHolder] = {}
     alive = tensors_with_history()
     for node in carrying[:8]:
         at = made(node)
@@ -228,6 +228,6 @@ def _carriers(watch: Watch, roots: list[Any], names: Names) -> list[Held]:
         name = next(filter(None, map(names.of, [*same, *same_line][:6])), "")
         whole = _INDEX.sub("", name)
         kind = "Tensor" if whole == name else "tuple"
-        holders.setdefault(whole, Held("carried_graph", whole, kind, 1, None, str(at.place) if at else ""))
+        holders.setdefault(whole, GraphHolder("carried_graph", whole, kind, 1, None, str(at.place) if at else ""))
     named = [held for held in holders.values() if held.name]
     return (named or list(holders.values()))[:2]

@@ -22,7 +22,7 @@ from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.graphs import metadata_of
 from pytest_trainloop.recording.source import here, layer, place_of
 from pytest_trainloop.recording.torch_internals import function_class, hooks_of, saved_values_overwritten
-from pytest_trainloop.runs.reach.sorts import attributes
+from pytest_trainloop.runs.reachable_state.value_kinds import attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +44,7 @@ _ADDS = frozenset("append appendleft extend add insert push put update record lo
 _CONTEXT = torch.autograd.function.BackwardCFunction
 
 
-class Held(NamedTuple):
+class GraphHolder(NamedTuple):
     """What holds the graphs of all these steps, or carries one into the next."""
 
     how: Literal["running_sum", "kept_tensors", "held_outside_python", "carried_graph"]
@@ -114,7 +114,7 @@ class Heap:
         finally:
             self._thaw()
 
-    def searched(self, search: Callable[[], list[Held]]) -> list[Held]:
+    def searched(self, search: Callable[[], list[GraphHolder]]) -> list[GraphHolder]:
         """What the search finds; made again among all objects where something has no name among those of the block: a
         variable of a module is older."""
         held = search()
@@ -176,7 +176,7 @@ class Reached:
         return window is not None and bool(self.full >> window & 1)
 
 
-def find(reached: Reached, names: Names) -> list[Held]:
+def find(reached: Reached, names: Names) -> list[GraphHolder]:
     """What holds the graphs of these windows: a tensor that holds all of them, and the containers that do."""
     held = []
     if reached.whole:
@@ -186,7 +186,7 @@ def find(reached: Reached, names: Names) -> list[Held]:
         likely = {id(tensor) for tensor, _ in (*ordered[:4], *ordered[-4:])}
         asked = [(tensor, node) for tensor, node in first if id(tensor) in likely]
         name, node = next(((name, node) for tensor, node in asked if (name := names.of(tensor))), ("", asked[0][1]))
-        held.append(Held("running_sum", name, "Tensor", len(reached.whole), None, _where(node)))
+        held.append(GraphHolder("running_sum", name, "Tensor", len(reached.whole), None, _where(node)))
     containers = _containers(reached, names)
     held += containers or []
     if held or containers is None:
@@ -197,10 +197,10 @@ def find(reached: Reached, names: Names) -> list[Held]:
     else:
         node, name, count = reached.some[0][1] if reached.some else None, "", len(reached.some)
         kind = type(node).__name__ if reached.some else ""
-    return [Held("held_outside_python", name, kind, count, None, _where(node))]
+    return [GraphHolder("held_outside_python", name, kind, count, None, _where(node))]
 
 
-def _containers(reached: Reached, names: Names) -> list[Held] | None:
+def _containers(reached: Reached, names: Names) -> list[GraphHolder] | None:
     """The innermost containers that hold a tensor of every window; None where none does but what is this package's."""
     items: dict[int, tuple[Any, int]] = {id(value): (value, bits) for value, _, bits in reached.some}
     count, ours = len(items), 0
@@ -230,7 +230,7 @@ def _containers(reached: Reached, names: Names) -> list[Held] | None:
             for holder, name in (named or [(whole[0], names.of(whole[0]))])[:2]:
                 bounded = holder.maxlen if isinstance(holder, deque) else None
                 line = names.put_at(name, node) or _where(node)
-                found.append(Held("kept_tensors", name, type(holder).__name__, count, bounded, line))
+                found.append(GraphHolder("kept_tensors", name, type(holder).__name__, count, bounded, line))
             return found
         items = above
     return None if ours == reached.full else []

@@ -102,8 +102,8 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.runs import Reported, both, changed_by_save
     from pytest_trainloop.checks.state.resume_equivalence.state_calls import SAVES
     from pytest_trainloop.checks.state.resume_equivalence.statements import last_call
-    from pytest_trainloop.checks.state.two_courses import two_courses
-    from pytest_trainloop.runs.room import require_room
+    from pytest_trainloop.checks.state.two_runs import compare_runs
+    from pytest_trainloop.runs.memory_budget import require_room
 
     require_room(evidence, COPIES, "it keeps copies of the whole training state", stored=STORED)
     a, b = both(evidence)
@@ -123,7 +123,7 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
             yield from list(_untied(a, b)) or [raises]
         else:
             for finding in _compared(a, b):
-                evidence.shared(Reported).courses = two_courses(b.made, a.made, both_begin=False)
+                evidence.shared(Reported).courses = compare_runs(b.made, a.made, both_begin=False)
                 yield finding
             dtype, lower = rounded(evidence)
             if lower:
@@ -275,7 +275,7 @@ def _random_states(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
 def _drawn_from_seed(a: Uninterrupted, b: Resumed, other: Resumed) -> list[str]:
     """Weights and buffers that are as another seed built them: neither saved nor made by training."""
-    from pytest_trainloop.runs.reach.leaves import same_value
+    from pytest_trainloop.runs.reachable_state.leaves import same_value
 
     if other.load_error is not None or other.loaded is None or b.loaded is None:
         return []

@@ -24,11 +24,11 @@ from pytest_trainloop.declare.fields import is_folder, listed, named_modules, pa
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here, user_frames
-from pytest_trainloop.runs.halves import same_tensor
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.runs.reach.snapshot import Reach
-from pytest_trainloop.runs.reach.sorts import sort_of
-from pytest_trainloop.runs.reach.stored import Stored, stored, value_of
+from pytest_trainloop.runs.reachable_state.snapshot import Reach
+from pytest_trainloop.runs.reachable_state.stored import Stored, stored, value_of
+from pytest_trainloop.runs.reachable_state.value_kinds import sort_of
+from pytest_trainloop.runs.split_run import same_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

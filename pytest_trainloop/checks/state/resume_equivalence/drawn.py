@@ -13,8 +13,8 @@ from pytest_trainloop.core.wording import some
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.process_state import random_states, restore_random, seed_all
-from pytest_trainloop.runs.reach.leaves import same_value
-from pytest_trainloop.runs.reach.snapshot import Reach, differences
+from pytest_trainloop.runs.reachable_state.leaves import same_value
+from pytest_trainloop.runs.reachable_state.snapshot import Reach, differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference, Snapshot
 
 
 def drawn_attributes(a: Uninterrupted, b: Resumed, other: Resumed) -> Iterator[Finding]:

@@ -20,8 +20,8 @@ from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
 from pytest_trainloop.instruments.tracing import definitions
 from pytest_trainloop.instruments.tracing.made_at import assigned_at
-from pytest_trainloop.runs.halves import same_tensor
-from pytest_trainloop.runs.reach.leaves import same_value
+from pytest_trainloop.runs.reachable_state.leaves import same_value
+from pytest_trainloop.runs.split_run import same_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.state.resume_equivalence.checkpoint import StateDictCall
     from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
     from pytest_trainloop.core.finding import Finding, Level
-    from pytest_trainloop.runs.reach.snapshot import Difference
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference
 
 OTHER_INPUTS = (
     "the resumed run got other inputs from a data stream of the loop's own; let fit take its data from the "

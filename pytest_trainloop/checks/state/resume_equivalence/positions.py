@@ -19,7 +19,7 @@ from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.declare import nested
 from pytest_trainloop.runs.process_state import preserved, seed_all
-from pytest_trainloop.runs.reach.snapshot import Difference, Reach, differences
+from pytest_trainloop.runs.reachable_state.snapshot import Difference, Reach, differences
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

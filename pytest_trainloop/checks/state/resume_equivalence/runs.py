@@ -21,19 +21,19 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     weights_of,
 )
 from pytest_trainloop.checks.state.resume_equivalence.state_calls import Call, calls_of_the_project
-from pytest_trainloop.checks.state.two_courses import line_of, numbers_in
+from pytest_trainloop.checks.state.two_runs import line_of, numbers_in
 from pytest_trainloop.core.errors import CannotDecide, UsageError
 from pytest_trainloop.core.whose import present, project_may_raise, reraise_ours
 from pytest_trainloop.declare import nested
 from pytest_trainloop.declare.knobs import nearest
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.shards import address
-from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
-from pytest_trainloop.runs.reach.leaves import same_value
-from pytest_trainloop.runs.reach.snapshot import Reach, differences, empty_loop
-from pytest_trainloop.runs.reach.stored import StoredTensors
+from pytest_trainloop.runs.reachable_state.leaves import same_value
+from pytest_trainloop.runs.reachable_state.snapshot import Reach, differences, empty_loop
+from pytest_trainloop.runs.reachable_state.stored import StoredTensors
+from pytest_trainloop.runs.split_run import halves, no_halves, same_tensor
 from pytest_trainloop.runs.user_traceback import raised as as_text
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_trainloop.checks.state.two_courses import TwoCourses
+    from pytest_trainloop.checks.state.two_runs import RunComparison
     from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.halves import Halves
-    from pytest_trainloop.runs.reach.leaves import Leaf
-    from pytest_trainloop.runs.reach.snapshot import Difference, Snapshot
+    from pytest_trainloop.runs.reachable_state.leaves import Leaf
+    from pytest_trainloop.runs.reachable_state.snapshot import Difference, Snapshot
+    from pytest_trainloop.runs.split_run import Halves
 
 ELSEWHERE = 7919
 """Added to the seed before ``load`` where the checkpoint holds a random state: what it restores is seen by it."""
@@ -385,7 +385,7 @@ class Reported:
     """What was reported of one loop."""
 
     def __init__(self, _evidence: Evidence) -> None:
-        self.courses: TwoCourses | None = None
+        self.courses: RunComparison | None = None
         """The resumed run compared with the uninterrupted one; None where nothing differs, or one of them raised."""
 
 

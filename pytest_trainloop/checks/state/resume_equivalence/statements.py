@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.state.resume_equivalence.runs import Resumed, Uninterrupted
-    from pytest_trainloop.runs.reach.leaves import Leaf
+    from pytest_trainloop.runs.reachable_state.leaves import Leaf
 
 
 _NO_PART = ("gradient", "mode", "requires_grad", "switch", "hooks")

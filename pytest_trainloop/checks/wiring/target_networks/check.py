@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 
 def _no_target_networks(evidence: Evidence) -> str:
-    from pytest_trainloop.checks.wiring.target_networks.passes import TargetPasses
+    from pytest_trainloop.checks.wiring.target_networks.target_forwards import TargetPasses
     from pytest_trainloop.checks.wiring.target_networks.writes import WeightWrites
 
     seen = evidence.shared(WeightWrites.of)

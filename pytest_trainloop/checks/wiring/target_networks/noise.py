@@ -7,7 +7,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.wiring.target_networks.causes import found
-from pytest_trainloop.checks.wiring.target_networks.passes import (
+from pytest_trainloop.checks.wiring.target_networks.target_forwards import (
     LEAST_CHANGE,
     BuildingPasses,
     TargetPasses,
@@ -19,13 +19,13 @@ from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.gradients.dependence import difference
 from pytest_trainloop.recording.source import layer
 from pytest_trainloop.runs.further_runs import longer_run
-from pytest_trainloop.runs.reach.copies import same_bits
+from pytest_trainloop.runs.reachable_state.copies import same_bits
 from pytest_trainloop.runs.run import fit_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks.wiring.target_networks.passes import TargetNetwork
+    from pytest_trainloop.checks.wiring.target_networks.target_forwards import TargetNetwork
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.record import Record

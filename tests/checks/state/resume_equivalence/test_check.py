@@ -12,7 +12,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.frontends.api import check_loop
-from pytest_trainloop.runs.reach import stored
+from pytest_trainloop.runs.reachable_state import stored
 from tests.loops import data
 
 GREEN = 9
