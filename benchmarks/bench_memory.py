@@ -44,7 +44,7 @@ def measure(side: str, size: str) -> dict[str, float]:
     torch.set_num_threads(1)
     loop = gpt(**SIZES[size])
     before = resident("VmRSS")
-    _begin_anew()  # the high-water mark
+    _reset_peak()  # the high-water mark
     if side.startswith("bare"):
         for _ in range(STEPS[side]):
             loop.step()
@@ -82,7 +82,7 @@ def test_peak_memory(benchmark: Any, figures: Callable[..., None], size: str) ->
         )
 
 
-def _begin_anew() -> None:
+def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

@@ -131,7 +131,7 @@ class Clips:
         strange = [tensor for tensor, index in known if index is None]
         stand_ins = self._stand_ins() if strange else {}
         for tensor in strange:
-            owner = _stands_for(tensor, stand_ins)
+            owner = _parameter_behind(tensor, stand_ins)
             if owner is not None:
                 call.stand_ins.append(owner)
             else:
@@ -181,7 +181,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _stands_for(tensor: torch.Tensor, stand_ins: dict[Any, int]) -> int | None:
+def _parameter_behind(tensor: torch.Tensor, stand_ins: dict[Any, int]) -> int | None:
     """The parameter in whose place its gradient or a view of its data is passed."""
     if not tensor.is_leaf or tensor.grad is not None or not readable(tensor):
         return None

@@ -81,7 +81,7 @@ class ParameterTable:
         self._lazy = [i for i in self._lazy if i not in made]  # another thread may have settled some
         return made
 
-    def begin_anew(self) -> None:
+    def take_as_start(self) -> None:
         """Take the present values as the initial ones: a run has displaced the weights before ``fit``."""
         for index, entry in enumerate(self.entries):
             if index not in self._lazy:

@@ -5,7 +5,7 @@ import pytest
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.unmatched_filters import set_on_modules
 from pytest_trainloop.checks.wiring.step_order.further import leak
 from pytest_trainloop.instruments.batches.own_data import makes_own_data
-from pytest_trainloop.instruments.tracing.handed_names import HandedNames
+from pytest_trainloop.instruments.tracing.asked_names import AskedNames
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
@@ -79,7 +79,7 @@ class FakeEvidence:
     repeatable = True
 
     def __init__(self, record, *, shared=None):
-        known = {MadeAt.of: MadeAt(), HandedNames.of: HandedNames(), makes_own_data: False}
+        known = {MadeAt.of: MadeAt(), AskedNames.of: AskedNames(), makes_own_data: False}
         known |= {leak: None, set_on_modules: []}
         self._record, self._shared, self.knobs = record, {**known, **(shared or {})}, {}
 

@@ -207,4 +207,4 @@ def _move(watch: Watch, nudge: Nudge) -> None:
             elif entry.name in nudge:
                 normal = torch.randn(tensor.shape, generator=draws, dtype=torch.float64)
                 write(tensor, tensor + nudge[entry.name] * normal.to(tensor.device, tensor.dtype))
-    watch.table.begin_anew()
+    watch.table.take_as_start()

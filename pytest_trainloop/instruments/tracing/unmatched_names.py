@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.core.wording import some
-from pytest_trainloop.instruments.tracing.handed_names import HandedNames
+from pytest_trainloop.instruments.tracing.asked_names import AskedNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.instruments.tracing.handed_names import Question
+    from pytest_trainloop.instruments.tracing.asked_names import Question
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -59,7 +59,7 @@ def unmatched_names(
 ) -> list[UnmatchedNames]:
     """Of the patterns that no name has, those that are for some of these parameters: ``has_effect`` is asked of the run
     in which they get the answer "yes" for the parameters that are given to it."""
-    names, wanted = evidence.shared(HandedNames.of), frozenset(among)
+    names, wanted = evidence.shared(AskedNames.of), frozenset(among)
     record, tried = names.record, 0
     found: dict[tuple[str, bool], UnmatchedNames] = {}
     if record is None:
@@ -79,7 +79,7 @@ def unmatched_names(
         few = min((targets for targets in targets_of.values() if targets), key=len)
         numbers = frozenset(near or (n for n, targets in targets_of.items() if targets == few))
         targets = tuple(dict.fromkeys(name for number in sorted(numbers) for name in targets_of[number]))
-        answered = HandedNames(yes=(question.pattern, numbers)).run(evidence)
+        answered = AskedNames(yes=(question.pattern, numbers)).run(evidence)
         if answered is not None and has_effect(answered, targets):
             one = found.setdefault((question.place, bool(near)), UnmatchedNames(question.place, len(question.asked)))
             one.patterns.append(repr(question.pattern))
@@ -88,7 +88,7 @@ def unmatched_names(
     return list(found.values())
 
 
-def _written(question: Question, names: HandedNames, number: int) -> str:
+def _written(question: Question, names: AskedNames, number: int) -> str:
     """What to write for a pattern so that it is true of this name; empty where more than a little differs."""
     given, known = names.given[number], names.parameters[number]
     before = known.removesuffix(given)

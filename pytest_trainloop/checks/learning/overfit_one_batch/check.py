@@ -38,7 +38,7 @@ How it decides
     | none of these | ``learns_slowly`` | always |
 
 Faulty
-    >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # T_max of epochs
+    >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # step_size counts epochs
     >>> for group in optimizer.param_groups:
     ...     group["lr"] = 0.01
     >>> for x, y in batches:

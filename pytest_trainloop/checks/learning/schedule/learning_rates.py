@@ -408,7 +408,7 @@ def _settings(optimizer: Optimizer, group: int) -> dict[str, str]:
 
 def empty_groups(evidence: Evidence) -> Iterator[Finding]:
     """Patterns that put parameters into an empty group with a rate of its own, once they are answered yes for them."""
-    from pytest_trainloop.instruments.tracing.handed_names import HandedNames
+    from pytest_trainloop.instruments.tracing.asked_names import AskedNames
     from pytest_trainloop.instruments.tracing.unmatched_names import unmatched_names
 
     def empty_in(optimizer: Optimizer) -> dict[int, float]:
@@ -423,7 +423,7 @@ def empty_groups(evidence: Evidence) -> Iterator[Finding]:
         others = {rate for number, rate in enumerate(optimizer.first_lrs) if number not in empty}
         if not others or others.issuperset(empty.values()):
             continue  # such as the group without decay of a model without biases
-        record = evidence.shared(HandedNames.of).record
+        record = evidence.shared(AskedNames.of).record
         held = [] if record is None else [n for n in groups_in(record, index) if not record.declared_frozen(n)]
         own: list[float] = []
 

@@ -31,7 +31,7 @@ How it decides
 
 Faulty
     >>> for group in optimizer.param_groups:
-    ...     group["lr"] = 1e-7                                            # too small for weights of this scale
+    ...     group["lr"] = 1e-7                                            # tuned at another scale
     >>> for x, y in batches:
     ...     optimizer.zero_grad()
     ...     F.cross_entropy(model(x), y).backward()

@@ -20,7 +20,7 @@ from pytest_trainloop.checks.learning.weight_decay_groups.answers import (
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import found
 from pytest_trainloop.checks.learning.weight_decay_groups.groups import PLURAL, kind_of, letters
 from pytest_trainloop.core.wording import count
-from pytest_trainloop.instruments.tracing.handed_names import HandedNames, one_step
+from pytest_trainloop.instruments.tracing.asked_names import AskedNames, one_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,10 +59,10 @@ class Trial:
     """One step of a fresh loop in which the code that divides its weights gets other answers: the decay of each
     parameter; None where the loop does not take the answers."""
 
-    def __init__(self, evidence: Evidence, given: HandedNames | ClaimedClass | SkipLists | None = None) -> None:
-        self.names = given if isinstance(given, HandedNames) else HandedNames()
+    def __init__(self, evidence: Evidence, given: AskedNames | ClaimedClass | SkipLists | None = None) -> None:
+        self.names = given if isinstance(given, AskedNames) else AskedNames()
         if given is None:
-            self.names = evidence.shared(HandedNames.of)
+            self.names = evidence.shared(AskedNames.of)
             record = self.names.record
         else:
             record = self.names.run(evidence) if given is self.names else one_step(evidence, given.watching)
@@ -188,7 +188,7 @@ def _asked(evidence: Evidence, first: Trial, weights: Sequence[Parameter]) -> It
         numbers = names.numbers(p.name for p in wanted) & question.asked
         if {names.parameters[n] for n in numbers} != {p.name for p in wanted}:
             continue
-        if _all_kept(Trial(evidence, HandedNames(yes=(question.pattern, numbers))), wanted):
+        if _all_kept(Trial(evidence, AskedNames(yes=(question.pattern, numbers))), wanted):
             facts: dict[str, Any] = {"place": question.place, "namesake": namesake, "asked": len(question.asked)}
             yield _unmatched(evidence, "asked", question.pattern, wanted, first, **facts)
             if namesake:
@@ -303,7 +303,7 @@ def _with_names(evidence: Evidence, first: Trial, weights: Iterable[str], how: C
     """Those of these weights that do not decay once ``named_parameters()`` gives them other names."""
     weights = tuple(weights)
     names = {number: how(first.names.given[number]) for number in sorted(first.names.numbers(weights))}
-    return Trial(evidence, HandedNames(renamed=names)).kept_from_decay(weights) if names else ()
+    return Trial(evidence, AskedNames(renamed=names)).kept_from_decay(weights) if names else ()
 
 
 def _with_segment(segment: str) -> Callable[[str], str]:

@@ -107,7 +107,7 @@ def _one_way(evidence: Evidence, critic: str, given: Pushed, made: Pushed, back:
     offsets = back.always(made, 1.0)
     if offsets and given.opposed(made) >= 2:
         # with data next to what is made of them, the two may estimate mutual information together
-        level = "advice" if made.beside_data == {True} else "fault"
+        level = "advice" if made.with_data == {True} else "fault"
         yield found("maker_helps_critic", back, (critic,), level=level, way=way, offsets=offsets)
         return
     offsets, variant = given.always(made, 1.0) if back.always(made, -1.0) else 0, ""
@@ -122,7 +122,7 @@ def _one_way(evidence: Evidence, critic: str, given: Pushed, made: Pushed, back:
 def _mixed(evidence: Evidence, output: Output, pushed: Mapping[str, Pushed]) -> Iterator[Finding]:
     """Passes that both optimizers step with, which push what is made against those that one side steps with alone."""
     shared, critic, maker = pushed.get("shared"), output.critic, "the generator"
-    if shared is None or True in shared.beside_data:
+    if shared is None or True in shared.with_data:
         return
     sides = (  # the shared passes may be the maker's, or the critic's
         (output.owner, critic, maker, pushed.get("made"), pushed.get("given"), pushed.get("made")),

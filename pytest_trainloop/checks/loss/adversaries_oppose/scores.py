@@ -62,7 +62,7 @@ class ScoreCall:
     """The optimizer that holds its weights."""
     made_by: frozenset[int]
     """The other optimizers whose weights took part in what it was given."""
-    beside_data: bool
+    with_data: bool
     """Whether it was given other data of the batch as well, next to what they made."""
     offset: int
     place: Place
@@ -76,7 +76,7 @@ class Pushed:
 
     place: Place
     by_offset: dict[int, float]
-    beside_data: set[bool]
+    with_data: set[bool]
 
     def always(self, other: Pushed, factor: float) -> int:
         """At how many offsets this direction is the other times the factor; 0 where at any it is not, or at few."""
@@ -259,7 +259,7 @@ def _games(record: Record, calls: list[ScoreCall]) -> dict[Output, dict[str, Pus
                 signs_at[call.offset].add(sign)
             known = {offset: next(iter(signs)) for offset, signs in signs_at.items() if len(signs) == 1}
             by_offset = {offset: sign for offset, sign in known.items() if sign}
-            found[output][kind] = Pushed(seen[0][0].place, by_offset, {call.beside_data for call, _ in seen})
+            found[output][kind] = Pushed(seen[0][0].place, by_offset, {call.with_data for call, _ in seen})
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_trainloop.checks.numerics.precision_parity.causes import found
-from pytest_trainloop.checks.numerics.precision_parity.modes import CastsAnew, NoAutocastInBackward
+from pytest_trainloop.checks.numerics.precision_parity.modes import FreshCasts, NoAutocastInBackward
 from pytest_trainloop.checks.numerics.precision_parity.runs import distance, finite, first_gradient, plain
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
@@ -117,7 +117,7 @@ def weights_cast_once(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]
         under_autocast = any(b.autocast for b in record.backwards()) or any(f.autocast for f in record.root_forwards())
         if not inside and not (under_autocast and record.moved_outside_steps() & set(record.held)):
             continue
-        casts = CastsAnew()
+        casts = FreshCasts()
         kept, repeated = (again(plain, ROUNDS).backwards() for _ in range(2))
         fresh = again(casts.contexts, ROUNDS).backwards()
         if _first_other(kept, repeated) is not None or len(kept) != len(repeated):

@@ -330,7 +330,7 @@ class ScaledLoss(FunctionMode):
         return passed_on(func, args, kwargs)
 
 
-class CastsAnew:
+class FreshCasts:
     """Drops the casts that autocast keeps, once the weights have changed. ``entered`` is the line that enters the
     outermost block; empty where that is before the run."""
 

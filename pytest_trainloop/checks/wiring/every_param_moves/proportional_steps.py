@@ -58,7 +58,7 @@ def _started_at(names: Sequence[str], size: float) -> Callable[[Watch], None]:
                 if entry.name in names:
                     own = local(tensor)
                     own.copy_(size * torch.randn(own.shape, generator=random).to(own))
-        watch.table.begin_anew()
+        watch.table.take_as_start()
 
     return prepare
 

@@ -169,7 +169,7 @@ def displaced(names: Sequence[str]) -> Callable[[Watch], None]:
 
     def prepare(watch: Watch) -> None:
         move(watch)
-        watch.table.begin_anew()
+        watch.table.take_as_start()
 
     return prepare
 
@@ -212,7 +212,7 @@ def left_in_copies(evidence: Evidence) -> Iterator[Finding]:
         for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
             if entry.name in resting and tensor.layout is torch.strided and not is_distributed(tensor):
                 tensor.data = turned(tensor.data)
-        watch.table.begin_anew()
+        watch.table.take_as_start()
 
     other = evidence.rerun(replace(evidence.plan(), double=True, may_raise=True, prepare=turn))
     moved = resting & _moved(other) if other.raised is None else set()

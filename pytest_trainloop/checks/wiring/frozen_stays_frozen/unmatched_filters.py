@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.causes import found
 from pytest_trainloop.core import members
 from pytest_trainloop.core.wording import some
-from pytest_trainloop.instruments.tracing.handed_names import HandedNames
+from pytest_trainloop.instruments.tracing.asked_names import AskedNames
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.instruments.tracing.unmatched_names import unmatched_names
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def unmatched_filters(evidence: Evidence) -> Iterator[Finding]:
     """Patterns that freeze parameters which train, once they are answered yes for them."""
-    record = evidence.shared(HandedNames.of).record
+    record = evidence.shared(AskedNames.of).record
     trained = [p.name for p in record.parameters if p.trainable and p.role == "model" and p.declared] if record else []
     if record is None or any(map(record.declared_frozen, trained)):
         return  # still_trainable

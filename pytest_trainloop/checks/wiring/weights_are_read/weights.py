@@ -55,7 +55,7 @@ NO_READS = SIZES | AUTOGRAD_CALLS | CONSTANT_ATTRIBUTES | frozenset("requires_gr
 
 
 @dataclass(slots=True)
-class MadeAnew:
+class MadeInForward:
     """Parameters that a line makes in each call of a module of the model."""
 
     place: Place
@@ -80,11 +80,11 @@ class Reads(WatchingMode):
         """By the index of a parameter, the position in the record at which it was last given to a call."""
         self.shared: list[tuple[int, int]] = []
         """Pairs of parameters that optimizers hold and that have the same entries in memory."""
-        self.created: dict[tuple[str, int], MadeAnew] = {}
+        self.created: dict[tuple[str, int], MadeInForward] = {}
         """By line: the parameters that a call of the model makes there."""
         self._storages: dict[int, list[int]] = {}
         self._known = -1
-        self._new: dict[int, tuple[torch.Tensor, MadeAnew | None]] = {}
+        self._new: dict[int, tuple[torch.Tensor, MadeInForward | None]] = {}
         """New parameters by identity, kept so that no identity comes again."""
 
     @classmethod
@@ -150,7 +150,7 @@ class Reads(WatchingMode):
             if not any(torch.equal(t.detach().to(tensor), tensor) for t in known):
                 place, _ = here()
                 made = self.created.setdefault(
-                    (place.file, place.line), MadeAnew(place, watch.table.path_of(makers[-1]))
+                    (place.file, place.line), MadeInForward(place, watch.table.path_of(makers[-1]))
                 )
                 made.shapes[tuple(tensor.shape)] = None
                 made.steps.add(watch.record.rounds)

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from pytest_trainloop.checks.learning.weight_decay_groups.answers import NORMS, ClaimedClass
-from pytest_trainloop.instruments.tracing.handed_names import HandedNames, Question
+from pytest_trainloop.instruments.tracing.asked_names import AskedNames, Question
 from pytest_trainloop.instruments.tracing.unmatched_names import nearly
 
 
 @pytest.fixture
 def handed():
-    names = HandedNames()
+    names = AskedNames()
     with names.watching():
         yield names
 
@@ -137,7 +137,7 @@ def test_a_pattern_is_near_a_name_where_what_stands_before_it_or_its_spelling_di
 
 
 def test_a_question_is_answered_otherwise_for_the_numbers_given_only():
-    names = HandedNames(yes=("norm", frozenset({2})), renamed={0: "first.weight"})
+    names = AskedNames(yes=("norm", frozenset({2})), renamed={0: "first.weight"})
     with names.watching():
         given = [name for name, _ in model().named_parameters()]
     assert ["norm" in name for name in given] == [False, False, True, False]
@@ -146,7 +146,7 @@ def test_a_question_is_answered_otherwise_for_the_numbers_given_only():
 
 def test_nothing_is_left_behind():
     before = nn.Module.named_parameters, nn.Module.__getattribute__, inspect.signature(nn.Module.named_parameters)
-    names, claimed = HandedNames(), ClaimedClass(frozenset({"Own"}), NORMS)
+    names, claimed = AskedNames(), ClaimedClass(frozenset({"Own"}), NORMS)
     with names.watching(), claimed.watching():
         assert inspect.signature(nn.Module.named_parameters) == before[2]
     assert (nn.Module.named_parameters, nn.Module.__getattribute__) == before[:2]

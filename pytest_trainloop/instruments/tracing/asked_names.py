@@ -46,7 +46,7 @@ class Question:
     """Whether it was true of any."""
 
 
-class HandedNames:
+class AskedNames:
     """For one run. Names are numbered in the order in which they are given out, the same in each run of a seed.
 
     ``yes`` answers "yes" where names of these numbers are asked for a pattern. ``renamed`` hands out another name for
@@ -73,7 +73,7 @@ class HandedNames:
         """What ``run`` gave."""
 
     @classmethod
-    def of(cls, evidence: Evidence) -> HandedNames:
+    def of(cls, evidence: Evidence) -> AskedNames:
         """Those of a run of one step, with every question answered as it is."""
         found = cls()
         found.run(evidence)
@@ -178,11 +178,11 @@ def one_step(evidence: Evidence, around: Callable[[], Any], **plan: Any) -> Reco
 
 class _Name(str, StandsIn):
     __slots__ = ("_asked", "_number")
-    _asked: HandedNames
+    _asked: AskedNames
     _number: int
 
     @classmethod
-    def made(cls, text: str, number: int, asked: HandedNames) -> _Name:
+    def made(cls, text: str, number: int, asked: AskedNames) -> _Name:
         made = cls(text)
         made._number, made._asked = number, asked
         return made
