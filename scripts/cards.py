@@ -1,4 +1,4 @@
-"""Write the cards of the loops in tests/card/loops anew, and the page docs/cards.md that shows them.
+"""Write the cards of the loops in tests/card/loops again, and the page docs/cards.md that shows them.
 
 python scripts/cards.py              # all loops whose libraries are installed
 python scripts/cards.py NAME ...     # these; the page is written from the stored cards in any case

@@ -1,7 +1,7 @@
 """Measure what the battery costs by check on five sizes of one project, and write the tables of docs/cost.md.
 
 python scripts/costs.py                    # all sizes: some minutes, and half an hour for steps of 2 s
-python scripts/costs.py "1 ms" "20 ms"     # these anew; the others stay as they were measured
+python scripts/costs.py "1 ms" "20 ms"     # these again; the others stay as they were measured
 
 The figures are kept in benchmarks/costs.json. Each size is measured in a process of its own, its bare steps between the
 checks: a ratio holds on a machine that does other work too, seconds do not.

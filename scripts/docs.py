@@ -126,7 +126,7 @@ def parts(fast: bool) -> dict[str, str]:
 
 
 def filled(text: str, made: dict[str, str], *, fast: bool) -> str:
-    """A file with its generated parts made anew; a failure text that is not made stays."""
+    """A file with its generated parts written again; a failure text that is not made stays."""
 
     def part(match: re.Match[str]) -> str:
         keep = fast and match["name"].startswith("failure ")

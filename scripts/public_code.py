@@ -1,4 +1,4 @@
-"""What the battery says of training loops of public repositories, as they stand in a folder of checkouts.
+"""What the battery says of training loops of public repositories, unchanged, in a folder of checkouts.
 
 python scripts/public_code.py FOLDER [-k TEXT]
 

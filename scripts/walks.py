@@ -3,7 +3,7 @@
 python scripts/walks.py [--json]
 
 Each of four checks meets a loop with a fault of its own, in a process of its own. A file counts once a function in it
-is called; what runs while modules are imported does not count. Beside it stand the package's size and its imports,
+is called; what runs while modules are imported does not count. The table also has the package's size and its imports,
 counted from its own statements.
 """
 

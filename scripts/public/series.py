@@ -304,7 +304,7 @@ def deep_surv(root: Path) -> Make:
 
 
 def tutorial(root: Path, place: str, loader: str = "data_loader", **settings: Any) -> Make:
-    """A script of pytorch-tutorial whose loop stands at its top level."""
+    """A script of pytorch-tutorial whose loop is at its top level."""
 
     def make() -> TrainLoop:
         script = Source(root / f"pytorch-tutorial/tutorials/{place}/main.py", (*DATA, "total_step"), total_step=12)

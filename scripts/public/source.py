@@ -1,4 +1,4 @@
-"""Run the source of a public script as it stands, but for its data and its output."""
+"""Run the source of a public script unchanged, except its data and its output."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Source:
 
 
 def _lenient(folder: Path) -> dict[str, Any]:
-    """Builtins with an import that gives a stand-in for what is not installed, and looks beside the script first."""
+    """Builtins with an import that gives a stand-in for what is not installed, and looks next to the script first."""
 
     def lenient(name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         own = folder / f"{name.replace('.', '/')}.py"

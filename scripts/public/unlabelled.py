@@ -55,7 +55,7 @@ def simsiam(root: Path) -> Make:
 
 
 def redundancy(root: Path, name: str) -> Make:
-    """Barlow Twins and VICReg: the loop stands in ``main``."""
+    """Barlow Twins and VICReg: the loop is in ``main``."""
 
     def make() -> TrainLoop:
         barlow = name == "barlowtwins"

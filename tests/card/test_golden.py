@@ -25,7 +25,7 @@ def test_the_card_of_a_loop_is_the_stored_one(name, monkeypatch):
         warnings.simplefilter("ignore", FutureWarning)  # of lightning about torch
         card = card_of(name)
     stored = golden(name).read_text(encoding="utf-8")
-    assert not card.changes(stored), "python scripts/cards.py writes it anew"
+    assert not card.changes(stored), "python scripts/cards.py writes it again"
     if name not in LIBRARIES:
         assert str(card) == stored.rstrip("\n"), "only line numbers differ: python scripts/cards.py"
 

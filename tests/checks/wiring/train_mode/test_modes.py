@@ -21,12 +21,10 @@ class ModeRecordBuilder(RecordBuilder):
         self.training, self.off = on, set() if on else {"drop", "norm"}
         self.add(ModeCall, line, "model.train()" if on else "model.eval()", below="", on=on)
 
-    def forward(self, *, grad=True, line=5, unlike_parent=()):
+    def forward(self, *, grad=True, line=5, **more):
         modes = {"in_eval": tuple(sorted(self.off)), "in_training": tuple(sorted({"drop", "norm"} - self.off))}
         fields = {"module": "", "grad_enabled": grad, "inference": False, "training": self.training}
-        self.last = self.add(
-            Forward, line, "model(x)", **fields, below=frozenset({0}), unlike_parent=unlike_parent, **modes
-        )
+        self.last = self.add(Forward, line, "model(x)", **fields, below=frozenset({0}), **more, **modes)
 
     def batch(self, **how):
         self.zero()
