@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_trainloop.core import registry
+from pytest_trainloop.frontends import plugin
 from pytest_trainloop.judging import battery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+# A session in this process forgets the modules that it was the first to import: later ones would have two of some.
+for module in pkgutil.iter_modules(plugin.__path__, f"{plugin.__name__}."):
+    importlib.import_module(module.name)
 
 FAKE = Path(__file__).with_name("fake_conftest.py").read_text(encoding="utf-8")
 

@@ -1,12 +1,14 @@
-"""xdist: one worker for each loop, one report for all."""
+"""xdist: one worker for each loop, one report for all; a worker may die."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 
 import pytest
 
+from pytest_trainloop.core import registry
 from pytest_trainloop.frontends.plugin.nodeids import check_in, loop_of, scopes
 
 pytest.importorskip("xdist")
@@ -76,21 +78,88 @@ def test_usage_errors_stay_clean(pytester, session):
     result.stderr.fnmatch_lines(["ERROR: --trainloop-timeout is -1; a number of seconds above 0 is needed"])
 
 
-@pytest.mark.processes
-def test_a_worker_that_dies_is_an_error_of_its_check(pytester, session):
-    pytester.makepyfile(
-        test_a="""
-        import os
-        import pytest
+DIES = """
+    import os
+    import signal
+    import pytest
+    from conftest import *
 
-        @pytest.mark.trainloop(only=["overfit"])
-        def test_gpt(): os._exit(3)
-        """
-    )
-    result = session.runpytest_subprocess("--trainloop", "-n1", "--trainloop-json=out.json", "--max-worker-restart=0")
-    result.stdout.fnmatch_lines(["  error  overfit: worker 'gw0' crashed while running *"])
-    data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
-    assert data["loops"][0]["checks"][0]["outcome"] == "error"
+    @pytest.fixture(scope="module")
+    def file():
+        yield
+        raise ValueError("as it is closed")
+
+    def test_plain(file): ...
+
+    @pytest.mark.trainloop
+    def test_dies(request):
+        if "accumulation" in request.node.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"overfit": fault("overfit", "stuck")}
+
+    @pytest.mark.trainloop
+    def test_fine(): return {}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
+def test_a_process_that_dies_is_one_error_and_all_else_is_run_once(pytester, session, log):
+    pytester.makepyfile(test_a=DIES, test_b="def test_last(): ...")
+    arguments = ("--trainloop", "-n1", "--trainloop-json=out.json", "-p", "no:randomly")
+    result = session.runpytest_subprocess(*arguments, timeout=60)
+    result.assert_outcomes(passed=6, failed=2, errors=1)
+    result.stdout.fnmatch_lines(["  error  accumulation: the process died in this check (SIGKILL), *"])
+    assert [line.split()[1] for line in log("check") if "test_dies" in line] == ["step_order", "overfit"]
+    loop = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))["loops"][0]
+    assert loop["at"] == "test_a.py:13"
+    assert [check["outcome"] for check in loop["checks"]] == ["passed", "error", "failed"]
+
+
+class Worker:
+    """What a scheduler of xdist needs of one."""
+
+    def __init__(self, scheduling, collection):
+        self.collection, self.given, self.shutting_down = collection, [], False
+        scheduling.add_node(self)
+        scheduling.add_node_collection(self, collection)
+        scheduling.schedule()
+
+    def send_runtest_some(self, indices):
+        self.given += [self.collection[index] for index in indices]
+
+    def shutdown(self):
+        self.shutting_down = True
+
+
+def test_the_items_of_workers_that_died(pytester):
+    from xdist.remote import Producer
+
+    from pytest_trainloop.frontends.plugin.xdist import LoopScheduling
+
+    left_out = []
+    config, quiet = pytester.parseconfig("--tx=1*popen", "-p", "no:trainloop"), Producer("", enabled=False)
+    scheduling = LoopScheduling(config, quiet, lambda nodeid, deaths: left_out.append((nodeid, list(deaths))))
+    dies = [f"t::dies[{check}]" for check in list(registry.registered())[:4]]
+    items = ["t::a", *dies, "t::b", "t::c"]
+
+    first = Worker(scheduling, items)
+    assert first.given == dies
+    scheduling.mark_test_complete(first, items.index(dies[0]))
+    assert scheduling.remove_node(first) == dies[1]
+
+    second = Worker(scheduling, items)
+    assert second.given == ["t::a", "t::b"]  # one alone would not begin
+    for done in ("t::a", "t::b", "t::c"):
+        scheduling.mark_test_complete(second, items.index(done))
+    assert second.given == ["t::a", "t::b", "t::c", *dies[2:]]  # what has run is not given again
+    assert scheduling.remove_node(second) == dies[2]
+    assert left_out == [(dies[3], [dies[1], dies[2]])]
+    assert scheduling.never_run() == []
+
+    third = Worker(scheduling, items)
+    assert third.given == []
+    assert third.shutting_down
 
 
 def test_the_loop_of_an_item():

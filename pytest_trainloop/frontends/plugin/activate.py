@@ -32,11 +32,15 @@ def configure(config: pytest.Config) -> None:
     if timed:
         _require_benchmark(config)
     if config.getoption("trainloop") or timed:
-        from pytest_trainloop.frontends.plugin import outcomes, runtest, xdist
+        from pytest_trainloop.frontends.plugin import outcomes, runtest
 
         if settings.device.startswith("cuda"):
             _require_cuda(config, settings.device, worker=worker)
-        for module in (xdist, outcomes, runtest):
+        if hasattr(config.option, "dist"):
+            from pytest_trainloop.frontends.plugin import xdist
+
+            config.pluginmanager.register(xdist.Workers())
+        for module in (outcomes, runtest):
             config.pluginmanager.register(module)
     cards = _cards(config)
     _baselines(config, worker=worker)

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_trainloop.core.finding import Result
 from pytest_trainloop.core.report import Report
-from pytest_trainloop.core.report.entry import Entry, by_loop
+from pytest_trainloop.core.report.entry import by_loop
 from pytest_trainloop.core.report.json import document, environment
 from pytest_trainloop.core.report.lines import Line as SourceLine
 from pytest_trainloop.core.report.section import Line, checked_nothing, half_looked_at, section
@@ -16,7 +15,6 @@ from pytest_trainloop.core.wording import some
 from pytest_trainloop.frontends.plugin import expected, github
 from pytest_trainloop.frontends.plugin.collect import REFUSED
 from pytest_trainloop.frontends.plugin.inifile import paths_taken
-from pytest_trainloop.frontends.plugin.nodeids import check_in, loop_of
 from pytest_trainloop.frontends.plugin.outcomes import entries_in
 from pytest_trainloop.frontends.plugin.pictures import Pictures
 from pytest_trainloop.frontends.plugin.settings import is_strict
@@ -25,6 +23,7 @@ from pytest_trainloop.views.outputs.github import is_runner
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_trainloop.core.report.entry import Entry
     from pytest_trainloop.frontends.plugin.bundle import Bundles
     from pytest_trainloop.frontends.plugin.cards import Cards
     from pytest_trainloop.frontends.plugin.expected import Expected
@@ -84,20 +83,6 @@ class Ledger:
             found = entries_in(report)
             if found:
                 self._entries[report.nodeid] = found
-        elif report.when not in ("setup", "teardown"):
-            self._crashed(report)
-
-    def _crashed(self, report: pytest.TestReport) -> None:
-        """A worker of xdist died: its report has no phase and no properties."""
-        from pytest_trainloop.core import registry
-
-        check = check_in(report.nodeid)
-        if check in registry.registered():
-            reason = (str(report.longrepr or "").strip() or "the worker crashed").splitlines()[0]
-            result = Result(check=check, outcome="error", reason=reason)
-            self._entries[report.nodeid] = [
-                Entry(loop=loop_of(report.nodeid, check), nodeid=report.nodeid, result=result)
-            ]
 
     def _report(self) -> Report:
         from pytest_trainloop.core import registry
