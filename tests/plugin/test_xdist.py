@@ -1,4 +1,4 @@
-"""xdist: one worker for each loop, one report for all; a worker may die."""
+"""xdist and ``--trainloop-isolate``: one process for each loop, one report for all; a process may die."""
 
 from __future__ import annotations
 
@@ -104,16 +104,28 @@ DIES = """
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_a_process_that_dies_is_one_error_and_all_else_is_run_once(pytester, session, log):
+@pytest.mark.parametrize(("how", "passed"), [("-n1", 6), ("--trainloop-isolate --deselect=test_a.py::test_fine", 3)])
+def test_a_process_that_dies_is_one_error_and_all_else_is_run_once(pytester, session, log, how, passed):
     pytester.makepyfile(test_a=DIES, test_b="def test_last(): ...")
-    arguments = ("--trainloop", "-n1", "--trainloop-json=out.json", "-p", "no:randomly")
+    arguments = ("--trainloop", *how.split(), "--trainloop-json=out.json", "-p", "no:randomly")
     result = session.runpytest_subprocess(*arguments, timeout=60)
-    result.assert_outcomes(passed=6, failed=2, errors=1)
+    result.assert_outcomes(passed=passed, failed=2, errors=1)
     result.stdout.fnmatch_lines(["  error  accumulation: the process died in this check (SIGKILL), *"])
     assert [line.split()[1] for line in log("check") if "test_dies" in line] == ["step_order", "overfit"]
     loop = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))["loops"][0]
     assert loop["at"] == "test_a.py:13"
     assert [check["outcome"] for check in loop["checks"]] == ["passed", "error", "failed"]
+
+
+@pytest.mark.processes
+def test_a_process_of_a_loop_that_cannot_begin_is_told_with_what_it_wrote(pytester, session):
+    fake = (pytester.path / "conftest.py").read_text(encoding="utf-8")
+    pytester.makeconftest(f"{fake}\nimport sys\nif '-q' in sys.argv: raise RuntimeError('no second process')")
+    pytester.makepyfile("import pytest\n@pytest.mark.trainloop\ndef test_gpt(): return {}")
+    result = session.runpytest_subprocess("--trainloop", "--trainloop-isolate", "-p", "no:randomly", timeout=60)
+    result.assert_outcomes(failed=1, skipped=2)
+    error = "  error  step_order: the process of this loop ended before this check (exit code *); *"
+    result.stdout.fnmatch_lines(["*RuntimeError: no second process", error])
 
 
 class Worker:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.frontends.plugin.fixture import TrainloopFixture
 
-_SWITCHES = ("", "_json", "_sarif", "_report", "_card", "_update", "_update_new", "_benchmark", "_bundle")
+_SWITCHES = ("", "_json", "_sarif", "_report", "_card", "_update", "_update_new", "_benchmark", "_bundle", "_isolate")
 """The ends of the options that load the other modules."""
 
 

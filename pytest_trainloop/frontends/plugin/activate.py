@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ from pytest_trainloop.views.outputs.github import is_runner
 if TYPE_CHECKING:
     from pytest_trainloop.frontends.plugin.cards import Cards
 
+ISOLATED = "PYTEST_TRAINLOOP_ISOLATED"
+"""In the process of one loop, the file for its reports."""
+
 
 def configure(config: pytest.Config) -> None:
     """Check the options and register the hooks that they need."""
@@ -27,7 +31,8 @@ def configure(config: pytest.Config) -> None:
         read_selections(config)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
-    worker = hasattr(config, "workerinput")
+    inside = os.environ.pop(ISOLATED, None)
+    worker = hasattr(config, "workerinput") or inside is not None
     timed = config.getoption("trainloop_benchmark")
     if timed:
         _require_benchmark(config)
@@ -42,6 +47,8 @@ def configure(config: pytest.Config) -> None:
             config.pluginmanager.register(xdist.Workers())
         for module in (outcomes, runtest):
             config.pluginmanager.register(module)
+    if config.getoption("trainloop_isolate") or inside is not None:
+        _isolate(config, inside)
     cards = _cards(config)
     _baselines(config, worker=worker)
     expected = Expected(config)
@@ -50,6 +57,25 @@ def configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Ledger(config, settings, tuple(outputs.asked_for(config)), expected, cards))
         if config.getoption("trainloop") and is_runner() and config.pluginmanager.hasplugin(github.ANNOTATOR):
             config.pluginmanager.register(github.AtTheLine(config))
+
+
+def _isolate(config: pytest.Config, inside: str | None) -> None:
+    """Register what runs each loop in a process of its own, or in that process what writes its reports."""
+    from pytest_trainloop.frontends.plugin.isolate import Inside, Isolated
+
+    if inside is not None:
+        config.pluginmanager.register(Inside(config, inside))
+        return
+    if not config.getoption("trainloop"):
+        raise pytest.UsageError("--trainloop-isolate is about loops that are run: it is needed with --trainloop")
+    others = {
+        "-n": config.getoption("dist", "no") != "no",
+        "--pdb": config.getoption("usepdb"),
+        "--trainloop-benchmark": config.getoption("trainloop_benchmark"),
+    }
+    for other in (option for option, given in others.items() if given):
+        raise pytest.UsageError(f"--trainloop-isolate and {other} are given; one of them is needed")
+    config.pluginmanager.register(Isolated(config, ISOLATED))
 
 
 def _cards(config: pytest.Config) -> Cards | None:

@@ -43,8 +43,9 @@ RECORD, SMALLEST, SHOWS = "record.txt", "batch.pt", "batch.shows"
 _FILES = ("--trainloop-json", "--trainloop-sarif", "--trainloop-report", OPTION, "--junitxml", "--junit-xml", "--cov")
 _DROPPED = (
     *_FILES,
-    *("--trainloop-only", "--trainloop-card", "--trainloop-update", "--trainloop-benchmark", "--trainloop-seed"),
-    *("--trainloop-timeout", "--trainloop-device", "--hypothesis-seed", "--rootdir", "--config-file", "--inifile"),
+    *("--trainloop-only", "--trainloop-card", "--trainloop-update", "--trainloop-benchmark", "--trainloop-isolate"),
+    *("--trainloop-seed", "--trainloop-timeout", "--trainloop-device", "--hypothesis-seed", "--rootdir"),
+    *("--config-file", "--inifile"),
     *("--lf", "--last-failed", "--ff", "--failed-first", "--nf", "--new-first", "--sw", "--stepwise", "--maxfail"),
     *("--exitfirst", "--pdb", "--trace", "--benchmark", "--dist", "--numprocesses", "--tx", "--durations", "--color"),
     *("--verbose", "--quiet", "--no-header", "--no-summary", "--tb", "--deselect", "--ignore", "--pyargs", "--capture"),

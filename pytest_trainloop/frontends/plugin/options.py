@@ -48,6 +48,11 @@ def add(parser: pytest.Parser) -> None:
         action="store_true",
         help="record the baselines (and with --trainloop-card the cards) that are not stored yet",
     )
+    option(
+        "--trainloop-isolate",
+        action="store_true",
+        help="run the checks of each loop in a process of its own: one that dies is an error of one check",
+    )
     option("--trainloop-benchmark", action="store_true", help="time the steps of each loop, by pytest-benchmark")
     option("--trainloop-bundle", metavar="DIR", help="write a folder for each failure, with a script that shows it")
     ini = parser.addini
