@@ -251,12 +251,15 @@ class RoleSteps:
         for path, tensor in self.given.tensors.items():
             other, role = others.get(path), self.given.roles.get(path, "")
             name = nested.last_name(path)
+            edges = whole(tensor) and tensor.dim() == 2 and len(tensor) == 2
             graph = _GRAPHS.search(name) is not None and (
-                (whole(tensor) and tensor.dim() == 2 and len(tensor) == 2)
-                or (tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and bool((tensor >= 0).all()))
+                edges or (tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and bool((tensor >= 0).all()))
             )
-            differs = other is not None and other.shape == tensor.shape and not torch.equal(other, tensor)
-            if differs and (graph or role in ("mask", "padding_mask", "graph")):
+            if other is None or torch.equal(other, tensor):
+                continue
+            nodes = min(self.given.rows, self.second.rows)
+            fits = other.shape == tensor.shape or (edges and all(bool((t < nodes).all()) for t in (tensor, other)))
+            if fits and (graph or role in ("mask", "padding_mask", "graph")):
                 yield path
 
     def _kept(self, paths: list[Path]) -> Iterator[Finding]:
