@@ -201,6 +201,14 @@ def both_grow(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] 
     return out if out is not None and min(sizes) > 1 and math.prod(out) > max(sizes) else None
 
 
+def column_against_table(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one of them has one number for each row, with a history, and the other several, without."""
+    if one.dim() != 2 or other.dim() != 2 or len(one) != len(other) or len(one) < 2:
+        return False
+    column, table = (one, other) if one.requires_grad else (other, one)
+    return column.requires_grad and not table.requires_grad and column.shape[1] == 1 < table.shape[1]
+
+
 def broadcast_to(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that two are broadcast to; None where they do not fit."""
     try:

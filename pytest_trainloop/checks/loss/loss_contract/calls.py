@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.checks.loss.dead_values import never_read
-from pytest_trainloop.checks.loss.loss_contract.call import WAITING_STEPS, Embedded, LossCall, Step, both_grow
+from pytest_trainloop.checks.loss.loss_contract.call import (
+    WAITING_STEPS,
+    Embedded,
+    LossCall,
+    Step,
+    both_grow,
+    column_against_table,
+)
 from pytest_trainloop.checks.loss.loss_contract.causes import found
 from pytest_trainloop.checks.loss.loss_contract.rules import rules_of
 from pytest_trainloop.checks.loss.loss_contract.shifts import Shifts
@@ -403,6 +410,9 @@ def _operation(call: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         sides = {"input": given, "target": other}
         if name == "mul" and given.shape == other.shape and given.dim() > 1:
             return "product", sides
+        if _ARITHMETIC[name] == "difference" and column_against_table(given, other):
+            column = given if given.requires_grad else other
+            return "difference", {"input": column, "target": other if column is given else given}
         return (_ARITHMETIC[name], sides) if both_grow(given.shape, other.shape) else (name, {})
     dim = call.argument("dim", 1)
     if isinstance(dim, int):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.call import both_grow, broadcast_to
+from pytest_trainloop.checks.loss.loss_contract.call import both_grow, broadcast_to, column_against_table
 from pytest_trainloop.instruments.tracing.tape_queries import made_of, unmoved
 from pytest_trainloop.recording.torch_names import CONVOLUTIONS, DISTANCE_LOSSES, PRODUCTS
 
@@ -48,16 +48,23 @@ def broadcast(call: LossCall) -> Findings:
         out = both_grow(left, right)
         if out is not None:
             yield compared(call, left, right, out, "the shapes of the call")
-        elif _repeats_predictions(call, left, right):
-            facts = {"left": left, "right": right, "pairs": math.prod(right), "rows": math.prod(left)}
-            facts |= {"times": math.prod(right) // math.prod(left), "how": "the shapes of the call"}
-            yield call.finds("broadcast", "predictions", **facts, level="advice")
+        elif call.name in DISTANCE_LOSSES:
+            yield from _repeated(call)
+
+
+def _repeated(call: LossCall) -> Findings:
+    """Single predictions that meet several targets each."""
+    left, right = (tuple(call.given[n].shape) for n in ("input", "target"))
+    if _repeats_predictions(call, left, right):
+        facts: dict[str, Any] = {"left": left, "right": right, "pairs": math.prod(right), "rows": math.prod(left)}
+        facts |= {"times": math.prod(right) // math.prod(left), "how": "the shapes of the call"}
+        yield call.finds("broadcast", "predictions", **facts, level="advice")
 
 
 def _repeats_predictions(call: LossCall, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
     """Whether single predictions meet several targets each, and no axis was inserted for that."""
     given, target = call.given["input"], call.given.get("target")
-    if call.name not in DISTANCE_LOSSES or not isinstance(target, torch.Tensor) or target.requires_grad:
+    if not isinstance(target, torch.Tensor) or target.requires_grad:
         return False
     grows = broadcast_to(left, right) == right and 1 < math.prod(left) < math.prod(right)
     return grows and bool(given.requires_grad) and not moved_and_inserted(call.values["input"])
@@ -71,6 +78,8 @@ def compared(call: LossCall, left: Any, right: Any, out: tuple[int, ...], how: s
 def differences(call: LossCall) -> Findings:
     """(N, 1) against (N,), of which one comes from a layer with one output and the other is data: a fault where every
     pair counts equally. Where the data are the column, and nobody inserted its axis, it is advice otherwise."""
+    if call.layer is not None and column_against_table(call.given["input"], call.given["target"]):
+        yield from _repeated(call)
     sides = _column_and_row(call)
     if sides is None or call.weights is None:
         return
