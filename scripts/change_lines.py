@@ -22,6 +22,7 @@ import inspect
 import io
 import json
 import sys
+import textwrap
 import time
 import types
 import warnings
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 KEPT = ROOT / "scripts" / "change_lines.json"
 KINDS = ("right", "wrong", "missing", "not measured")
+
+ORDERED = ("backward", "step", "zero_grad", "clip_grad", "unscale_", "update", "load_state_dict", "train", "eval")
 
 Line = tuple[str, int]
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -71,28 +74,40 @@ class Edit:
     def __init__(self) -> None:
         self.lines: set[Line] = set()
         self._seen: set[tuple[Any, ...]] = set()
+        self._keys: dict[str, set[str]] = {}
+        """What differs in a dict of options, by its name: ``**options``."""
+        self._caller: Any = None
 
     def compare(self, faulty: Any, fixed: Any) -> None:
         """Note where two values that play one part differ."""
         if faulty is fixed or (id(faulty), id(fixed)) in self._seen:
             return
         self._seen.add((id(faulty), id(fixed)))
-        if isinstance(faulty, functools.partial) and isinstance(fixed, functools.partial):
-            self.compare(faulty.func, fixed.func)
-            if faulty.func is fixed.func and isinstance(faulty.func, types.FunctionType):
-                given = [
-                    inspect.signature(f.func).bind_partial(*f.args, **f.keywords).arguments for f in (faulty, fixed)
-                ]
-                self._each(faulty.func, *given, same=True)
+        if isinstance(faulty, functools.partial) or isinstance(fixed, functools.partial):
+            one, other = (f.func if isinstance(f, functools.partial) else f for f in (faulty, fixed))
+            self.compare(one, other)
+            own = one.__init__ if isinstance(one, type) else one
+            if one is other and isinstance(own, types.FunctionType):
+                bound = [f if isinstance(f, functools.partial) else functools.partial(f) for f in (faulty, fixed)]
+                values = [inspect.signature(one).bind_partial(*f.args, **f.keywords) for f in bound]
+                for arguments in values:
+                    arguments.apply_defaults()
+                self._each(own, *(arguments.arguments for arguments in values), same=True)
             return
         faulty, fixed = getattr(faulty, "__func__", faulty), getattr(fixed, "__func__", fixed)
         if isinstance(faulty, types.FunctionType) and isinstance(fixed, types.FunctionType):
             self._functions(faulty, fixed)
         elif isinstance(faulty, (types.FunctionType, type)):
             self._sources(faulty, fixed if isinstance(fixed, (types.FunctionType, type)) else None)
+            for name, one in vars(faulty).items() if isinstance(fixed, type) else ():
+                other = vars(fixed).get(name)
+                if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
+                    self._each(one, given(one), given(other), same=one.__code__ == other.__code__)
         elif isinstance(faulty, (list, tuple)) and isinstance(fixed, (list, tuple)):
             for one, other in zip(faulty, fixed, strict=False):
                 self.compare(one, other)
+            for one in faulty[len(fixed) :]:
+                self.compare(one, None)
         elif isinstance(faulty, dict) and isinstance(fixed, dict):
             for name in faulty.keys() & fixed.keys():
                 self.compare(faulty[name], fixed[name])
@@ -113,7 +128,14 @@ class Edit:
         """The values of one name in both."""
         for name in ours.keys() | theirs.keys():
             if name not in ours or name not in theirs or differ(ours[name], theirs[name]):
+                one, other = ours.get(name), theirs.get(name)
+                if isinstance(one, dict) and isinstance(other, dict):
+                    changed = {k for k in one.keys() | other.keys() if k not in one or differ(one[k], other.get(k))}
+                    self._keys.setdefault(name, set()).update(changed)
+                    for key in one.keys() - other.keys():
+                        self.compare(one[key], None)
                 if same:
+                    self._caller = faulty
                     self._uses(faulty.__code__, name)
                 if name in ours and name in theirs:
                     self.compare(ours[name], theirs[name])
@@ -155,12 +177,27 @@ class Edit:
             return
         file, first, text = mine
         other = [] if theirs is None else theirs[2]
-        compared = difflib.SequenceMatcher(None, [t.strip() for t in text], [t.strip() for t in other], autojunk=False)
-        for kind, a, b, _, _ in compared.get_opcodes():
+        text, other = (textwrap.dedent("\n".join(t.rstrip() for t in one)).split("\n") for one in (text, other))
+        compared = difflib.SequenceMatcher(None, text, other, autojunk=False)
+        for kind, a, b, c, d in compared.get_opcodes():
             if kind == "insert":
+                if theirs is not None:
+                    self._moved(source(file), first + a, source(theirs[0]), range(theirs[1] + c, theirs[1] + d))
                 a, b = a - 1, a + 1
             if kind != "equal":
                 self._add(file, range(first + a, first + b))
+
+    def _moved(self, within: Source, line: int, twin: Source, inserted: range) -> None:
+        """Where else an inserted statement may be, up to one that uses its names or whose order counts."""
+        new = [n for n in twin.at(inserted[0], ast.stmt) if n.lineno in inserted and n.end_lineno in inserted]
+        after = next((n for n in within.at(line, ast.stmt) if n.lineno == line), None)
+        block: Any = next((b for b in _blocks(within.parents.get(after)) if after in b), [])
+        at, used = block.index(after) if block else 0, {name for n in new for name in _names(n)}
+        for near in (block[at:], block[:at][::-1]) if new else ():
+            for statement in near:
+                self._add(within.file, (statement.lineno,))
+                if _ordered(statement) or any(_related(a, b) for a in used for b in _names(statement)):
+                    break
 
     def _add(self, file: str, numbers: Iterable[int]) -> None:
         """These lines, each with the rest of its statement."""
@@ -204,7 +241,10 @@ class Edit:
         keyword = parent if isinstance(parent, ast.keyword) else None
         call = within.parents.get(keyword) if keyword else parent
         if isinstance(call, ast.Call) and call.func is not use:
-            self._passed(within, call, keyword.arg if keyword else call.args.index(use) if use in call.args else None)
+            options = self._keys.get(use.id, ()) if keyword and isinstance(use, ast.Name) else ()
+            at = keyword.arg if keyword else call.args.index(use) if use in call.args else None
+            for place in options if keyword and keyword.arg is None else (at,):
+                self._passed(within, call, place)
         for target in _assigned(statement, use):
             if isinstance(target, ast.Name):
                 self._within(within, scope, target.id)
@@ -214,8 +254,8 @@ class Edit:
     def _around(self, within: Source, statement: ast.stmt) -> None:
         """The neighbours of a statement that only one of the two loops runs."""
         parent: Any = within.parents[statement]
-        for block in (getattr(parent, part, None) for part in ("body", "orelse", "finalbody")):
-            if isinstance(block, list) and statement in block:
+        for block in _blocks(parent):
+            if statement in block:
                 at = block.index(statement)
                 for near in block[max(at - 1, 0) : at + 2]:
                     self._add(within.file, (near.lineno,))
@@ -228,10 +268,15 @@ class Edit:
         if isinstance(value, functools.partial):
             place = place + len(value.args) if isinstance(place, int) else place
             value = value.func
+        if isinstance(value, type):
+            place = place + 1 if isinstance(place, int) else place
+            value = value.__init__
         if isinstance(value, types.FunctionType):
             where, node = _node(value) or (within, None)
         else:
             where, node = _definition(within, call.func.id if isinstance(call.func, ast.Name) else "")
+            if node is None and value is None and _value(self._caller, call.func) is not None:
+                return self._passed(within, call, place, self._caller)
         if node is None or place is None:
             return
         if isinstance(node, ast.ClassDef):
@@ -243,6 +288,9 @@ class Edit:
         name = place if isinstance(place, str) else names[place] if place < len(names) else ""
         if name in _bound(node):
             self._within(where, node, name)
+        elif name and node.args.kwarg is not None:
+            self._keys.setdefault(node.args.kwarg.arg, set()).add(name)
+            self._within(where, node, node.args.kwarg.arg)
 
     def _attribute(self, within: Source, name: str) -> None:
         if (within.file, name) in self._seen:
@@ -251,6 +299,29 @@ class Edit:
         for use in ast.walk(within.tree):
             if isinstance(use, ast.Attribute) and use.attr == name and isinstance(use.ctx, ast.Load):
                 self._use(within, within.tree, use)
+
+
+def _blocks(parent: Any) -> list[list[ast.stmt]]:
+    found = (getattr(parent, part, None) for part in ("body", "orelse", "finalbody"))
+    return [block for block in found if isinstance(block, list)]
+
+
+def _names(node: ast.AST) -> set[str]:
+    """The variables that a statement uses, with the first attribute of each: ``self.optimizer``."""
+    held = {n.value: n for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    called = {n.func for n in ast.walk(node) if isinstance(n, ast.Call)}
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    return {f"{n.id}.{held[n].attr}" if n in held and held[n] not in called else n.id for n in names}
+
+
+def _related(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _ordered(statement: ast.stmt) -> bool:
+    """Whether a statement calls what reads or writes weights and gradients in order."""
+    calls = (n.func for n in ast.walk(statement) if isinstance(n, ast.Call))
+    return any(getattr(f, "attr", getattr(f, "id", "")).startswith(ORDERED) for f in calls)
 
 
 def _assigned(statement: ast.stmt, use: ast.AST) -> list[ast.expr]:
@@ -329,7 +400,7 @@ def _node(function: Any) -> tuple[Source, Any] | None:
 
 def _value(function: Any, node: ast.AST | None) -> Any:
     """The function or class that a name of a function's means."""
-    if not isinstance(node, ast.Name):
+    if not isinstance(node, ast.Name) or not isinstance(function, types.FunctionType):
         return None
     return given(function).get(node.id, function.__globals__.get(node.id))
 

@@ -96,17 +96,12 @@ def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
 
         criterion = evidence.contract.criterion
         return only_statement(getattr(criterion, "forward", criterion))
-    for part in cause.change:
-        if part == "seen":
-            line = finding.where
-        else:
-            from pytest_trainloop.instruments.tracing.made_at import line_of
+    from pytest_trainloop.instruments.tracing.made_at import line_of
 
-            line = ""
-            with contextlib.suppress(CannotDecide, UsageError, UserCodeError):  # of a loop that cannot be run
-                line = line_of(part, finding, evidence)
-        if line:
-            return line
+    for part in cause.change:
+        with contextlib.suppress(CannotDecide, UsageError, UserCodeError):  # of a loop that cannot be run
+            if line := line_of(part, finding, evidence):
+                return line
     return ""
 
 

@@ -203,6 +203,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
     """The line that made a part of the loop: the one that belongs to the first parameter among the finding's names."""
     names, seen = finding.culprits, finding.where
     match part:  # what the source says, or a fresh loop: no further run is made
+        case "seen":
+            return seen
         case "data":
             return evidence.shared(DataLines.of).at(names)
         case "mask":

@@ -22,18 +22,22 @@ _NUMBERS = "relative difference {apart:.2g} in {precision}, bound {bound:.1g}"
 _GRADIENTS_OF = "the gradients of step {step} are those of the baseline"
 
 LINES: dict[str, tuple[Part, ...]] = {
-    "data": ("loader",),
+    "data": ("data", "loader"),
     "rows": ("loader",),
+    "loss": ("seen",),
     "rate": ("scheduler", "optimizer"),
     "update": ("step", "optimizer"),
     "buffer": ("module",),
-    "start": ("module",),
+    "start": ("drawn", "module"),
     "parameters": ("module",),
     "left out": ("group",),
     "group": ("group",),
     "optimizer": ("optimizer",),
     "frozen": ("freeze", "module"),
-    "scheduler": ("scheduler",),
+    "scheduler": ("scheduler", "optimizer"),
+    "calls": ("seen",),
+    "clip": ("seen",),
+    "some gradients": ("use",),
     "precision": ("cast",),
 }
 """The line to change, by stage or kind of fact: the first of these that is known."""

@@ -193,7 +193,9 @@ class _Judged:
             roots = [fact for fact in explaining if fact.kind in ("parameters", "frozen")] or explaining
             yield from (self._of_fact(fact, first) for fact in roots)
             if not explaining:
-                yield self._with_line(first.stage, self._of_first(first))
+                finding = self._of_first(first)
+                kind = "some gradients" if first.stage == "gradient" and first.agree else first.stage
+                yield self._with_line("clip" if finding.summary.startswith("clip_") else kind, finding)
                 yield from (self._of_fact(fact) for fact in later)
             return
         yield from (self._of_fact(fact) for fact in later)
@@ -324,11 +326,12 @@ class _Judged:
         return found("steps_differ", where, names, variant, **told)
 
     def _with_line(self, kind: str, finding: Finding) -> Finding:
-        """The finding with the line to change. Of an output it is the line that calls the model, the ``forward`` that
-        calls a module with another input, or that of a module with others inside; else the line that makes the
-        module."""
+        """The finding with the line to change. Of an output it is the line that calls the model, the one of ``forward``
+        that calls a module with another input, or what a module with others inside returns; else the line that makes
+        the module."""
         if self._evidence is None:
             return finding
+        from pytest_trainloop.instruments.tracing.definitions import use_of
         from pytest_trainloop.instruments.tracing.made_at import MadeAt, line_of
 
         if kind == "output" and WRITTEN not in finding.shown_by:
@@ -337,10 +340,10 @@ class _Judged:
             made, path = self._evidence.shared(MadeAt.of), finding.culprits[0]
             if ALREADY in finding.shown_by:
                 around = self._reported.inside or path.rpartition(".")[0] or path
-                return replace(finding, change=made.forward([around]))
+                return replace(finding, change=use_of(made.forward([around]), [f"{path}."]))
             calls = (call for step in self._now.own.steps[:1] for call in step.calls or ())
             holds = any(call.path.startswith(f"{path}.") for call in calls)
-            return replace(finding, change=made.forward([path]) if holds else made.module(path))
+            return replace(finding, change=use_of(made.forward([path]), ()) if holds else made.module(path))
         lines = (line_of(part, finding, self._evidence) for part in LINES.get(kind, ()))
         return replace(finding, change=next(filter(None, lines), ""))
 
