@@ -146,7 +146,17 @@ class Edit:
         if mine is None or other is None:
             return
         theirs = [n for n in ast.walk(other[1]) if isinstance(n, ast.Call)]
-        for call in (n for n in ast.walk(mine[1]) if isinstance(n, ast.Call)):
+        ours = [n for n in ast.walk(mine[1]) if isinstance(n, ast.Call)]
+        names = [{ast.dump(n.func) for n in calls} for calls in (ours, theirs)]
+        alone = [[n for n in calls if ast.dump(n.func) not in name] for calls, name in ((ours, names[1]), (theirs, names[0]))]
+        for call, same in zip(*alone, strict=False):  # one function in place of another
+            values = _value(faulty, call.func), _value(fixed, same.func)
+            if None not in values:
+                self.compare(*values)
+        for call in ours:
+            if fixed is _value(faulty, call.func):  # what is the whole of the other one, with more arguments
+                for keyword in call.keywords:
+                    self._passed(mine[0], call, keyword.arg, faulty)
             same = next((n for n in theirs if ast.dump(n.func) == ast.dump(call.func)), None)
             if same is None:
                 continue
