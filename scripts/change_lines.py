@@ -21,6 +21,7 @@ import functools
 import inspect
 import io
 import json
+import re
 import sys
 import textwrap
 import time
@@ -187,7 +188,7 @@ class Edit:
             return
         file, first, text = mine
         other = [] if theirs is None else theirs[2]
-        text, other = (textwrap.dedent("\n".join(t.rstrip() for t in one)).split("\n") for one in (text, other))
+        text, other = (_plain(one) for one in (text, other))
         compared = difflib.SequenceMatcher(None, text, other, autojunk=False)
         for kind, a, b, c, d in compared.get_opcodes():
             if kind == "insert":
@@ -202,8 +203,11 @@ class Edit:
         new = [n for n in twin.at(inserted[0], ast.stmt) if n.lineno in inserted and n.end_lineno in inserted]
         after = next((n for n in within.at(line, ast.stmt) if n.lineno == line), None)
         block: Any = next((b for b in _blocks(within.parents.get(after)) if after in b), [])
-        at, used = block.index(after) if block else 0, {name for n in new for name in _names(n)}
-        for near in (block[at:], block[:at][::-1]) if new else ():
+        at = block.index(after) if block else 0
+        self._slide(within, {name for n in new for name in _names(n)}, block[at:], block[:at][::-1])
+
+    def _slide(self, within: Source, used: set[str], *sides: list[ast.stmt]) -> None:
+        for near in sides if used else ():
             for statement in near:
                 self._add(within.file, (statement.lineno,))
                 if _ordered(statement) or any(_related(a, b) for a in used for b in _names(statement)):
@@ -269,6 +273,8 @@ class Edit:
                 at = block.index(statement)
                 for near in block[max(at - 1, 0) : at + 2]:
                     self._add(within.file, (near.lineno,))
+                own = statement.body if isinstance(statement, ast.If) and not statement.orelse else []
+                self._slide(within, {name for n in own for name in _names(n)}, block[at + 1 :], block[:at][::-1])
                 if at in (0, len(block) - 1) and hasattr(parent, "lineno"):
                     self._add(within.file, (parent.lineno,))
 
@@ -309,6 +315,12 @@ class Edit:
         for use in ast.walk(within.tree):
             if isinstance(use, ast.Attribute) and use.attr == name and isinstance(use.ctx, ast.Load):
                 self._use(within, within.tree, use)
+
+
+def _plain(text: list[str]) -> list[str]:
+    """The lines of a function or class without its indentation and its name."""
+    whole = textwrap.dedent("\n".join(t.rstrip() for t in text))
+    return re.sub(r"^((async )?def|class) \w+", r"\1 _", whole, count=1, flags=re.MULTILINE).split("\n")
 
 
 def _blocks(parent: Any) -> list[list[ast.stmt]]:

@@ -60,6 +60,11 @@ Part = Literal[
     "end of evaluation",
     "sampler",
     "drawn",
+    "index",
+    "index of data",
+    "collated",
+    "targets",
+    "overwritten",
 ]
 """What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
@@ -68,7 +73,9 @@ own; the first backward pass; what made the tensor of the batch that is among th
 what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied, the
 network or the argument of the function that the line uses where it is seen; the last draw of a weight; the end of
 ``evaluate``; the sampler of the loader; what made the loss that is backpropagated; what switches gradients off around
-the line; the line of ``forward`` that uses the parameter."""
+the line; the line of ``forward`` that uses the parameter; what made the index by which the line chooses rows, or by
+which the batch was chosen, and the line that put its rows together; what made the targets that the line compares; what gives the name of the line another
+value."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

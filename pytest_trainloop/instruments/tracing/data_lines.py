@@ -13,7 +13,7 @@ from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.construction import Lines
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import layer, place_of
-from pytest_trainloop.runs.batch_stream import first_batch
+from pytest_trainloop.runs.batch_stream import first_batch, first_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,24 +24,37 @@ if TYPE_CHECKING:
 
 
 class DataLines:
-    """The lines by the path of each tensor in the first batch of a fresh loop."""
+    """The lines by the path of each tensor in the first batch that a fresh loop trains on."""
 
-    def __init__(self, places: dict[str, Place]) -> None:
+    def __init__(self, places: dict[str, Place], chosen: dict[str, Place]) -> None:
         self._places = places
+        self._chosen = chosen
 
     @classmethod
     def of(cls, evidence: Evidence) -> DataLines:
         noted = _Made()
         places: dict[str, Place] = {}
+        chosen: dict[str, Place] = {}
         with contextlib.suppress(CannotDecide, UsageError, UserCodeError), noted:
-            for path, tensor in nested.paths(first_batch(evidence.fresh_loop())):
-                if (place := noted.lines.of(tensor)) is not None:
-                    places[name_in_batch(nested.shown(path))] = place
-        return cls(places)
+            loop = evidence.fresh_loop()
+            noted.asked = True
+            given = [] if loop.batches is None else first_batches(loop, 1)
+            for path, tensor in nested.paths(given[0] if given else first_batch(loop)):
+                name = name_in_batch(nested.shown(path))
+                for found, lines in ((places, noted.lines), (chosen, noted.chosen)):
+                    if (place := lines.of(tensor)) is not None:
+                        found[name] = place
+        return cls(places, chosen)
 
     def at(self, names: Sequence[str]) -> str:
         """The statement that made the first tensor of the batch among these names; empty where numpy or a file did."""
         return str(next((self._places[name] for name in map(name_in_batch, names) if name in self._places), ""))
+
+    def chosen(self, names: Sequence[str] = ()) -> str:
+        """The statement that made the first of these tensors, without names of any, as the batch was asked for; empty
+        where a library did, of what was there before."""
+        known = [self._chosen[name] for name in map(name_in_batch, names) if name in self._chosen]
+        return str(next(iter(known or ([] if names else self._chosen.values())), ""))
 
 
 def name_in_batch(path: str) -> str:
@@ -56,14 +69,18 @@ class _Made(FunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.lines = Lines()
+        self.chosen = Lines()
+        """The same of those that were made as the batch was asked for."""
+        self.asked = False
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = super().call(name, func, args, kwargs)
         for tensor in tensors_in(args[:1] if name == "__setitem__" else (out,)):
             if not tensor.requires_grad:
-                given = (self.lines.of(one) for one in tensors_in(args, kwargs))
-                if place := _line() or next(filter(None, given), None):
-                    self.lines.note(tensor, place)
+                own, given = _line(), list(tensors_in(args, kwargs))
+                for lines in (self.lines, self.chosen) if self.asked else (self.lines,):
+                    if place := own or next(filter(None, map(lines.of, given)), None):
+                        lines.note(tensor, place)
         return out
 
 

@@ -28,7 +28,9 @@ _MASK_ARGUMENTS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask", "attentio
 CAUSAL_MASKS = ("attn_mask", "src_mask", "tgt_mask")
 PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 _FILLS = ("masked_fill", "masked_fill_", "where")
-_SAME = frozenset("to bool unsqueeze squeeze expand view contiguous detach clone type_as type items".split())
+_SAME = frozenset(
+    "to bool unsqueeze squeeze expand view contiguous detach clone type_as type items flatten reshape long float".split()
+)
 _FARTHEST = 6
 
 _Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -156,6 +158,10 @@ def _passed(call: ast.Call, name: str, place: int) -> ast.expr | None:
     return keyword or (call.args[place] if 0 <= place < len(call.args) else None)
 
 
+def _blocks(node: Any) -> list[list[Any]]:
+    return [_list(getattr(node, part, None)) for part in ("body", "orelse", "finalbody")]
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
@@ -171,6 +177,55 @@ def positions(line: str) -> str:
         given = node.slice if isinstance(node, ast.Subscript) else next(iter(getattr(node, "args", ())), None)
         if found is not None and given is not None and re.search(r"pos|wpe|wave|rotary|time_emb|table", name):
             return _made(found[0], given)
+    return ""
+
+
+def index(line: str) -> str:
+    """The statement that made the index by which the statement at a line, or the one before that made what it uses,
+    chooses rows; empty where it is given the index."""
+    found = _at(line)
+    if found is None:
+        return ""
+    source, statement = found
+    names = [n for n in _within(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    before = [one for one in (_assigned(source, n) for n in names) if one is not None and not isinstance(one, ast.For)]
+    for one in (statement, *before):
+        for node in _within(one):
+            chosen = node.slice if isinstance(node, ast.Subscript) else None
+            chosen = chosen.lower if isinstance(chosen, ast.Slice) else chosen
+            if isinstance(chosen, ast.Name) and _assigned(source, chosen) is not None:
+                return _made(source, chosen)
+    return ""
+
+
+def compared(line: str, side: int = 1) -> str:
+    """The statement before the one at a line that made a side of its comparison: 0 the outputs, 1 the targets."""
+    found = _at(line)
+    sides: list[Any] = []
+    for node in _within(found[1]) if found is not None else ():
+        if isinstance(node, ast.Call) and re.search(r"loss|entropy|kl_div|criterion", called_name(node)):
+            sides += node.args[side : side + 1]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+            sides.append((node.left, node.right)[side])
+    for one in reversed(sides):
+        before = _assigned(found[0], base) if found is not None and isinstance(base := _base(one), ast.Name) else None
+        if before is not None and found is not None:
+            return found[0].text(before)
+    return ""
+
+
+def overwritten(line: str) -> str:
+    """The next statement of the same block that gives the name which the one at a line assigns another value, and does
+    not read it."""
+    found = _at(line)
+    names = _targets(found[1]) if found is not None and isinstance(found[1], ast.Assign) else set[str]()
+    for block in () if found is None else _blocks(found[0].parents.get(found[1])):
+        for one in block[block.index(found[1]) + 1 :] if found is not None and found[1] in block else ():
+            read = {n.id for n in ast.walk(one) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            if names & read:
+                return ""
+            if isinstance(one, ast.Assign) and names & _targets(one):
+                return found[0].text(one) if found is not None else ""
     return ""
 
 
@@ -277,9 +332,7 @@ def only_call(line: str, name: str) -> str:
 def after(line: str) -> str:
     """The statement behind the one at a line, in its block."""
     found = _at(line)
-    parent: Any = None if found is None else found[0].parents.get(found[1])
-    for part in ("body", "orelse", "finalbody"):
-        block = _list(getattr(parent, part, None))
+    for block in () if found is None else _blocks(found[0].parents.get(found[1])):
         if found is not None and found[1] in block[:-1]:
             return found[0].text(block[block.index(found[1]) + 1])
     return ""
@@ -301,7 +354,7 @@ def _function_of(at: tuple[str, int]) -> tuple[str, int] | None:
 
 def end_of(evaluate: Any, line: str, name: str = "") -> str:
     """The last statement before the end of ``evaluate``; without it of the function of a name in the file of a line, or
-    of the one at the line."""
+    of the one at the line. Where it loads a state at its end, what made that state."""
     code, function, source = code_of(evaluate), None, None
     if code is not None and layer(code.co_filename) == 2:
         found = _at(str(place_of(code.co_filename, first_line(code))))
@@ -317,6 +370,10 @@ def end_of(evaluate: Any, line: str, name: str = "") -> str:
         function = source.named(name) if name else source.function(found[1])
     if source is None or function is None:
         return ""
+    loads = [n for n in ast.walk(function) if isinstance(n, ast.Call) and called_name(n) == "load_state_dict"]
+    last = max(loads, key=lambda n: n.lineno, default=None)
+    if last is not None and len(loads) > 1 and last.args:
+        return _made(source, last.args[0])
     block = [n for n in function.body if not isinstance(n, ast.Return)]
     while block and _list(getattr(block[-1], "body", None)):
         block = block[-1].body
@@ -328,12 +385,14 @@ def without_gradients(line: str) -> str:
     its function."""
     found = _at(line)
     node: Any = None if found is None else found[1]
+    called = [n for n in _within(node) if isinstance(n, ast.Call)] if found is not None else []
+    if found is not None and (within := _decorated(found[0], {called_name(n) for n in called})):
+        return within
     for _ in range(_FARTHEST if found is not None else 0):
         for above in found[0].above(node) if found is not None else ():
             blocks = [item.context_expr for item in above.items] if isinstance(above, ast.With) else []
             for switch in (*blocks, *(above.decorator_list if isinstance(above, _Functions) else ())):
-                name = called_name(switch) if isinstance(switch, ast.Call) else getattr(switch, "attr", "")
-                if name in ("no_grad", "inference_mode", "set_grad_enabled") and found is not None:
+                if found is not None and _switches_off(switch):
                     return found[0].text(switch)
             if isinstance(above, _Functions):
                 break
@@ -343,6 +402,18 @@ def without_gradients(line: str) -> str:
             return ""
         node = found[0].statement(calls[0].lineno)
     return ""
+
+
+def _decorated(source: Source, names: set[str]) -> str:
+    """The decorator that switches gradients off in a function that a statement calls."""
+    functions = [n for n in ast.walk(source.tree) if isinstance(n, _Functions) and n.name in names]
+    found = [switch for one in functions for switch in one.decorator_list if _switches_off(switch)]
+    return source.text(found[0]) if len(found) == 1 else ""
+
+
+def _switches_off(switch: ast.AST) -> bool:
+    name = called_name(switch) if isinstance(switch, ast.Call) else getattr(switch, "attr", "")
+    return name in ("no_grad", "inference_mode", "set_grad_enabled")
 
 
 def use_of(forward: str, names: Sequence[str]) -> str:

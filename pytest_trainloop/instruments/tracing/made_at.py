@@ -207,6 +207,16 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return seen
         case "data":
             return evidence.shared(DataLines.of).at(names)
+        case "index of data":
+            return definitions.index(evidence.shared(DataLines.of).chosen())
+        case "collated":
+            return evidence.shared(DataLines.of).chosen(names)
+        case "index":
+            return definitions.index(seen)
+        case "targets":
+            return definitions.compared(seen)
+        case "overwritten":
+            return definitions.overwritten(seen)
         case "mask":
             return definitions.mask(seen)
         case "padding mask":
@@ -222,7 +232,7 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "copied":
             return definitions.copied(seen)
         case "without gradients":
-            return definitions.without_gradients(seen)
+            return definitions.without_gradients(seen) or definitions.without_gradients(definitions.value(seen))
         case "network":
             return definitions.network(seen, next(iter(names), ""))
         case "given":

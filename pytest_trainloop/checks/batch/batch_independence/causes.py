@@ -80,6 +80,7 @@ CAUSES = {
         source="https://github.com/rish-16/aft-pytorch/issues/1",
     ),
     "labels_of_other_rows": _cause(
+        change=("targets",),
         proof="outputs that depend on one row are compared with targets of others, in no fixed order",
         summary="outputs are compared with {target} of other rows, by {by}",
         measured="{target} of row {label} changes the gradient of row {row}, and that of no other row; {wrong} of the "
@@ -164,6 +165,7 @@ CAUSES = {
         source=_REFERENCE + "repeat_interleave.html",
     ),
     "order_matters": _cause(
+        change=("index",),
         proof="the loss changes where all rows change places together: a fault where ordered=False is declared",
         summary="the loss changes by {change_of_loss:.2g} of itself when the rows of the batch change places together",
         measured="{before:.6g} as they are, {after:.6g} in the order {order}",

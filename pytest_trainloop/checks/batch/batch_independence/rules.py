@@ -19,6 +19,7 @@ from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.values import whole
 from pytest_trainloop.instruments.compositions.composition import Composition
 from pytest_trainloop.instruments.compositions.search import of_rows, smallest
+from pytest_trainloop.instruments.tracing.definitions import compared
 from pytest_trainloop.instruments.tracing.row_tape import changed, changed_rows, leads_to
 from pytest_trainloop.runs.batch_stream import first_batch
 
@@ -211,6 +212,8 @@ def _of_other_rows(shares: RowInfluence, path: Path) -> Meeting | None:
     facts |= {"wrong": len(wrong), "checked": len(pairs)}
     variant = "mixed" if most > 1 else "several" if len(set(pairs)) > len(labels) else ""
     names = (call.named if call is not None else "the loss",)
+    if variant == "several" and call is not None:  # outputs of another layout
+        facts["change"] = compared(str(call.place), 0)
     return Meeting("permuted", found("labels_of_other_rows", call, names, variant, **facts), call, path=path)
 
 

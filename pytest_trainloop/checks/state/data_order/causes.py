@@ -40,6 +40,7 @@ CAUSES = {
         change=("loader", "seen"),
     ),
     "labels_apart": Cause(
+        change=("collated",),
         proof="rows and labels are all there, and not in the pairs of another epoch, or of the items before they were "
         "collated",
         summary="{changed} of {rows} rows of {inputs} come with another row's {labels} in another epoch of {stream}",
@@ -234,6 +235,7 @@ CAUSES = {
         source="https://github.com/ad12/meddlr/pull/21",
     ),
     "rows_never_drawn": Cause(
+        change=("index of data",),
         proof="all rows drawn are among a third of what is stored, in five times as many draws as there are rows",
         summary="{missing} of {rows} rows of {names} are never drawn",
         measured="{draws} rows drawn, all of them among the same {drawn}",
@@ -268,6 +270,7 @@ CAUSES = {
         change=("sampler", "loader"),
     ),
     "leaves_alike": Cause(
+        change=("index of data", "collated"),
         proof="two of three tensors of one shape are equal in every row, and the third is not",
         summary="{a} and {b} are equal in every row, and {third} is not",
         measured="{rows} of {rows} rows",

@@ -35,7 +35,7 @@ def mixed(stream: Stream) -> Iterator[Finding]:
     facts = stream.with_loader(_mixing_mismatch) if line_of(own := of_project(stream.now.of.collate_fn)) else None
     if facts is not None:
         sure = stream.source.as_trained and is_target(stream.evidence, facts["labels"])
-        facts |= {"function": name_of(own), "change": line_of(own)}
+        facts["function"] = name_of(own)
         facts |= {"stream": stream.source.name, "kinds": ("input",) * 2, "level": "fault" if sure else "advice"}
         yield found("labels_apart", stream.source, (facts["inputs"], facts["labels"]), "mixed", **facts)
 

@@ -31,7 +31,8 @@ from pytest_trainloop.checks.state.data_order.streams import (
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare import nested
-from pytest_trainloop.instruments.tracing.definitions import loop_of, only_call
+from pytest_trainloop.instruments.tracing.data_lines import DataLines
+from pytest_trainloop.instruments.tracing.definitions import index, loop_of, only_call
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
@@ -114,9 +115,11 @@ def of_epochs(stream: Stream) -> Iterator[Finding]:
         yield found("one_batch_only", source, (source.name,), "begun again", batches=len(batches))
     elif source.trains and _one_batch(batches, name) and not (stream.is_loader and length(source.of) == 1):
         # a loader of one batch an epoch gives all its data (odd: full_batch)
-        yield found("one_batch_only", source, (source.name,), level="advice", batches=len(batches))
+        facts = {"batches": len(batches), "change": _index_of(stream)}
+        yield found("one_batch_only", source, (source.name,), level="advice", **facts)
     elif len(runs) > 1 and len(set(runs)) == 1 and 1 < runs[0] >= last:
-        yield found("batch_repeats", source, (source.name,), level="advice", times=runs[0])
+        facts = {"times": runs[0], "change": _index_of(stream)}
+        yield found("batch_repeats", source, (source.name,), level="advice", **facts)
     if source.trains and epochs and len(epochs[0].batches) > 2 and not any(epoch.draws for epoch in epochs):
         yield from _sorted_by_label(stream, epochs[0])
 
@@ -148,6 +151,11 @@ def line_of(function: Any) -> str:
     return "" if code is None or layer(code.co_filename) != 2 else str(place_of(code.co_filename, code.co_firstlineno))
 
 
+def _index_of(stream: Stream) -> str:
+    """The statement that made the index of the first batch's rows."""
+    return index(stream.evidence.shared(DataLines.of).chosen())
+
+
 def _shuffled(stream: Stream) -> Iterator[Finding]:
     """A shuffle that gives the same order in every epoch."""
     source, reading, epochs = stream.source, stream.reading, stream.epochs
@@ -166,6 +174,7 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
             in_fit = len(next(iter(_in_own_epochs(stream)), [])) if given else 0
             facts = {"rows": epochs[0].rows, "epochs": len(epochs), "in_fit": in_fit, "path": path}
             facts |= {"level": "fault" if in_fit else "advice", "kinds": ("missing call",), "stream": source.name}
+            facts["change"] = loop_of(line_of(stream.streams.loop.fit))
             yield found("set_epoch_missing", source, (f"{path}.set_epoch()",), repair=_sets(path), **facts)
     elif in_order and epochs[0].draws and all(epoch.draws == epochs[0].draws for epoch in epochs):
         drawn, sampler = epochs[0].draws[-1][0], next((one.sampler for one in reading.passes), "")

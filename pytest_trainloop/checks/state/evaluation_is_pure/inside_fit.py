@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -127,7 +128,8 @@ class InsideFit:
             "raised": False,
             "component": COMPONENT.get(taken.difference.leaf.kind, some(names)),
         }
-        facts["change"] = end_of(None, left.where, taken.function.removesuffix("()"))
+        if not re.search(r"self\.\w+(\s*[-+*/]?=[^=]|\.\w+_\()", left.where):  # else the model writes it itself
+            facts["change"] = end_of(None, left.where, taken.function.removesuffix("()"))
         facts["tried"] = f"with {facts['component']} put back after {taken.function} training ends as without it"
         change = largest_change(left.end, without.end, _trained(without), same_tensor)
         measured = filled(ENDS_INSIDE, {**facts, **change, "rounds": steps})

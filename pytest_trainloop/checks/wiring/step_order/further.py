@@ -203,7 +203,8 @@ def untrained(evidence: Evidence) -> Finding | None:
         own = {line for _, _, line in code.co_lines()}
         for line in _called(_nodes(code.co_filename), "backward"):
             if line in own and (code.co_filename, line) not in lines:
-                return found("nothing_trains", place_of(code.co_filename, line), calls, "not reached", **facts)
+                at = place_of(code.co_filename, line)
+                return found("nothing_trains", at, calls, "not reached", change=condition_of(at), **facts)
     begin = next((place_of(code.co_filename, code.co_firstlineno) for code in ran), "")
     return found("nothing_trains", begin, calls, **facts)
 

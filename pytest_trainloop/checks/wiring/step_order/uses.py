@@ -23,6 +23,7 @@ from pytest_trainloop.checks.wiring.step_order.further import (
 from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.instruments.records.clips import clips_by_site, late
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
+from pytest_trainloop.instruments.tracing.definitions import call_in_function_of
 from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.runs.further_runs import longer_run
 
@@ -190,6 +191,7 @@ def empty_steps(_evidence: Evidence, ledger: Ledger) -> About:
             writes = ledger.between(first.at, zeros.at, mine, "cleared", "assigned", "altered", "clipped")
             write = writes[-1].event if writes else None
             by, at = f"{write.by}()" if write and write.by else "a hook on the gradients", write or zeros
+            facts["change"] = call_in_function_of(at.site, first.site)
             yield {optimizer.index}, found("zeroed_before_step", at, (by, *names), "zeros", by=by, **facts)
         elif steps[0].at < first.at:
             culprits = ("optimizer.step()", *names)
@@ -197,6 +199,7 @@ def empty_steps(_evidence: Evidence, ledger: Ledger) -> About:
         else:
             by, at = (clearing.event.by, clearing.event) if clearing else ("", first)
             culprits = (by or "zero_grad()", *names)
+            facts["change"] = call_in_function_of(at.site, first.site)
             yield {optimizer.index}, found("zeroed_before_step", at, culprits, by=by or "zeroing", **facts)
 
 
@@ -270,6 +273,8 @@ def added_again(_evidence: Evidence, ledger: Ledger) -> About:
             "again": max(len({s.at for s in steps}) for steps in by_tensor.values()),
             "steps": sum(w.optimizer == index for w in ledger.windows),
         }
+        if first[0].in_backward:  # a hook steps, and zeroes
+            facts["change"] = str(first[0].place)
         cause, at = ("wrong_object_zeroed", wrong) if wrong else ("not_zeroed", first[0])
         yield {index}, found(cause, at, record.names(by_tensor), **facts)
 
@@ -345,10 +350,13 @@ def call_order(ledger: Ledger) -> Iterator[Finding]:
     for clips, after in lines:
         # where two networks are clipped before the step of either, each is clipped in time as well, from another line
         if after and not set(after[0].parameters) <= in_time:
-            step = next((s.place.line for s in record.of(Step) if s.at < after[0].at), None)
+            step = next((s for s in record.of(Step) if s.at < after[0].at), None)
             by, limit = after[0].by.lstrip("_"), after[0].limit
-            repair = "move this line between backward() and step()" + (f" (step at line {step})" if step else "")
+            repair = "move this line between backward() and step()"
             facts = {"late": len(after), "clips": len(clips), "limit": "unknown" if limit is None else f"{limit:g}"}
+            if step is not None:
+                repair += f" (step at line {step.place.line})"
+                facts["change"] = call_in_function_of(after[0].site, step.site)
             yield found("clip_after_step", after[0], (by,), repair=repair, **facts)
     calls, raised = record.scaler_calls(), record.raised.summary if record.raised else ""
     whats = [c.what for c in calls]
@@ -414,6 +422,7 @@ def cleared_inside(ledger: Ledger, accumulate: int = 0) -> Iterator[Finding]:
             clearing = ledger.after(lost[0].at, lost[0].cleared, "cleared")
             at, by = (clearing.event, clearing.event.by) if clearing else (lost[0].backward, "zero_grad()")
             facts = {"lost": cleared[0], "size": size, "all_lost": len(lost), "passes": len(passes)}
+            facts["change"] = call_in_function_of(at.site, lost[0].backward.site)
             yield found("zeroed_inside_window", at, (by,), **facts)
             return
 
