@@ -248,6 +248,11 @@ class Edit:
                 self._around(within, statement)
         elif not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             self._add(within.file, range(statement.lineno, statement.end_lineno + 1))
+        for choice in (n for n in ast.walk(statement) if isinstance(n, ast.IfExp) and use in ast.walk(n.test)):
+            either = [_definition(within, getattr(n, "id", ""))[1] for n in (choice.body, choice.orelse)]
+            if all(isinstance(n, ast.FunctionDef) for n in either):
+                self._alternatives(within, *either)
+                self._alternatives(within, *either[::-1])
         parent = within.parents.get(use)
         called = isinstance(parent, ast.Call) and parent.func is use and isinstance(statement, ast.Expr)
         if called or any(isinstance(n, ast.IfExp) and use in ast.walk(n.test) for n in ast.walk(statement)):
@@ -265,6 +270,15 @@ class Edit:
             elif isinstance(target, ast.Attribute):
                 self._attribute(within, target.attr)
 
+    def _alternatives(self, within: Source, faulty: Any, fixed: Any) -> None:
+        """The lines of one of two functions of a file that the other one has not, or that its own stand next to."""
+        lines = Path(within.file).read_text(encoding="utf-8").splitlines()
+        texts = [_plain(lines[n.lineno - 1 : n.end_lineno]) for n in (faulty, fixed)]
+        for kind, a, b, _, _ in difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
+            if kind != "equal":
+                near = (a - 1, a + 1) if kind == "insert" else (a, b)
+                self._add(within.file, range(faulty.lineno + near[0], faulty.lineno + near[1]))
+
     def _around(self, within: Source, statement: ast.stmt) -> None:
         """The neighbours of a statement that only one of the two loops runs."""
         parent: Any = within.parents[statement]
@@ -273,6 +287,8 @@ class Edit:
                 at = block.index(statement)
                 for near in block[max(at - 1, 0) : at + 2]:
                     self._add(within.file, (near.lineno,))
+                if at and not isinstance(block[at - 1], Function):
+                    self._add(within.file, (block[at - 1].end_lineno or 0,))
                 own = statement.body if isinstance(statement, ast.If) and not statement.orelse else []
                 self._slide(within, {name for n in own for name in _names(n)}, block[at + 1 :], block[:at][::-1])
                 if at in (0, len(block) - 1) and hasattr(parent, "lineno"):
