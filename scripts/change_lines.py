@@ -149,7 +149,9 @@ class Edit:
         theirs = [n for n in ast.walk(other[1]) if isinstance(n, ast.Call)]
         ours = [n for n in ast.walk(mine[1]) if isinstance(n, ast.Call)]
         names = [{ast.dump(n.func) for n in calls} for calls in (ours, theirs)]
-        alone = [[n for n in calls if ast.dump(n.func) not in name] for calls, name in ((ours, names[1]), (theirs, names[0]))]
+        alone = [
+            [n for n in calls if ast.dump(n.func) not in name] for calls, name in ((ours, names[1]), (theirs, names[0]))
+        ]
         for call, same in zip(*alone, strict=False):  # one function in place of another
             values = _value(faulty, call.func), _value(fixed, same.func)
             if None not in values:
@@ -308,7 +310,8 @@ class Edit:
         else:
             where, node = _definition(within, call.func.id if isinstance(call.func, ast.Name) else "")
             if node is None and value is None and _value(self._caller, call.func) is not None:
-                return self._passed(within, call, place, self._caller)
+                self._passed(within, call, place, self._caller)
+                return
         if node is None or place is None:
             return
         if isinstance(node, ast.ClassDef):

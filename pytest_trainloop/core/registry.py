@@ -58,11 +58,17 @@ Part = Literal[
     "without gradients",
     "use",
     "end of evaluation",
+    "end of saving",
     "sampler",
     "drawn",
     "index",
     "index of data",
     "collated",
+    "groups",
+    "thawed",
+    "loaded",
+    "source of draws",
+    "use of the score",
     "targets",
     "overwritten",
 ]
@@ -72,10 +78,12 @@ operation lies in; the ``forward`` that holds the parameters and the optimizer's
 own; the first backward pass; what made the tensor of the batch that is among the finding's names; by the source,
 what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied, the
 network or the argument of the function that the line uses where it is seen; the last draw of a weight; the end of
-``evaluate``; the sampler of the loader; what made the loss that is backpropagated; what switches gradients off around
-the line; the line of ``forward`` that uses the parameter; what made the index by which the line chooses rows, or by
-which the batch was chosen, and the line that put its rows together; what made the targets that the line compares; what gives the name of the line another
-value."""
+``evaluate`` or ``save``; the sampler of the loader; what made the loss that is backpropagated; what switches gradients
+off around the line; the line of ``forward`` that uses the parameter; what made the index by which the line chooses
+rows, or by which the batch was chosen, and the line that put its rows together; what made the groups of an optimizer;
+the last line that switched ``requires_grad`` on, or loaded weights; what made the generator that the line draws from;
+what reads the score that the line makes; what made the targets that the line compares; what gives the name of the line
+another value."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

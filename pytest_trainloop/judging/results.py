@@ -95,7 +95,7 @@ def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
         from pytest_trainloop.instruments.tracing.definitions import only_statement
 
         criterion = evidence.contract.criterion
-        return only_statement(getattr(criterion, "forward", criterion))
+        return only_statement(getattr(criterion, "forward", criterion), most=3)
     from pytest_trainloop.instruments.tracing.made_at import line_of
 
     for part in cause.change:

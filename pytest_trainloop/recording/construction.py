@@ -69,6 +69,8 @@ class Construction:
         """The last ``add_param_group`` of each optimizer after its constructor."""
         self.frozen = Lines()
         """The last line that set ``requires_grad`` of a tensor to False."""
+        self.thawed = Lines()
+        """The last line that set ``requires_grad`` of a tensor to True, where that is later than any that froze it."""
         self.drawn = Lines()
         """The last line that drew the values of a parameter."""
         self.casts = Lines()
@@ -189,9 +191,10 @@ class _Freezes(FunctionMode):
         setter = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.requires_grad
         if (setter or name == "requires_grad_") and args and isinstance(args[0], torch.Tensor):
             on = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-            self._found.frozen.drop(args[0])
-            if on is False and (place := maker(None)):
-                self._found.frozen.note(args[0], place)
+            for lines, switched in ((self._found.frozen, on is False), (self._found.thawed, on is True)):
+                lines.drop(args[0])
+                if switched and (place := maker(None)):
+                    lines.note(args[0], place)
         if name in _DRAWS and (drawn := next(tensors_in(args, kwargs), None)) is not None and (place := maker(None)):
             self._found.drawn.note(drawn, place)
         return super().call(name, func, args, kwargs)

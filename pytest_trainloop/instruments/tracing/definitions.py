@@ -29,8 +29,9 @@ CAUSAL_MASKS = ("attn_mask", "src_mask", "tgt_mask")
 PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 _FILLS = ("masked_fill", "masked_fill_", "where")
 _SAME = frozenset(
-    "to bool unsqueeze squeeze expand view contiguous detach clone type_as type items flatten reshape long float".split()
+    "to bool long float type_as type squeeze unsqueeze expand view flatten reshape detach clone items contiguous".split()
 )
+_WRITES = ("add_", "sub_", "addcdiv_", "copy_", "lerp_")
 _FARTHEST = 6
 
 _Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -212,6 +213,60 @@ def compared(line: str, side: int = 1) -> str:
         if before is not None and found is not None:
             return found[0].text(before)
     return ""
+
+
+def used_next(line: str) -> str:
+    """The first statement after the one at a line, in its block, that reads what this one assigns; the line itself
+    where that is a loss."""
+    found = _at(line)
+    statement = None if found is None else found[1]
+    called = getattr(statement, "value", None)
+    if found is None or not isinstance(statement, ast.Assign) or not isinstance(called, ast.Call):
+        return line
+    if re.search(r"loss|entropy|criterion|bce|mse|mean|sum", called_name(called)):
+        return line
+    for block in _blocks(found[0].parents.get(statement)):
+        for one in block[block.index(statement) + 1 :] if statement in block else ():
+            if _targets(statement) & {n.id for n in ast.walk(one) if isinstance(n, ast.Name)}:
+                return found[0].text(one)
+    return line
+
+
+def first_argument(line: str) -> str:
+    """The statement that made what the call at a line is given first, where that is a name."""
+    found = _at(line)
+    for node in _within(found[1]) if found is not None else ():
+        given = _passed(node, "params", 0) if isinstance(node, ast.Call) else None
+        if isinstance(given, ast.Name) and found is not None:
+            before = _assigned(found[0], given)
+            return "" if before is None else found[0].text(before)
+    return ""
+
+
+def source_of_draws(line: str) -> str:
+    """The statement that made the object which the one at a line calls a method of, as a generator; else the line."""
+    found = _at(line)
+    for node in _within(found[1]) if found is not None else ():
+        owner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        if isinstance(owner, ast.Name) and re.search(r"rng|gen|random|draw", owner.id) and found is not None:
+            before = _assigned(found[0], owner)
+            if before is not None:
+                return found[0].text(before)
+    return line
+
+
+def update_in(step: str) -> str:
+    """The only statement of an optimizer's ``step`` that writes to a parameter; its first line where several do."""
+    found = _at(step)
+    if found is None or not isinstance(found[1], _Functions):
+        return step
+    writes = [
+        n
+        for n in ast.walk(found[1])
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in _WRITES
+        and getattr(_base(n.func.value), "id", getattr(n.func.value, "attr", "")) in ("p", "param", "parameter", "data")
+    ]  # fmt: skip
+    return found[0].text(writes[0]) if len(writes) == 1 else step
 
 
 def overwritten(line: str) -> str:
@@ -431,8 +486,8 @@ def use_of(forward: str, names: Sequence[str]) -> str:
     return source.text(returns[-1]) if returns else ""
 
 
-def only_statement(function: Any) -> str:
-    """The statement of a function that has one; empty for others."""
+def only_statement(function: Any, most: int = 1) -> str:
+    """The statement of a function that has one, or the last of so few; empty for others."""
     code = code_of(function)
     if code is None or layer(code.co_filename) != 2:
         return ""
@@ -442,7 +497,13 @@ def only_statement(function: Any) -> str:
         return line
     body = found[1].body if found is not None and isinstance(found[1], _Functions) else []
     body = body[1:] if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) else body
-    return found[0].text(body[0]) if found is not None and len(body) == 1 else ""
+    short = len(body) == 1 or (1 < len(body) <= most and isinstance(body[-1], ast.Return) and not _applies(body[-1]))
+    return found[0].text(body[-1]) if found is not None and short else ""
+
+
+def _applies(statement: ast.AST) -> bool:
+    """Whether a statement calls a ``torch.autograd.Function``, whose own methods may be at fault."""
+    return any(isinstance(n, ast.Call) and called_name(n) == "apply" for n in ast.walk(statement))
 
 
 def names_in_condition(line: str) -> str:

@@ -51,6 +51,7 @@ class MadeAt:
         self._attributes: dict[str, Place] = {}
         self._plain: dict[str, PlainObject] = {}
         self._frozen: dict[str, Place] = {}
+        self._thawed: dict[str, Place] = {}
         self._casts: dict[str, Place] = {}
         self._drawn: dict[str, Place] = {}
         self._loaded: dict[str, Place] = {}
@@ -140,6 +141,10 @@ class MadeAt:
         """The line that switched ``requires_grad`` off for the first of these parameters."""
         return _text(next((self._frozen[name] for name in names if name in self._frozen), None))
 
+    def thawed(self, names: Sequence[str]) -> str:
+        """The line that switched ``requires_grad`` on for the first of these parameters, after it was made."""
+        return _text(next((self._thawed[name] for name in names if name in self._thawed), None))
+
     def drawn(self, names: Sequence[str]) -> str:
         """The last line that drew or filled in the values of the first of these parameters: outside of its layer's
         constructor, if any is."""
@@ -190,6 +195,7 @@ class MadeAt:
                 _put(self._attributes, entry.name, assigned_at(modules.get(owner), attribute))
         for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
             _put(self._frozen, entry.name, noted.frozen.of(tensor))
+            _put(self._thawed, entry.name, noted.thawed.of(tensor))
             _put(self._casts, entry.name, noted.casts.of(tensor))
             _put(self._drawn, entry.name, noted.drawn.of(tensor))
             _put(self._loaded, entry.name, noted.loaded.of(tensor))
@@ -217,6 +223,10 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.compared(seen)
         case "overwritten":
             return definitions.overwritten(seen)
+        case "source of draws":
+            return definitions.source_of_draws(seen)
+        case "use of the score":
+            return definitions.used_next(seen)
         case "mask":
             return definitions.mask(seen)
         case "padding mask":
@@ -239,6 +249,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.given(seen)
         case "end of evaluation":
             return definitions.end_of(evidence.fresh_loop().evaluate, seen)
+        case "end of saving":
+            return definitions.end_of(evidence.fresh_loop().save, seen)
     record = evidence.run()
     backward = next((str(b.place) for b in record.backwards()), "")
     if part in ("backward", "backpropagated"):
@@ -255,7 +267,13 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "group":
             return made.group(index)
         case "step":
-            return made.step_of(index)
+            return definitions.update_in(made.step_of(index))
+        case "groups":
+            return definitions.first_argument(made.group(index))
+        case "thawed":
+            return made.thawed(own)
+        case "loaded":
+            return next(filter(None, map(made.loaded, own or known)), "")
         case "freeze":
             return made.froze(own)
         case "names of freeze":

@@ -110,6 +110,7 @@ CAUSES = {
         measured=_RUN,
         repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
         explains=_FOLLOWS,
+        change=("loaded",),
         source="https://github.com/MultimediaTechLab/YOLO/issues/97",
     ),
     "weight_decay_dominates": Cause(

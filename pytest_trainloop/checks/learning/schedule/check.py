@@ -94,7 +94,7 @@ CAUSES = {
         ),
         repair="the option's own name",
         settle="have fit call what reads it",
-        change=("group", "optimizer"),
+        change=("groups", "group", "optimizer"),
         source="https://github.com/msight-tech/research-ms-loss/issues/27",
     ),
 }

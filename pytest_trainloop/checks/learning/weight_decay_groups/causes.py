@@ -100,6 +100,7 @@ CAUSES = {
         measured="the same learning rate, {rate:g}, and the same weight_decay in both",
         shown_by="every option of the optimizer is the same in both groups",
         repair='"weight_decay": 0.0 in the group of norms and biases',
+        change=("groups", "optimizer"),
         source="https://github.com/yandex-research/tabular-dl-tabr/issues/19",
     ),
     "norms_and_biases_decay": _optimizer(

@@ -19,6 +19,7 @@ CAUSES = {
             "Wasserstein losses -critic(made).mean(), where the critic has critic(made).mean() - critic(data).mean()"
         ),
         settle="step both networks with one optimizer where they are to work together",
+        change=("use of the score",),
         source="https://arxiv.org/abs/1406.2661",
     ),
     "critic_cannot_tell": _seen(

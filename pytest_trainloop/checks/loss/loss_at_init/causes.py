@@ -98,6 +98,7 @@ CAUSES = {
         shown_by="the same outputs with the bias' sign turned, in float64",
         repair="fill the bias with -log((1 - p) / p), which is log(p / (1 - p))",
         explains=("update_ratio",),
+        change=("drawn", "module"),
         variants={"filled": {"repair": "fill {names} with {wanted:.4g}: log(p / (1 - p)) for a share p of positives"}},
         source="https://github.com/princeton-vl/CornerNet/issues/13",
     ),

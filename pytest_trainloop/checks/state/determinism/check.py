@@ -75,6 +75,7 @@ CAUSES = {
             "torch.Generator().manual_seed(seed), random.Random(seed)); take no number from time, uuid or the system"
         ),
         do_not="call default_rng(seed) at each draw: every call would give the same numbers",
+        change=("source of draws",),
         source="https://github.com/liznerski/fcdd/issues/40",
     ),
     "nondeterministic_kernel": Cause(

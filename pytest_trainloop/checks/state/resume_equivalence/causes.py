@@ -312,6 +312,7 @@ CAUSES = {
         measured="{lost:value} before and after save()",
         shown_by="a run without save() ends elsewhere, and one in which they are put back after it ends like that",
         repair="save from copies, or put weights and mode back in a finally: before save returns",
+        change=("end of saving",),
         source="https://github.com/harubaru/waifu-diffusion/pull/31",
     ),
     "load_raises": Cause(

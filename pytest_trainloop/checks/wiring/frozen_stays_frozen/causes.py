@@ -35,7 +35,7 @@ CAUSES = {
             "give the optimizer only (p for p in parameters if p.requires_grad), or leave their .grad at None: zero is "
             "not none"
         ),
-        change=("group",),
+        change=("freeze", "group"),
         variants={
             "along its values": {
                 "shown_by": (

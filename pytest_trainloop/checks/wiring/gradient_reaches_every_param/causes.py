@@ -335,7 +335,7 @@ CAUSES = {
             "(p for n, p in model.named_parameters() if 'lora' in n)"
         ),
         explains=("frozen_stays_frozen",),
-        change=("group",),
+        change=("thawed", "group"),
         source="https://github.com/Blaizzy/mlx-vlm/issues/2178",
     ),
 }

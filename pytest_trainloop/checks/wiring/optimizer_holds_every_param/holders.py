@@ -177,7 +177,11 @@ def left_out(evidence: Evidence, record: Record, missing: Sequence[Parameter]) -
 
         # of several optimizers the one that holds what is nearest in the model
         nearest = max(record.optimizers, key=lambda o: max(map(shared, record.names(o.parameters)), default=0))
-        facts |= {"change": made.group(nearest.index), "count": len(group), "trainable": trainable}
+        facts |= {
+            "change": made.thawed([p.name for p in group]) or made.group(nearest.index),
+            "count": len(group),
+            "trainable": trainable,
+        }
         return found("not_in_optimizer", record.step_line(), [p.name for p in group], variant, **facts)
 
     if copied:
