@@ -29,7 +29,7 @@ CAUSAL_MASKS = ("attn_mask", "src_mask", "tgt_mask")
 PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 _FILLS = ("masked_fill", "masked_fill_", "where")
 _SAME = frozenset(
-    "to bool long float type_as type squeeze unsqueeze expand view flatten reshape detach clone items contiguous".split()
+    "contiguous detach clone items to bool long float type_as squeeze unsqueeze expand view flatten reshape".split()
 )
 _WRITES = ("add_", "sub_", "addcdiv_", "copy_", "lerp_")
 _FARTHEST = 6
@@ -215,21 +215,52 @@ def compared(line: str, side: int = 1) -> str:
     return ""
 
 
-def used_next(line: str) -> str:
+def used_next(line: str, *, of_losses: bool = False) -> str:
     """The first statement after the one at a line, in its block, that reads what this one assigns; the line itself
-    where that is a loss."""
+    where that is a loss, unless asked for ``of_losses``."""
     found = _at(line)
     statement = None if found is None else found[1]
     called = getattr(statement, "value", None)
     if found is None or not isinstance(statement, ast.Assign) or not isinstance(called, ast.Call):
         return line
-    if re.search(r"loss|entropy|criterion|bce|mse|mean|sum", called_name(called)):
+    if not of_losses and re.search(r"loss|entropy|criterion|bce|mse|mean|sum", called_name(called)):
         return line
     for block in _blocks(found[0].parents.get(statement)):
         for one in block[block.index(statement) + 1 :] if statement in block else ():
             if _targets(statement) & {n.id for n in ast.walk(one) if isinstance(n, ast.Name)}:
                 return found[0].text(one)
     return line
+
+
+def criterion(line: str, keyword: str = "") -> str:
+    """The statement that built the criterion which the one at a line calls, or that made an argument of it."""
+    found = _at(line)
+    for node in _within(found[1]) if found is not None else ():
+        if not isinstance(node, ast.Call) or found is None:
+            continue
+        built = _at(_made(found[0], node.func))
+        for one in _within(built[1]) if built is not None else ():
+            if built is not None and isinstance(one, ast.Call) and re.search(r"Loss$|Criterion$", called_name(one)):
+                given = _passed(one, keyword, -1) if keyword else None
+                return built[0].text(built[1]) if given is None else _made(built[0], given)
+    return ""
+
+
+def by_caller(site: Site, name: str) -> str:
+    """The line that calls the function of a call site, where both sides that this one compares are its parameters."""
+    found = _at(str(place_of(*site[0]))) if len(site) > 1 else None
+    function = None if found is None else found[0].function(found[1])
+    for node in _within(found[1]) if found is not None and function is not None else ():
+        if isinstance(node, ast.Call) and called_name(node) == name:
+            sides = node.args[:2]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+            sides = [node.left, node.right]
+        else:
+            continue
+        names = [n for n in map(_base, sides) if isinstance(n, ast.Name) and n.id in _parameters(function)]
+        given = len(names) == 2 and found is not None and all(_assigned(found[0], n) is None for n in names)
+        return str(place_of(*site[1])) if given else ""
+    return ""
 
 
 def first_argument(line: str) -> str:

@@ -225,6 +225,10 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.overwritten(seen)
         case "source of draws":
             return definitions.source_of_draws(seen)
+        case "criterion":
+            return definitions.criterion(seen)
+        case "class weights":
+            return definitions.criterion(seen, "weight") or definitions.criterion(seen, "pos_weight")
         case "use of the score":
             return definitions.used_next(seen)
         case "mask":

@@ -10,6 +10,7 @@ import torch
 
 from pytest_trainloop.checks.loss.loss_contract.causes import CAUSES, IN_EVERY_CALL, found
 from pytest_trainloop.instruments.tracing.data_lines import name_in_batch
+from pytest_trainloop.instruments.tracing.definitions import by_caller
 from pytest_trainloop.instruments.tracing.tape_queries import statement, unmoved
 from pytest_trainloop.recording.torch_names import LOSSES
 
@@ -133,7 +134,8 @@ class LossCall:
         culprit = culprit or self.name
         if every or (cause in IN_EVERY_CALL and self.name != "ctc_loss"):
             self.every.add((cause, culprit))
-        given["change"] = str(given.get("change") or "")
+        change = by_caller(self.site, self.name) if cause in ("broadcast", "box_format") else ""
+        given["change"] = str(given.get("change") or change)
         if not given.get("repair"):
             given.pop("repair", None)  # that of the cause
         facts = self.facts() | {"source": culprit} | given

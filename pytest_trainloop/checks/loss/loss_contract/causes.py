@@ -371,6 +371,7 @@ _OF_INPUTS = {
         source="https://github.com/myscience/open-genie/issues/6",
     ),
     "part_left_out": _learns(
+        change=("overwritten", "seen"),
         proof="no gradient of the run reached a loss with a history, while others were backpropagated",
         summary="{call} is computed with a history and goes into nothing that is backpropagated",
         measured="no gradient reaches it; in {calls} of {calls} calls",

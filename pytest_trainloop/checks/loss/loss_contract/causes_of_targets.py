@@ -135,6 +135,7 @@ OF_TARGETS = {
         source=f"{_DOCS}KLDivLoss.html",
     ),
     "class_without_weight": _seen(
+        change=("class weights", "seen"),
         proof="a class that occurs has weight 0, and all others have whole numbers, or only one class costs anything",
         summary=(
             "{call} gives weight 0 to classes {idle}, which occur: {only:?only class {only} costs anything, so that "
@@ -258,6 +259,7 @@ OF_TARGETS = {
         source="https://github.com/lukas-blecher/LaTeX-OCR/issues/305",
     ),
     "real_class_ignored": _seen(
+        change=("criterion", "seen"),
         proof="a label of real positions is the ignored one",
         summary=(
             "{count} positions that are not padding have the label {ignored}, which {call} ignores"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.padding import Ids, Proof, read_padding
 from pytest_trainloop.instruments.batches.values import binary, trailing
+from pytest_trainloop.instruments.tracing.definitions import used_next
 from pytest_trainloop.instruments.tracing.tape_queries import layout, made_of
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES
 
@@ -135,8 +136,15 @@ def _masked_mean(call: LossCall) -> Iterator[Finding]:
             continue
         mask = tensor.to(positions.device) != 0
         if torch.equal(mask, positions) or torch.equal(~mask, positions):
-            facts = {"count": int(kept.sum()), "all": kept.numel(), "part": 1 - float(kept.double().mean())}
-            yield call.finds("padding_counted", "mean", **facts, culprit=nested.shown(path), level="advice")
+            facts: dict[str, Any] = {
+                "count": int(kept.sum()),
+                "all": kept.numel(),
+                "part": 1 - float(kept.double().mean()),
+            }
+            change = used_next(str(call.place), of_losses=True)
+            yield call.finds(
+                "padding_counted", "mean", **facts, change=change, culprit=nested.shown(path), level="advice"
+            )
             return
 
 
@@ -211,7 +219,12 @@ def _counted(
     elif call.one_each and call.weights is not None:
         each = call.weights.detach()[counted].double()
         if bool(((each * counted.numel() - 1).abs() <= 1e-4).all()):
-            facts = {"count": int(counted.sum()), "all": counted.numel(), "part": 1 - float(counted.double().mean())}
+            facts: dict[str, Any] = {
+                "count": int(counted.sum()),
+                "all": counted.numel(),
+                "part": 1 - float(counted.double().mean()),
+            }
+            facts["change"] = used_next(str(call.place), of_losses=True)
             yield call.finds("padding_counted", "mean", **facts, level="advice")
 
 
