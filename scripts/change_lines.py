@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pytest_trainloop.instruments.tracing import definitions  # noqa: E402
+from pytest_trainloop.instruments.tracing import syntax  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +50,7 @@ Line = tuple[str, int]
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-class Source(definitions.Source):
+class Source(syntax.Source):
     """The syntax tree of a file, by lines and nodes."""
 
     def at(self, line: int, kinds: Any = Function) -> list[Any]:

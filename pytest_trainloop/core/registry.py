@@ -69,6 +69,8 @@ Part = Literal[
     "loaded",
     "source of draws",
     "use of the score",
+    "no_sync",
+    "subtracted",
     "criterion",
     "class weights",
     "targets",
@@ -85,7 +87,8 @@ off around the line; the line of ``forward`` that uses the parameter; what made 
 rows, or by which the batch was chosen, and the line that put its rows together; what made the groups of an optimizer;
 the last line that switched ``requires_grad`` on, or loaded weights; what made the generator that the line draws from;
 what reads the score that the line makes; what made the targets that the line compares; what gives the name of the line
-another value; what built the criterion that the line calls, and made its weights."""
+another value; what built the criterion that the line calls, and made its weights; the ``with``
+of ``no_sync()`` around the line; what made the value that the line subtracts."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

@@ -92,7 +92,7 @@ def _of_the_project(line: str) -> str:
 def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
     """The first line that the cause asks for and that is known; of a loss function its only statement."""
     if not cause.change and hasattr(evidence, "contract"):
-        from pytest_trainloop.instruments.tracing.definitions import only_statement
+        from pytest_trainloop.instruments.tracing.statements import only_statement
 
         criterion = evidence.contract.criterion
         return only_statement(getattr(criterion, "forward", criterion), most=3)

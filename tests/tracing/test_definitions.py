@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_trainloop.instruments.tracing import definitions
+from pytest_trainloop.instruments.tracing import definitions, statements, syntax
 
 SOURCE = """\
 import torch
@@ -58,7 +58,7 @@ def at(tmp_path, monkeypatch):
     """The line of a finding that has this text in it."""
     (tmp_path / "train.py").write_text(SOURCE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    definitions._source.cache_clear()
+    syntax.source_of.cache_clear()
     return lambda part: next(
         f"train.py:{number}   {line.strip()}"
         for number, line in enumerate(SOURCE.splitlines(), start=1)
@@ -75,11 +75,11 @@ def at(tmp_path, monkeypatch):
         (definitions.length_given, "return torch.optim", "updates ="),
         (definitions.value, "loss.backward()", "return (encoded"),
         (definitions.copied, "model.load_state_dict", "best ="),
-        (definitions.without_gradients, "encoded =", "with torch.no_grad()"),
+        (statements.without_gradients, "encoded =", "with torch.no_grad()"),
         (lambda line: definitions.argument(line, "clip_grad_norm_", "max_norm", 1), "nn.utils.clip", "clip = 1e-4"),
         (lambda line: definitions.mask(line, of=definitions.CAUSAL_MASKS), "return self.attention", ""),
         (definitions.mask, "updates =", ""),
-        (definitions.after, "best =", "for batch in loader"),
+        (statements.after, "best =", "for batch in loader"),
     ],
 )
 def test_a_value_is_followed_to_the_statement_that_made_it(at, ask, seen, made):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.core.finding import code_of
-from pytest_trainloop.instruments.tracing import definitions
+from pytest_trainloop.instruments.tracing import definitions, statements
 from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.recording.construction import Construction
 from pytest_trainloop.recording.parameters import plain_objects
@@ -222,15 +222,19 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "targets":
             return definitions.compared(seen)
         case "overwritten":
-            return definitions.overwritten(seen)
+            return statements.overwritten(seen)
         case "source of draws":
             return definitions.source_of_draws(seen)
+        case "no_sync":
+            return statements.unsynchronised(seen)
+        case "subtracted":
+            return definitions.subtracted(seen)
         case "criterion":
             return definitions.criterion(seen)
         case "class weights":
             return definitions.criterion(seen, "weight") or definitions.criterion(seen, "pos_weight")
         case "use of the score":
-            return definitions.used_next(seen)
+            return statements.used_next(seen)
         case "mask":
             return definitions.mask(seen)
         case "padding mask":
@@ -246,15 +250,15 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "copied":
             return definitions.copied(seen)
         case "without gradients":
-            return definitions.without_gradients(seen) or definitions.without_gradients(definitions.value(seen))
+            return statements.without_gradients(seen) or statements.without_gradients(definitions.value(seen))
         case "network":
             return definitions.network(seen, next(iter(names), ""))
         case "given":
             return definitions.given(seen)
         case "end of evaluation":
-            return definitions.end_of(evidence.fresh_loop().evaluate, seen)
+            return statements.end_of(evidence.fresh_loop().evaluate, seen)
         case "end of saving":
-            return definitions.end_of(evidence.fresh_loop().save, seen)
+            return statements.end_of(evidence.fresh_loop().save, seen)
     record = evidence.run()
     backward = next((str(b.place) for b in record.backwards()), "")
     if part in ("backward", "backpropagated"):
@@ -271,7 +275,7 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "group":
             return made.group(index)
         case "step":
-            return definitions.update_in(made.step_of(index))
+            return statements.update_in(made.step_of(index))
         case "groups":
             return definitions.first_argument(made.group(index))
         case "thawed":
@@ -299,7 +303,7 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "drawn":
             return made.drawn([*own, *(name for name, p in known.items() if p.owner in names)])
     forward = made.forward([known[name].owner for name in own])
-    return definitions.use_of(forward, own) if part == "use" else forward
+    return statements.use_of(forward, own) if part == "use" else forward
 
 
 def _put(places: dict[T, Place], key: T, place: Place | None) -> None:

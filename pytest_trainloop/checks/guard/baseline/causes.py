@@ -34,7 +34,7 @@ LINES: dict[str, tuple[Part, ...]] = {
     "group": ("group",),
     "optimizer": ("optimizer",),
     "frozen": ("freeze", "module"),
-    "scheduler": ("scheduler", "optimizer"),
+    "scheduler": ("scheduler",),
     "calls": ("seen",),
     "clip": ("seen",),
     "some gradients": ("use",),

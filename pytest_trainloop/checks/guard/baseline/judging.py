@@ -331,8 +331,8 @@ class _Judged:
         the module."""
         if self._evidence is None:
             return finding
-        from pytest_trainloop.instruments.tracing.definitions import use_of
         from pytest_trainloop.instruments.tracing.made_at import MadeAt, line_of
+        from pytest_trainloop.instruments.tracing.statements import use_of
 
         if kind == "output" and WRITTEN not in finding.shown_by:
             if finding.where:

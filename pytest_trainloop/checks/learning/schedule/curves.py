@@ -19,7 +19,8 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.core.wording import count, some
 from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
-from pytest_trainloop.instruments.tracing.definitions import length_given, only_return
+from pytest_trainloop.instruments.tracing.definitions import length_given
+from pytest_trainloop.instruments.tracing.statements import only_return
 from pytest_trainloop.runs.projection import CYCLIC, Projections
 
 if TYPE_CHECKING:

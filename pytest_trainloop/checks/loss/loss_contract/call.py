@@ -10,7 +10,7 @@ import torch
 
 from pytest_trainloop.checks.loss.loss_contract.causes import CAUSES, IN_EVERY_CALL, found
 from pytest_trainloop.instruments.tracing.data_lines import name_in_batch
-from pytest_trainloop.instruments.tracing.definitions import by_caller
+from pytest_trainloop.instruments.tracing.statements import by_caller
 from pytest_trainloop.instruments.tracing.tape_queries import statement, unmoved
 from pytest_trainloop.recording.torch_names import LOSSES
 

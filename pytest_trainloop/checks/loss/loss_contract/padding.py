@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.padding import Ids, Proof, read_padding
 from pytest_trainloop.instruments.batches.values import binary, trailing
-from pytest_trainloop.instruments.tracing.definitions import used_next
+from pytest_trainloop.instruments.tracing.statements import used_next
 from pytest_trainloop.instruments.tracing.tape_queries import layout, made_of
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES
 

@@ -26,6 +26,7 @@ _computes = partial(_differs, explains=("overfit_one_batch", "update_ratio"))
 
 CAUSES = {
     "never_runs": Cause(
+        change=("seen",),
         proof="torch.compile was called, and nothing was compiled while the loop trained",
         summary="training never calls the compiled {what}: nothing was compiled",
         measured="{calls:call} of {how}(), 0 functions compiled in {compared:optimizer step}",
@@ -68,7 +69,7 @@ CAUSES = {
         "wrapper the loop trains as without compiling",
         repair="freeze and group parameters before torch.compile, or by the names of the model that is not compiled; "
         "model.compile() in place of torch.compile(model) does not change names",
-        change=("optimizer",),
+        change=("seen", "optimizer"),
         do_not="do not add _orig_mod. to the patterns: they then miss everything without compiling",
         variants={
             "options": {
@@ -165,6 +166,7 @@ CAUSES = {
         source="https://docs.pytorch.org/docs/stable/library.html",
     ),
     "graph_breaks": Cause(
+        change=("seen",),
         proof="torch ended a graph at this line",
         summary="the graph breaks here: {reason}",
         measured="{breaks:break} in {compared:optimizer step}{several:?, at {lines} lines|}",
@@ -173,6 +175,7 @@ CAUSES = {
         source=_TROUBLESHOOTING,
     ),
     "recompilations": Cause(
+        change=("seen",),
         proof="torch compiled the same function again after the second step, and again after that",
         summary="{names} is compiled again in {times} of the steps after the second: {guard} fails",
         measured="compiled again in steps {steps} of {compared}; after {most} times torch runs it without compiling",

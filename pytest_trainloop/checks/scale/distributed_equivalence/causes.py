@@ -48,6 +48,7 @@ _ran = partial(Cause, measured=_RAN, change=("seen",))
 
 CAUSES = {
     "never_synchronised": _compared(
+        change=("no_sync", "seen"),
         proof="each rank's step reads the gradient of its own rows alone, or all read that of one rank, and nothing "
         "brings the weights together",
         summary="each of {ranks} ranks trains on the gradient of its own rows alone" + _UNREAD,
@@ -126,6 +127,7 @@ CAUSES = {
         source=_DDP,
     ),
     "last_micro_batch_not_synchronised": _compared(
+        change=("no_sync", "seen"),
         proof="of a window of micro-batches the last one reaches only the rank that computed it, and those before it "
         "reach all ranks",
         summary="of {window} micro-batches the last one is not synchronised: each rank adds that of its own rows alone",
@@ -136,6 +138,7 @@ CAUSES = {
         source=_DDP + "#torch.nn.parallel.DistributedDataParallel.no_sync",
     ),
     "synchronised_every_micro_batch": _compared(
+        change=("no_sync", "seen"),
         proof="the gradients are right, and the ranks exchange them once for each micro-batch of a window",
         summary="the ranks exchange their gradients in each of {window} micro-batches of a window",
         shown_by="{times} times the bytes of all gradients before the first step",

@@ -36,7 +36,7 @@ from pytest_trainloop.checks.state.data_order.streams import ReachableObjects, f
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.core.wording import some
-from pytest_trainloop.instruments.tracing.definitions import loop_of
+from pytest_trainloop.instruments.tracing.statements import loop_of
 from pytest_trainloop.runs.process_state import preserved, seed_all
 
 if TYPE_CHECKING:

@@ -32,10 +32,11 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.tracing.data_lines import DataLines
-from pytest_trainloop.instruments.tracing.definitions import index, loop_of, only_call
+from pytest_trainloop.instruments.tracing.definitions import index
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
+from pytest_trainloop.instruments.tracing.statements import loop_of, only_call
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.recording.torch_names import LOSSES, SIGN_LOSSES

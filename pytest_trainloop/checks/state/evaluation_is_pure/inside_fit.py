@@ -11,7 +11,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.naming import holder_of, l
 from pytest_trainloop.checks.state.evaluation_is_pure.seeds import SeedsInFit, changes_of_plan, evaluates
 from pytest_trainloop.checks.state.evaluation_is_pure.taken_out import TakenOut
 from pytest_trainloop.core.wording import filled, some
-from pytest_trainloop.instruments.tracing.definitions import end_of
+from pytest_trainloop.instruments.tracing.statements import end_of
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.runs.memory_budget import require_room
 from pytest_trainloop.runs.split_run import same_tensor

@@ -18,7 +18,7 @@ from pytest_trainloop.checks.state.resume_equivalence.causes import MOST_NAMES, 
 from pytest_trainloop.checks.state.resume_equivalence.statements import line_to_change, owner_of
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
-from pytest_trainloop.instruments.tracing import definitions
+from pytest_trainloop.instruments.tracing import statements
 from pytest_trainloop.instruments.tracing.made_at import assigned_at
 from pytest_trainloop.runs.reachable_state.leaves import same_value
 from pytest_trainloop.runs.split_run import same_tensor
@@ -287,7 +287,7 @@ def loss_finding(
     if cause == "drawn_from_seed":
         change = str(assigned_at(owner_of(a, leaf), leaf.path.rpartition(".")[2]) or "")
     elif cause == "weights_overwritten" or in_load:
-        overwritten = cause == "weights_overwritten" and call is not None and definitions.after(call.where)
+        overwritten = cause == "weights_overwritten" and call is not None and statements.after(call.where)
         change = overwritten or (call.where if call is not None else "")
     else:
         change = line_to_change(a, b, leaf, held=bool(entry))

@@ -23,7 +23,7 @@ from pytest_trainloop.checks.wiring.step_order.further import (
 from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.instruments.records.clips import clips_by_site, late
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
-from pytest_trainloop.instruments.tracing.definitions import call_in_function_of
+from pytest_trainloop.instruments.tracing.statements import call_in_function_of
 from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.runs.further_runs import longer_run
 

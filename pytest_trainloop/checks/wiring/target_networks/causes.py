@@ -59,6 +59,7 @@ CAUSES = {
         source="https://github.com/ostris/ai-toolkit/issues/1034",
     ),
     "anchor_moves_along": _seen(
+        change=("subtracted", "seen"),
         proof="both sides of the difference are one memory in every step, and the optimizer moves it",
         summary="{names} {names:are} compared with the same memory under another name: the difference is always 0",
         measured="{compared:comparison} in {steps:step}, each of a weight with its own memory",

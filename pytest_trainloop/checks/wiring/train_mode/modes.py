@@ -16,8 +16,8 @@ from pytest_trainloop.checks.wiring.train_mode.causes import found
 from pytest_trainloop.checks.wiring.train_mode.evaluations import phases, trained_on
 from pytest_trainloop.instruments.gradients.dependence import difference
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
-from pytest_trainloop.instruments.tracing.definitions import call_in_function_of
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.instruments.tracing.statements import call_in_function_of
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.recording.torch_internals import NORM_MODULES

@@ -1,0 +1,267 @@
+"""The statement next to another one, by the source: what is called, ends, encloses or overwrites.
+
+A call at the wrong place is repaired where the function that needs it stands, and not in the helper that it calls.
+These questions take a line as findings have it, ``file:line   source``, and give one, or an empty text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.core.places import code_of, first_line
+from pytest_trainloop.instruments.tracing.call_expressions import called_name
+from pytest_trainloop.instruments.tracing.syntax import (
+    FARTHEST,
+    FUNCTIONS,
+    as_list,
+    assignment_of,
+    base_of,
+    blocks_of,
+    maker_of,
+    nodes_within,
+    parameters_of,
+    statement_at,
+    targets_of,
+)
+from pytest_trainloop.recording.source import layer, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.instruments.tracing.syntax import Source
+    from pytest_trainloop.recording.events import Site
+
+_WEIGHTS = ("p", "param", "parameter", "data")
+_WRITES = ("add_", "sub_", "addcdiv_", "copy_", "lerp_")
+
+
+def used_next(line: str, *, of_losses: bool = False) -> str:
+    """The first statement after the one at a line, in its block, that reads what this one assigns; the line itself
+    where that is a loss, unless asked for ``of_losses``."""
+    found = statement_at(line)
+    statement = None if found is None else found[1]
+    called = getattr(statement, "value", None)
+    if found is None or not isinstance(statement, ast.Assign) or not isinstance(called, ast.Call):
+        return line
+    if not of_losses and re.search(r"loss|entropy|criterion|bce|mse|mean|sum", called_name(called)):
+        return line
+    for block in blocks_of(found[0].parents.get(statement)):
+        for one in block[block.index(statement) + 1 :] if statement in block else ():
+            if targets_of(statement) & {n.id for n in ast.walk(one) if isinstance(n, ast.Name)}:
+                return found[0].text(one)
+    return line
+
+
+def by_caller(site: Site, name: str) -> str:
+    """The line that calls the function of a call site, where both sides that this one compares are its parameters."""
+    found = statement_at(str(place_of(*site[0]))) if len(site) > 1 else None
+    function = None if found is None else found[0].function(found[1])
+    for node in nodes_within(found[1]) if found is not None and function is not None else ():
+        if isinstance(node, ast.Call) and called_name(node) == name:
+            sides = node.args[:2]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+            sides = [node.left, node.right]
+        else:
+            continue
+        names = [n for n in map(base_of, sides) if isinstance(n, ast.Name) and n.id in parameters_of(function)]
+        given = len(names) == 2 and found is not None and all(assignment_of(found[0], n) is None for n in names)
+        return str(place_of(*site[1])) if given else ""
+    return ""
+
+
+def unsynchronised(line: str) -> str:
+    """The ``with`` around the statement at a line, in its function, whose context is that of ``no_sync()``."""
+    found = statement_at(line)
+    for node in found[0].above(found[1]) if found is not None else ():
+        if isinstance(node, FUNCTIONS):
+            return ""
+        for item in node.items if isinstance(node, ast.With) and found is not None else ():
+            given = item.context_expr
+            made = assignment_of(found[0], given) if isinstance(given, ast.Name) and found is not None else given
+            if found is not None and made is not None and "sync" in ast.dump(made):
+                return found[0].text(node)
+    return ""
+
+
+def update_in(step: str) -> str:
+    """The only statement of an optimizer's ``step`` that writes to a parameter; its first line where several do."""
+    found = statement_at(step)
+    if found is None or not isinstance(found[1], FUNCTIONS):
+        return step
+    writes = [
+        n
+        for n in ast.walk(found[1])
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in _WRITES
+        and getattr(base_of(n.func.value), "id", getattr(n.func.value, "attr", "")) in _WEIGHTS
+    ]  # fmt: skip
+    return found[0].text(writes[0]) if len(writes) == 1 else step
+
+
+def overwritten(line: str) -> str:
+    """The next statement of the same block that gives the name which the one at a line assigns another value, and does
+    not read it."""
+    found = statement_at(line)
+    names = targets_of(found[1]) if found is not None and isinstance(found[1], ast.Assign) else set[str]()
+    for block in () if found is None else blocks_of(found[0].parents.get(found[1])):
+        for one in block[block.index(found[1]) + 1 :] if found is not None and found[1] in block else ():
+            read = {n.id for n in ast.walk(one) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            if names & read:
+                return ""
+            if isinstance(one, ast.Assign) and names & targets_of(one):
+                return found[0].text(one) if found is not None else ""
+    return ""
+
+
+def only_return(line: str) -> str:
+    """What the function returns whose result a line assigns, where it has one ``return``."""
+    found = statement_at(line)
+    value = getattr(found[1], "value", None) if found is not None else None
+    own = isinstance(value, ast.Call) and found is not None and found[0].named(called_name(value)) is not None
+    return maker_of(found[0], value) if own and found is not None else ""
+
+
+def only_call(line: str, name: str) -> str:
+    """The only call of a function in the file of a line."""
+    found = statement_at(line)
+    calls = [] if found is None else found[0].calls(name)
+    return found[0].text(calls[0]) if found is not None and len(calls) == 1 else ""
+
+
+def after(line: str) -> str:
+    """The statement behind the one at a line, in its block."""
+    found = statement_at(line)
+    for block in () if found is None else blocks_of(found[0].parents.get(found[1])):
+        if found is not None and found[1] in block[:-1]:
+            return found[0].text(block[block.index(found[1]) + 1])
+    return ""
+
+
+def call_in_function_of(site: Site, other: Site) -> str:
+    """The line of a call site that lies in a function which another call site goes through too; empty where it is the
+    innermost one."""
+    functions = {file_and_function for at in other if (file_and_function := _function_of(at))}
+    line = next((at for at in site if _function_of(at) in functions), None)
+    return str(place_of(*line)) if line is not None and line != site[0] else ""
+
+
+def _function_of(at: tuple[str, int]) -> tuple[str, int] | None:
+    found = statement_at(str(place_of(*at)))
+    function = None if found is None else found[0].function(found[1])
+    return None if found is None or function is None else (found[0].file, function.lineno)
+
+
+def end_of(evaluate: Any, line: str, name: str = "") -> str:
+    """The last statement before the end of ``evaluate``; without it of the function of a name in the file of a line, or
+    of the one at the line. Where it loads a state at its end, what made that state."""
+    code, function, source = code_of(evaluate), None, None
+    if code is not None and layer(code.co_filename) == 2:
+        found = statement_at(str(place_of(code.co_filename, first_line(code))))
+        source = None if found is None else found[0]
+        lambdas = [] if source is None else [n for n in ast.walk(source.tree) if isinstance(n, ast.Lambda)]
+        own = next((n for n in lambdas if n.lineno == code.co_firstlineno and code.co_name == "<lambda>"), None)
+        if own is not None and isinstance(own.body, ast.Call) and source is not None:
+            function = source.named(called_name(own.body))
+        elif found is not None and isinstance(found[1], FUNCTIONS):
+            function = found[1]
+    elif evaluate is None and (found := statement_at(line)) is not None:
+        source = found[0]
+        function = source.named(name) if name else source.function(found[1])
+    if source is None or function is None:
+        return ""
+    loads = [n for n in ast.walk(function) if isinstance(n, ast.Call) and called_name(n) == "load_state_dict"]
+    last = max(loads, key=lambda n: n.lineno, default=None)
+    if last is not None and len(loads) > 1 and last.args:
+        return maker_of(source, last.args[0])
+    block = [n for n in function.body if not isinstance(n, ast.Return)]
+    while block and as_list(getattr(block[-1], "body", None)):
+        block = block[-1].body
+    return source.text(block[-1]) if block else ""
+
+
+def without_gradients(line: str) -> str:
+    """What switches gradients off around the statement at a line: a block, a decorator, or one around the only call of
+    its function."""
+    found = statement_at(line)
+    node: Any = None if found is None else found[1]
+    called = [n for n in nodes_within(node) if isinstance(n, ast.Call)] if found is not None else []
+    if found is not None and (within := _decorated(found[0], {called_name(n) for n in called})):
+        return within
+    for _ in range(FARTHEST if found is not None else 0):
+        for above in found[0].above(node) if found is not None else ():
+            blocks = [item.context_expr for item in above.items] if isinstance(above, ast.With) else []
+            for switch in (*blocks, *(above.decorator_list if isinstance(above, FUNCTIONS) else ())):
+                if found is not None and _switches_off(switch):
+                    return found[0].text(switch)
+            if isinstance(above, FUNCTIONS):
+                break
+        function = None if found is None else found[0].function(node)
+        calls = [] if function is None or found is None else found[0].calls(function.name)
+        if len(calls) != 1 or found is None:
+            return ""
+        node = found[0].statement(calls[0].lineno)
+    return ""
+
+
+def _decorated(source: Source, names: set[str]) -> str:
+    """The decorator that switches gradients off in a function that a statement calls."""
+    functions = [n for n in ast.walk(source.tree) if isinstance(n, FUNCTIONS) and n.name in names]
+    found = [switch for one in functions for switch in one.decorator_list if _switches_off(switch)]
+    return source.text(found[0]) if len(found) == 1 else ""
+
+
+def _switches_off(switch: ast.AST) -> bool:
+    name = called_name(switch) if isinstance(switch, ast.Call) else getattr(switch, "attr", "")
+    return name in ("no_grad", "inference_mode", "set_grad_enabled")
+
+
+def use_of(forward: str, names: Sequence[str]) -> str:
+    """The statement of a ``forward`` that calls the module of the first of these parameters; where none does, what it
+    returns, which is to use it."""
+    found = statement_at(forward)
+    if found is None or not isinstance(found[1], FUNCTIONS):
+        return ""
+    source, function = found
+    for part in reversed(next(iter(names), "").split(".")[:-1]):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and node.attr == part and isinstance(node.ctx, ast.Load):
+                return source.text(source.statement(node.lineno))
+    returns = [n for n in ast.walk(function) if isinstance(n, ast.Return)]
+    return source.text(returns[-1]) if returns else ""
+
+
+def only_statement(function: Any, most: int = 1) -> str:
+    """The statement of a function that has one, or the last of so few; empty for others."""
+    code = code_of(function)
+    if code is None or layer(code.co_filename) != 2:
+        return ""
+    line = str(place_of(code.co_filename, first_line(code)))
+    found = statement_at(line)
+    if code.co_name == "<lambda>":
+        return line
+    body = found[1].body if found is not None and isinstance(found[1], FUNCTIONS) else []
+    body = body[1:] if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) else body
+    short = len(body) == 1 or (1 < len(body) <= most and isinstance(body[-1], ast.Return) and not _applies(body[-1]))
+    return found[0].text(body[-1]) if found is not None and short else ""
+
+
+def _applies(statement: ast.AST) -> bool:
+    """Whether a statement calls a ``torch.autograd.Function``, whose own methods may be at fault."""
+    return any(isinstance(n, ast.Call) and called_name(n) == "apply" for n in ast.walk(statement))
+
+
+def loop_of(line: str) -> str:
+    """The first loop or ``yield`` of the function that begins at a line, else what it returns."""
+    found = statement_at(line)
+    if found is None or not isinstance(found[1], FUNCTIONS):
+        return ""
+    source, function = found
+    kinds: tuple[Any, ...]
+    for kinds in ((ast.For, ast.While), (ast.Expr,), (ast.Return,)):
+        for node in ast.walk(function):
+            if isinstance(node, kinds) and (
+                not isinstance(node, ast.Expr) or isinstance(node.value, (ast.Yield, ast.YieldFrom))
+            ):
+                return source.text(node)
+    return ""
