@@ -632,7 +632,7 @@ for name, faulty, said in (
         "data_order",
         "labels_apart",
         culprits=("batch[0]", "batch[1]"),
-        change="def collate",
+        change="return 0.8 * x",
         mentions=(said,),
         faulty=faulty,
         fixed=mixes(1),
