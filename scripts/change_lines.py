@@ -5,6 +5,7 @@ python scripts/change_lines.py --folder FOLDER REPORT.json [--show]
 
 The faulty loop of each pair is judged by the pair's own check. Its ``change`` is *right* where it is a line of the
 edit: a line that only the faulty source has, or the statement before, after or around what only the repaired one has.
+An inserted statement may be anywhere in its block up to one that uses its names, or that trains, steps or zeroes.
 Both loops of a pair are mostly one function that got other values, so the edit is every statement that uses such a
 value, up to the function that it is passed to. Where the twins share no source, the pair is not measured.
 ``--folder`` reads files ``*_bad.py`` with ``*_good.py`` next to them and a report of ``--trainloop-json``.

@@ -91,7 +91,8 @@ CAUSES = {
             "several": {
                 "shown_by": "one target at a time was given another value: targets of one row meet outputs of several "
                 "rows",
-                "repair": "transpose both outputs and targets before this line, or neither: scores.transpose(0, 1)",
+                "repair": "transpose both outputs and targets before they are compared, or neither: "
+                "scores.transpose(0, 1)",
             },
             "mixed": {
                 "measured": "row {label} is mixed into other rows, and {target} of it changes the gradient of row "

@@ -116,11 +116,11 @@ def of_epochs(stream: Stream) -> Iterator[Finding]:
         yield found("one_batch_only", source, (source.name,), "begun again", batches=len(batches))
     elif source.trains and _one_batch(batches, name) and not (stream.is_loader and length(source.of) == 1):
         # a loader of one batch an epoch gives all its data (odd: full_batch)
-        facts = {"batches": len(batches), "change": _index_of(stream)}
-        yield found("one_batch_only", source, (source.name,), level="advice", **facts)
+        change = _index_of(stream)
+        yield found("one_batch_only", source, (source.name,), level="advice", batches=len(batches), change=change)
     elif len(runs) > 1 and len(set(runs)) == 1 and 1 < runs[0] >= last:
-        facts = {"times": runs[0], "change": _index_of(stream)}
-        yield found("batch_repeats", source, (source.name,), level="advice", **facts)
+        change = _index_of(stream)
+        yield found("batch_repeats", source, (source.name,), level="advice", times=runs[0], change=change)
     if source.trains and epochs and len(epochs[0].batches) > 2 and not any(epoch.draws for epoch in epochs):
         yield from _sorted_by_label(stream, epochs[0])
 

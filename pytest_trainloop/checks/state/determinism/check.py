@@ -71,7 +71,7 @@ CAUSES = {
     "unseeded_random": Cause(
         proof="two child processes that begin from one state and one seed come to different bits",
         repair=(
-            "generator = np.random.default_rng(seed), once, where the loop is built, and draw from it here (or "
+            "generator = np.random.default_rng(seed), once, where the loop is built, and draw from it (or "
             "torch.Generator().manual_seed(seed), random.Random(seed)); take no number from time, uuid or the system"
         ),
         do_not="call default_rng(seed) at each draw: every call would give the same numbers",

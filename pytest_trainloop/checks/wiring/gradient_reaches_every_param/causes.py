@@ -331,7 +331,7 @@ CAUSES = {
         ),
         shown_by="the adapted weight and its adapter both receive gradients",
         repair=(
-            "base.requires_grad_(False) before this line, or pass only the adapters to the optimizer: "
+            "base.requires_grad_(False) before the optimizer is built, or pass only the adapters to it: "
             "(p for n, p in model.named_parameters() if 'lora' in n)"
         ),
         explains=("frozen_stays_frozen",),

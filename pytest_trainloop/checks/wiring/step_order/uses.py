@@ -183,7 +183,7 @@ def empty_steps(_evidence: Evidence, ledger: Ledger) -> About:
             continue
         first = lost[0].backward
         names = record.names(set().union(*(mine & p.cleared for p in lost)))
-        facts = {"empty": len(empty), "steps": len(steps), "lost": len(lost)}
+        facts: dict[str, Any] = {"empty": len(empty), "steps": len(steps), "lost": len(lost)}
         clearing = ledger.after(first.at, mine, "cleared")
         until = clearing.at if clearing else math.inf
         zeros = next((s for s in empty if first.until < s.at < until), None)
@@ -269,12 +269,12 @@ def added_again(_evidence: Evidence, ledger: Ledger) -> About:
             continue
         first = next(iter(by_tensor.values()))
         wrong = _cleared_elsewhere(ledger, set(by_tensor), index, first[-1].at)
-        facts = {
+        facts: dict[str, Any] = {
             "again": max(len({s.at for s in steps}) for steps in by_tensor.values()),
             "steps": sum(w.optimizer == index for w in ledger.windows),
         }
         if first[0].in_backward:  # a hook steps, and zeroes
-            facts["change"] = str(first[0].place)
+            facts |= {"change": str(first[0].place), "repair": "optimizer.zero_grad() right after this line"}
         cause, at = ("wrong_object_zeroed", wrong) if wrong else ("not_zeroed", first[0])
         yield {index}, found(cause, at, record.names(by_tensor), **facts)
 
@@ -421,7 +421,7 @@ def cleared_inside(ledger: Ledger, accumulate: int = 0) -> Iterator[Finding]:
         if (own_batches or size == accumulate) and all(p.finite() for p in lost):
             clearing = ledger.after(lost[0].at, lost[0].cleared, "cleared")
             at, by = (clearing.event, clearing.event.by) if clearing else (lost[0].backward, "zero_grad()")
-            facts = {"lost": cleared[0], "size": size, "all_lost": len(lost), "passes": len(passes)}
+            facts: dict[str, Any] = {"lost": cleared[0], "size": size, "all_lost": len(lost), "passes": len(passes)}
             facts["change"] = call_in_function_of(at.site, lost[0].backward.site)
             yield found("zeroed_inside_window", at, (by,), **facts)
             return
