@@ -146,6 +146,11 @@ def call_in_function_of(site: Site, other: Site) -> str:
     return str(place_of(*line)) if line is not None and line != site[0] else ""
 
 
+def call_of_helper(site: Site, other: Site) -> str:
+    """The line that calls the function of a call site, where another call site goes through a function further out."""
+    return str(place_of(*site[1])) if len(site) > 1 and call_in_function_of(site, other) else ""
+
+
 def _function_of(at: tuple[str, int]) -> tuple[str, int] | None:
     found = statement_at(str(place_of(*at)))
     function = None if found is None else found[0].function(found[1])

@@ -128,7 +128,8 @@ class InsideFit:
             "raised": False,
             "component": COMPONENT.get(taken.difference.leaf.kind, some(names)),
         }
-        if not re.search(r"self\.\w+(\s*[-+*/]?=[^=]|\.\w+_\()", left.where):  # else the model writes it itself
+        by_the_model = re.search(r"self\.\w+(\s*[-+*/]?=[^=]|\.\w+_\()", left.where)
+        if cause != "window_cleared" and not by_the_model:
             facts["change"] = end_of(None, left.where, taken.function.removesuffix("()"))
         facts["tried"] = f"with {facts['component']} put back after {taken.function} training ends as without it"
         change = largest_change(left.end, without.end, _trained(without), same_tensor)

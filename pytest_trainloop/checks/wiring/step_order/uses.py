@@ -23,7 +23,7 @@ from pytest_trainloop.checks.wiring.step_order.further import (
 from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.instruments.records.clips import clips_by_site, late
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
-from pytest_trainloop.instruments.tracing.statements import call_in_function_of
+from pytest_trainloop.instruments.tracing.statements import call_of_helper
 from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.runs.further_runs import longer_run
 
@@ -191,7 +191,7 @@ def empty_steps(_evidence: Evidence, ledger: Ledger) -> About:
             writes = ledger.between(first.at, zeros.at, mine, "cleared", "assigned", "altered", "clipped")
             write = writes[-1].event if writes else None
             by, at = f"{write.by}()" if write and write.by else "a hook on the gradients", write or zeros
-            facts["change"] = call_in_function_of(at.site, first.site)
+            facts["change"] = call_of_helper(at.site, first.site)
             yield {optimizer.index}, found("zeroed_before_step", at, (by, *names), "zeros", by=by, **facts)
         elif steps[0].at < first.at:
             culprits = ("optimizer.step()", *names)
@@ -199,7 +199,7 @@ def empty_steps(_evidence: Evidence, ledger: Ledger) -> About:
         else:
             by, at = (clearing.event.by, clearing.event) if clearing else ("", first)
             culprits = (by or "zero_grad()", *names)
-            facts["change"] = call_in_function_of(at.site, first.site)
+            facts["change"] = call_of_helper(at.site, first.site)
             yield {optimizer.index}, found("zeroed_before_step", at, culprits, by=by or "zeroing", **facts)
 
 
@@ -356,7 +356,7 @@ def call_order(ledger: Ledger) -> Iterator[Finding]:
             facts = {"late": len(after), "clips": len(clips), "limit": "unknown" if limit is None else f"{limit:g}"}
             if step is not None:
                 repair += f" (step at line {step.place.line})"
-                facts["change"] = call_in_function_of(after[0].site, step.site)
+                facts["change"] = call_of_helper(after[0].site, step.site)
             yield found("clip_after_step", after[0], (by,), repair=repair, **facts)
     calls, raised = record.scaler_calls(), record.raised.summary if record.raised else ""
     whats = [c.what for c in calls]
@@ -422,7 +422,7 @@ def cleared_inside(ledger: Ledger, accumulate: int = 0) -> Iterator[Finding]:
             clearing = ledger.after(lost[0].at, lost[0].cleared, "cleared")
             at, by = (clearing.event, clearing.event.by) if clearing else (lost[0].backward, "zero_grad()")
             facts: dict[str, Any] = {"lost": cleared[0], "size": size, "all_lost": len(lost), "passes": len(passes)}
-            facts["change"] = call_in_function_of(at.site, lost[0].backward.site)
+            facts["change"] = call_of_helper(at.site, lost[0].backward.site)
             yield found("zeroed_inside_window", at, (by,), **facts)
             return
 
