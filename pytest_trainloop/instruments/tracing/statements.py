@@ -177,7 +177,8 @@ def end_of(evaluate: Any, line: str, name: str = "") -> str:
         return ""
     loads = [n for n in ast.walk(function) if isinstance(n, ast.Call) and called_name(n) == "load_state_dict"]
     last = max(loads, key=lambda n: n.lineno, default=None)
-    if last is not None and len(loads) > 1 and last.args:
+    sure = last is not None and not any(isinstance(n, ast.If) for n in source.above(last))
+    if last is not None and sure and len(loads) > 1 and last.args:
         return maker_of(source, last.args[0])
     block = [n for n in function.body if not isinstance(n, ast.Return)]
     while block and as_list(getattr(block[-1], "body", None)):

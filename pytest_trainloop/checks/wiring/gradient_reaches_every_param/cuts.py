@@ -21,8 +21,10 @@ from pytest_trainloop.checks.wiring.gradient_reaches_every_param.causes import f
 from pytest_trainloop.instruments.gradients.dependence import difference, roots_before_first_step, until_stepped
 from pytest_trainloop.instruments.gradients.tolerances import CANCELLATION
 from pytest_trainloop.instruments.tracing.cut_candidates import Candidate, Kind, Tracer
+from pytest_trainloop.instruments.tracing.definitions import value
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import name_of
+from pytest_trainloop.instruments.tracing.statements import without_gradients
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
@@ -184,7 +186,10 @@ def graph_cuts(
             line, other = uses
             yield found("graph_cut", at, names, "used twice", change=str(line), other=other, cut_at=by.place, **facts)
             continue
-        facts["change"] = "\n".join(dict.fromkeys(str(c.place) for c in (by, *cut.others)))
+        lines = [str(c.place) for c in (by, *cut.others)]
+        if off:  # what switches gradients off around the call, or around that of the loss
+            lines = [without_gradients(line) or without_gradients(value(str(at))) or line for line in lines]
+        facts["change"] = "\n".join(dict.fromkeys(lines))
         if by.kind == "detach" and cut.gradient is not None and (side := _other_side(evidence, names, cut)):
             repair = stopped_on(*side, op, by.place)
             yield found("graph_cut", at, names, "other side", repair=repair, **facts)

@@ -29,7 +29,7 @@ pair(
     "option_nobody_reads",
     culprits=('param_groups[1]["learning_rate"]',),
     where="return kind(groups, lr=rate), None",
-    change="return kind(groups, lr=rate), None",
+    change="groups = [",
     mentions=("lr=0.003 is in effect", '"lr": 0.01 in this group'),
     faulty=trained(grouped(learning_rate=1e-2)),
     fixed=trained(grouped(lr=1e-2)),
