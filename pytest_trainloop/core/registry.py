@@ -71,6 +71,7 @@ Part = Literal[
     "use of the score",
     "no_sync",
     "subtracted",
+    "part of the loss",
     "criterion",
     "class weights",
     "targets",
@@ -88,7 +89,8 @@ rows, or by which the batch was chosen, and the line that put its rows together;
 the last line that switched ``requires_grad`` on, or loaded weights; what made the generator that the line draws from;
 what reads the score that the line makes; what made the targets that the line compares; what gives the name of the line
 another value; what built the criterion that the line calls, and made its weights; the ``with``
-of ``no_sync()`` around the line; what made the value that the line subtracts."""
+of ``no_sync()`` around the line; what made the value that the line subtracts, and the part
+of the loss of the finding's name."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

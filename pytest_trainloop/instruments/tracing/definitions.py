@@ -246,6 +246,18 @@ def length_given(line: str) -> str:
     return source.text(before if before is not None else calls[0])
 
 
+def entry(line: str, key: str) -> str:
+    """The statement that made what the only dict of a file that has this key gives for it."""
+    found = statement_at(line)
+    dicts = [n for n in ast.walk(found[0].tree) if isinstance(n, ast.Dict)] if found is not None else []
+    given = [v for n in dicts for k, v in zip(n.keys, n.values, strict=True) if getattr(k, "value", None) == key]
+    if len(given) != 1 or found is None:
+        return ""
+    base = base_of(given[0])
+    before = assignment_of(found[0], base) if isinstance(base, ast.Name) else None
+    return found[0].text(found[0].statement(given[0].lineno) if before is None else before)
+
+
 def key_written(line: str, key: str) -> str:
     """The only statement of a file that writes this key into a dict."""
     found = statement_at(line)

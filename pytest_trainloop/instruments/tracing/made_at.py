@@ -227,6 +227,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.source_of_draws(seen)
         case "no_sync":
             return statements.unsynchronised(seen)
+        case "part of the loss":
+            return definitions.entry(seen, next(iter(names), ""))
         case "subtracted":
             return definitions.subtracted(seen)
         case "criterion":

@@ -82,6 +82,7 @@ CAUSES = {
             "of a comparison that are the same tensor; a mask or a margin that lets nothing through"
         ),
         settle="a term that is off for now: declare its weight, (0.0, value)",
+        change=("part of the loss",),
         source="https://github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66",
     ),
     "something_unreported": Cause(

@@ -113,6 +113,7 @@ CAUSES = {
         source="https://github.com/lightly-ai/lightly/issues/2049",
     ),
     "statistics_updated_twice": Cause(
+        change=("seen",),
         proof="gradients agree, and buffers end with other values than without checkpointing",
         summary="{names} {names:are} updated once more each time that a checkpoint recomputes its function",
         measured="{buffer} is {on:.6g} with checkpointing and {off:.6g} without; the gradients agree",
