@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -91,6 +90,7 @@ def test_freezing_by_the_attribute_and_by_the_method_and_thawing():
     assert made.froze(["0.weight"]).endswith("p.requires_grad = False")
     assert made.froze(["1.weight"]).endswith("model[1].requires_grad_(False)")
     assert made.froze(["2.weight", "3.weight"]) == ""
+    assert made.thawed(["0.weight", "2.weight"]).endswith("model[2].requires_grad_(True)")
 
 
 def test_schedulers_scalers_loaders_and_casts():
@@ -140,14 +140,6 @@ def test_everything_is_put_back():
 
     made_at(make)
     assert before == patched()
-
-
-@pytest.mark.parametrize("name", ["optimizer", "scheduler", "scaler", "loader"])
-def test_a_run_that_was_only_observed_knows_nothing_without_its_instrument(name):
-    from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.runs.single_run import SingleRun
-
-    assert getattr(MadeAt.of(SingleRun(Record())), name)() == ""
 
 
 def test_a_script_that_is_observed_has_its_lines_too():
