@@ -9,7 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.recording.record import Record
 from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop.runs.single_run import SingleRun
 from tests.loops import plain
 
 
@@ -140,6 +142,10 @@ def test_everything_is_put_back():
 
     made_at(make)
     assert before == patched()
+
+
+def test_a_run_that_was_only_observed_knows_nothing_without_its_instrument():
+    assert MadeAt.of(SingleRun(Record())).optimizer() == ""
 
 
 def test_a_script_that_is_observed_has_its_lines_too():
