@@ -162,15 +162,16 @@ def first_argument(line: str) -> str:
 
 
 def source_of_draws(line: str) -> str:
-    """The statement that made the object which the one at a line calls a method of, as a generator; else the line."""
+    """The statement that made the generator which the one at a line draws from, or the line itself; empty where nothing
+    in it has the name of a draw."""
     found = statement_at(line)
     for node in nodes_within(found[1]) if found is not None else ():
         owner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        if isinstance(owner, ast.Name) and re.search(r"rng|gen|random|draw", owner.id) and found is not None:
-            before = assignment_of(found[0], owner)
-            if before is not None:
-                return found[0].text(before)
-    return line
+        drawn = f"{getattr(owner, 'id', '')}.{called_name(node)}" if isinstance(node, ast.Call) else ""
+        if found is not None and re.search(r"rng|gen|rand|draw|normal|uniform|choice|shuffle|uuid|time", drawn):
+            before = assignment_of(found[0], owner) if isinstance(owner, ast.Name) else None
+            return line if before is None else found[0].text(before)
+    return ""
 
 
 def value(line: str, method: str = "backward") -> str:
