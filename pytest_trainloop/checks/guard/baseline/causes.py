@@ -24,7 +24,7 @@ _GRADIENTS_OF = "the gradients of step {step} are those of the baseline"
 LINES: dict[str, tuple[Part, ...]] = {
     "data": ("data", "loader"),
     "rows": ("loader",),
-    "loss": ("seen",),
+    "loss": ("loss", "seen"),
     "rate": ("scheduler", "optimizer"),
     "update": ("step", "optimizer"),
     "buffer": ("module",),
