@@ -87,7 +87,7 @@ def test_under_xdist_nothing_is_measured_and_the_end_says_so(run):
     pytest.importorskip("xdist")
     result = run("--trainloop-benchmark", "-n", "1")
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["trainloop: nothing was measured: tests run beside each other under -n*"])
+    result.stdout.fnmatch_lines(["trainloop: nothing was measured: tests run at the same time under -n*"])
 
 
 def test_a_saved_run_is_compared_and_a_slower_one_fails(run, pytester):

@@ -59,7 +59,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     unittest = sys.modules.get("unittest")
     try:
         made = yield
-        # type(obj), since a mock claims to be an instance of whatever it stands for
+        # type(obj), since a mock claims to be an instance of whatever it replaces
         if unittest is not None and issubclass(type(obj), type) and issubclass(cast("type", obj), unittest.TestCase):
             from pytest_trainloop.frontends.plugin import collect
 

@@ -101,7 +101,7 @@ def _baselines(config: pytest.Config, *, worker: bool) -> None:
             )
     if config.getoption("trainloop_update") and config.getoption("trainloop_update_new"):
         raise pytest.UsageError(
-            "--trainloop-update and --trainloop-update-new are given: the first records every selected loop anew, the "
+            "--trainloop-update and --trainloop-update-new are given: the first records every selected loop again, the "
             "second those that are not recorded yet; one of them is needed"
         )
     if not config.getoption("trainloop"):

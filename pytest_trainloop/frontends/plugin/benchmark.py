@@ -56,7 +56,7 @@ def not_measured(config: pytest.Config) -> str:
     if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
         return "--benchmark-disable is given"
     if config.getoption("dist", "no") != "no":
-        return "tests run beside each other under -n, which slows them down; run the benchmarks without it"
+        return "tests run at the same time under -n, which slows them down; run the benchmarks without it"
     return ""
 
 

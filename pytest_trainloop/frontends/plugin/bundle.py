@@ -50,7 +50,7 @@ _DROPPED = (
     *("--exitfirst", "--pdb", "--trace", "--benchmark", "--dist", "--numprocesses", "--tx", "--durations", "--color"),
     *("--verbose", "--quiet", "--no-header", "--no-summary", "--tb", "--deselect", "--ignore", "--pyargs", "--capture"),
 )
-"""Long options that choose tests, shape or write what is told, or that a script gives itself."""
+"""Long options that choose tests, shape or write what is reported, or that a script gives itself."""
 
 _TAKE_A_WORD = ("-k", "-m", "-n", "-c", "-r")
 """Short ones, with a word of their own or behind them."""
@@ -173,7 +173,7 @@ def session_of(config: pytest.Config) -> Session:
 
 def kept(words: Sequence[str], tests: Sequence[str]) -> Iterator[str]:
     """The words of a command line that bear on what a test does: not those that name tests, choose among them, or say
-    what is told and written."""
+    what is reported and written."""
     left = iter(words)
     for word in left:
         name, equals, _ = word.partition("=")

@@ -1,4 +1,4 @@
-"""``--trainloop-card``: an item for each loop that takes its card, and the stored cards beside the tests.
+"""``--trainloop-card``: an item for each loop that takes its card, and the stored cards next to the tests.
 
 The item comes behind the checks of its loop, uses their runs and results, and always passes. The card travels on its
 report to whoever prints it: a stored card is read and written there, by one process.
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Count cards apart from passed tests: a card checks nothing."""
+    """Do not count cards as passed tests: a card checks nothing."""
     made = report.when == "call" and report.passed and check_in(report.nodeid) == CARD
     return ("cards", "c", "CARD") if made and PROPERTY in dict(report.user_properties) else None
 

@@ -27,7 +27,7 @@ HIDDEN = "trainloop_check"
 
 
 REFUSED = "trainloop-refused"
-"""The key in the user properties of an item that stands for what was refused."""
+"""The key in the user properties of an item in the place of what was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 class RefusedItem(pytest.Item):
-    """Stands for what was refused, and fails with the sentence, so that all other tests run."""
+    """An item in the place of what was refused: it fails with the sentence, so that all other tests run."""
 
     def __init__(self, *, sentence: str, line: int, first: str = "", **given: Any) -> None:
         super().__init__(**given)

@@ -1,6 +1,6 @@
 """``trainloop_xfail`` in the ini file: strict over a whole run, since it is about the project and not each loop.
 
-What no loop shows any more is told at the end, and the session fails. A run of a part of the tests says nothing: what
+What no loop shows any more is listed at the end, and the session fails. A run of a part of the tests says nothing: what
 is expected may be in the rest.
 """
 

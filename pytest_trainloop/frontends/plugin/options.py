@@ -41,7 +41,7 @@ def add(parser: pytest.Parser) -> None:
     option(
         "--trainloop-update",
         action="store_true",
-        help="record the baselines of the selected loops anew; with --trainloop-card store the cards too",
+        help="record the baselines of the selected loops again; with --trainloop-card store the cards too",
     )
     option(
         "--trainloop-update-new",

@@ -1,4 +1,4 @@
-"""Where what is stored of a loop lies: beside its test file, a folder a test file, a file a loop."""
+"""Where what is stored of a loop lies: next to its test file, a folder a test file, a file a loop."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def name_of(loop: str, otherwise: str = "") -> str:
 
 
 def shown(file: Path, root: Path) -> str:
-    """A file relative to the root directory, as it is told."""
+    """A file relative to the root directory, as it is shown."""
     return Path(os.path.relpath(file, root)).as_posix()

@@ -39,7 +39,7 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
-        """Before the report is told: xdist's own has no phase and no result."""
+        """Before the report is shown: xdist's own has no phase and no result."""
         check = check_in(crashitem)
         if check in NO_CHECKS or check in registry.registered():
             died = deaths.died(crashitem, self._place(crashitem), _exit_code(report.node), "-n0 ")

@@ -139,7 +139,7 @@ def baseline(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
             marks=(*marks, *gaps(drawn)),
         )
     yield from _map(
-        found.apart,
+        found.gap,
         key="baseline_gradients",
         title="Gradients that are not those of the baseline",
         look="Nothing has a value; rows that have one first are where the change acts, and all others follow.",

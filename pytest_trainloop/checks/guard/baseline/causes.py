@@ -18,7 +18,7 @@ COMMAND = "pytest --trainloop --trainloop-only=baseline --trainloop-update TEST"
 
 ACCEPT = f"accept an intended change: {COMMAND}"
 
-_NUMBERS = "relative difference {apart:.2g} in {precision}, bound {bound:.1g}"
+_NUMBERS = "relative difference {gap:.2g} in {precision}, bound {bound:.1g}"
 _GRADIENTS_OF = "the gradients of step {step} are those of the baseline"
 
 LINES: dict[str, tuple[Part, ...]] = {
@@ -50,7 +50,7 @@ CAUSES = {
         variants={
             "data": {
                 "summary": "{names} has {text} at step {step}{rows:?; {rows}|}",
-                "measured": "{apart:?relative difference {apart:.2g}|{text}}",
+                "measured": "{gap:?relative difference {gap:.2g}|{text}}",
                 "shown_by": "the batch differs before the model reads it{earlier:?; the batches of the {earlier:step} "
                 "before are equal|}",
                 "repair": f"give the loop the batches of the baseline; or {ACCEPT}",

@@ -6,7 +6,7 @@ What it does
     ``pytest --trainloop --trainloop-update-new`` writes next to the test. A check alone never writes it.
 
 Why is this bad?
-    A refactor that is meant to keep the mathematics and does not is found weeks later, as a run that is a little worse
+    A refactor that should keep the mathematics and does not is found weeks later, as a run that is a little worse
     than the one before: an eps in a norm, a decayed bias, a mean that became a sum.
 
 How it decides

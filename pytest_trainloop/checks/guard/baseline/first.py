@@ -59,9 +59,9 @@ class Bounds:
         self._course, self._nudged, self._times = course, nudged, times
         self._moved: dict[tuple[str, str], list[tuple[int, float]]] | None = None
 
-    def exceeded(self, apart: float, where: tuple[str, str], step: int) -> bool:
+    def exceeded(self, gap: float, where: tuple[str, str], step: int) -> bool:
         """Whether a difference at this place and step is more than rounding."""
-        return apart > self.least and apart > self.at(where, step)
+        return gap > self.least and gap > self.at(where, step)
 
     def is_open(self, where: tuple[str, str], step: int) -> bool:
         """Whether rounding was found to move this place by any amount; False where no bound was needed."""
@@ -73,9 +73,9 @@ class Bounds:
             self._moved = defaultdict(list)
             for other, later in self._nudged():
                 for mine, theirs in self._course.paired(other):
-                    for place, apart in _apart_by_place(mine, theirs):
-                        self._moved[place].append((mine.number + later, apart))
-        largest = max((apart for at, apart in self._moved.get(where, ()) if at <= step), default=0.0)
+                    for place, gap in _apart_by_place(mine, theirs):
+                        self._moved[place].append((mine.number + later, gap))
+        largest = max((gap for at, gap in self._moved.get(where, ()) if at <= step), default=0.0)
         bound = max(self.least, self._times * largest)
         return math.inf if bound > UNDECIDED else bound
 
@@ -110,7 +110,7 @@ class First:
     old: float = 0.0
     new: float = 0.0
     """Norms or values of the name that differs most."""
-    apart: float = 0.0
+    gap: float = 0.0
     """Its relative difference."""
     bound: float = 0.0
     ratio: float | None = None
@@ -211,8 +211,8 @@ class Comparison:
             found = replace(found, options=self._options(owner(found.names[0])))
         base = replace(found, ratio=None)
         if (data := _first_data(self.old.since(before), self.new.since(step))) is not None:
-            path, text, apart = data
-            return replace(base, stage="data", names=(path,), text=text, apart=apart, rows=self._rows(path))
+            path, text, gap = data
+            return replace(base, stage="data", names=(path,), text=text, gap=gap, rows=self._rows(path))
         if (call := self._call(base)) is not None:
             return call
         loss = self._loss(before, step)
@@ -222,11 +222,11 @@ class Comparison:
         if not before.losses or not step.losses:
             return None
         a, b = sum(before.losses), sum(step.losses)
-        apart = number_distance(a, b)
-        if not self.bounds.exceeded(apart, ("loss", ""), step.number):
+        gap = number_distance(a, b)
+        if not self.bounds.exceeded(gap, ("loss", ""), step.number):
             return None
         bound = self.bounds.at(("loss", ""), step.number)
-        return First("loss", step, before, ("loss",), (), a, b, apart, bound, b / a if a else None)
+        return First("loss", step, before, ("loss",), (), a, b, gap, bound, b / a if a else None)
 
     def _tensors(
         self, kind: Literal["gradient", "weights"], before: Step, step: Step, whole: float | None = None
@@ -235,22 +235,22 @@ class Comparison:
         differ: list[tuple[Match, float, float, float]] = []
         agree: list[str] = []
         for match, a, b in self._digests(kind, before, step):
-            apart = distance(a, b)
+            gap = distance(a, b)
             if whole is not None:
-                apart *= max(a.norm, b.norm) / whole if whole else 0.0
-            if all(self.bounds.exceeded(apart, (kind, name), step.number) for name in match.new):
-                differ.append((match, a.norm, b.norm, apart))
+                gap *= max(a.norm, b.norm) / whole if whole else 0.0
+            if all(self.bounds.exceeded(gap, (kind, name), step.number) for name in match.new):
+                differ.append((match, a.norm, b.norm, gap))
             else:
                 agree += match.new
         if not differ:
             return None
-        match, old, new, apart = max(differ, key=lambda entry: entry[3])
+        match, old, new, gap = max(differ, key=lambda entry: entry[3])
         factors = [b / a for _, a, b, _ in differ if a and b]
         one_factor = len(factors) == len(differ) and max(factors) - min(factors) <= 1e-6 * abs(factors[0])
         names = tuple(name for one, *_ in differ for name in one.new)
         bound = max(self.bounds.at((kind, name), step.number) for name in match.new)
         ratio = factors[0] if one_factor else None
-        return First("gradient", step, before, names, tuple(agree), old, new, apart, bound, ratio)
+        return First("gradient", step, before, names, tuple(agree), old, new, gap, bound, ratio)
 
     def _digests(self, kind: str, before: Step, step: Step) -> Iterator[tuple[Match, Digest, Digest]]:
         """Digests of both; a gradient that is not there counts as zero where the other one is."""
@@ -268,8 +268,8 @@ class Comparison:
         if not other:
             return None
         old, new = mine[other[0][0]], theirs[other[0][1]]
-        names, apart = tuple(dict.fromkeys(b for _, b in other)), number_distance(old, new, self._top_rate)
-        return First("rate", step, before, names, (), old, new, apart, RATE, new / old if old else None)
+        names, gap = tuple(dict.fromkeys(b for _, b in other)), number_distance(old, new, self._top_rate)
+        return First("rate", step, before, names, (), old, new, gap, RATE, new / old if old else None)
 
     def _call(self, base: First) -> First | None:
         """The first call of a module, of those that both have, that gave something else; children come before parents.
@@ -287,14 +287,14 @@ class Comparison:
         agree: dict[str, None] = {}
         pairs = self._calls(before, step)
         for place, (old, new, times) in enumerate(pairs):
-            apart = _call_apart(old.gave, new.gave, times)
+            gap = _call_apart(old.gave, new.gave, times)
             if new.path in unlike:
                 continue
-            if not bounds.exceeded(apart, ("gave", new.path), step.number):
+            if not bounds.exceeded(gap, ("gave", new.path), step.number):
                 agree.setdefault(new.path)
                 continue
             others = [(distance(old.gave, o.gave), o.path) for o in step.calls if old.kind != new.kind]
-            if any(not bounds.exceeded(apart, ("gave", path), step.number) for apart, path in others):
+            if any(not bounds.exceeded(gap, ("gave", path), step.number) for gap, path in others):
                 continue  # modules without weights changed places: another one gives this now
             around = (
                 later.path
@@ -309,7 +309,7 @@ class Comparison:
                 names=(new.path,),
                 calls=(old, new),
                 times=times,
-                apart=apart,
+                gap=gap,
                 agree=tuple(agree),
                 bound=bounds.at(("gave", new.path), step.number),
                 given_too=bounds.exceeded(given, ("given", new.path), step.number),
@@ -399,12 +399,12 @@ def _summed(calls: Sequence[Call]) -> Call:
 def _call_apart(old: Digest, new: Digest, times: tuple[int, int]) -> float:
     """How far what a module gave in a step is from what it gave; called more often it may give the rows in parts, or
     the same each time."""
-    apart = distance(old, new)
+    gap = distance(old, new)
     if times[0] == times[1] or not all(times):
-        return apart
+        return gap
     factor = times[1] / times[0]
     repeated = Digest(old.squares * factor, None if old.total is None else old.total * factor)
-    return min(apart, distance(repeated, new.unordered))
+    return min(gap, distance(repeated, new.unordered))
 
 
 def _first_data(old: Sequence[Sequence[Leaf]], new: Sequence[Sequence[Leaf]]) -> tuple[str, str, float] | None:
@@ -430,10 +430,10 @@ def _batch(old: Sequence[Leaf], new: Sequence[Leaf], *, joined: bool = False) ->
         floating = [one.dtype.startswith(("float", "bfloat", "complex")) for one in (before, leaf)]
         if floating[0] != floating[1]:
             return leaf.path, f"{leaf.dtype} (in the baseline {before.dtype})", 0.0
-        apart = distance(before.values, leaf.values)
-        if apart > DATA:
+        gap = distance(before.values, leaf.values)
+        if gap > DATA:
             moved = distance(sum_of([before.values]), sum_of([leaf.values])) <= DATA
-            return leaf.path, "the same values in another order" if moved else "other values", apart
+            return leaf.path, "the same values in another order" if moved else "other values", gap
     gone = [path for path in known if path not in paths]
     return (gone[0], "the baseline has it, and the batch no longer does", 0.0) if gone else None
 

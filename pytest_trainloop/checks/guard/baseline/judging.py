@@ -64,7 +64,7 @@ class Reported:
         self.inside = ""
         """The innermost module around the first output that differs whose own input does not differ."""
         self.old, self.new = Line(), Line()
-        self.apart: dict[str, dict[int, float]] = {}
+        self.gap: dict[str, dict[int, float]] = {}
         """By parameter and step how far the gradients differ, relative to their own size; 0 up to rounding and before
         the first step that differs."""
 
@@ -76,7 +76,7 @@ class Reported:
             line.losses = {step.number: sum(step.losses) for step in course.steps if step.losses}
             squares = {s.number: sum(g.squares for g in s.gradients.values()) for s in course.steps if s.gradients}
             line.norms = {number: value**0.5 for number, value in squares.items()}
-        self.apart = {
+        self.gap = {
             name: {n: d if d > comparison.bounds.rounding and n >= self.step else 0.0 for n, d in steps.items()}
             for name, steps in comparison.gradients_apart().items()
         }
@@ -127,8 +127,8 @@ def changes(old: Trajectory, new: Trajectory) -> tuple[str, ...]:
         ("threads", a.threads, b.threads),
         ("instructions of the CPU", a.cpu, b.cpu),
     )
-    if apart := tuple(f"{what}: {now}, {then} before" for what, then, now in rows if then != now):
-        return apart
+    if changed := tuple(f"{what}: {now}, {then} before" for what, then, now in rows if then != now):
+        return changed
     if not_comparable(old, new):
         return ()
     try:
@@ -176,8 +176,8 @@ class _Judged:
                     rest = drawn if start.drawn else "all other weights begin as in the baseline"
                     finding = found("initial_weights_differ", "", start.scaled, text=start.text, rest=rest)
                 else:
-                    names, told = start.drawn, {"tensors": len(start.drawn), "first": start.drawn[0]}
-                    finding = found("initial_weights_differ", "", names, "other draws", **told)
+                    names, details = start.drawn, {"tensors": len(start.drawn), "first": start.drawn[0]}
+                    finding = found("initial_weights_differ", "", names, "other draws", **details)
                 yield self._with_line("start", finding)
             yield from (self._of_fact(fact, compared=False) for fact in others)
             return
@@ -266,64 +266,64 @@ class _Judged:
         if first is not None:
             place = PLACES[first.stage].format(some(first.names))
             shown = f"the numbers differ first at step {first.step.number}, {place}"
-            numbers = f"relative difference {first.apart:.2g} in {self.precision}, bound {first.bound:.1g}"
-            numbers = f"step {first.step.number}" if first.stage == "data" and not first.apart else numbers
+            numbers = f"relative difference {first.gap:.2g} in {self.precision}, bound {first.bound:.1g}"
+            numbers = f"step {first.step.number}" if first.stage == "data" and not first.gap else numbers
             measured = f"{fact.measured}; {numbers}"
             where = where or ("" if fact.kind == "parameters" else first.step.where)
         elif not compared:
             shown = "it shows before the first step; from other weights the steps cannot be compared"
-        told: dict[str, Any] = {"summary": fact.summary, "measured": measured, "shown": shown}
-        told |= {"repair": f"{fact.repair}; or {ACCEPT}"} if fact.repair else {}
-        return self._with_line(fact.kind, found("setup_differs", where, fact.culprits, fact.kind, **told))
+        details: dict[str, Any] = {"summary": fact.summary, "measured": measured, "shown": shown}
+        details |= {"repair": f"{fact.repair}; or {ACCEPT}"} if fact.repair else {}
+        return self._with_line(fact.kind, found("setup_differs", where, fact.culprits, fact.kind, **details))
 
     def _unseen(self, fact: Fact) -> Finding:
         """A note on what no recorded step can show."""
-        told = {"summary": f"{fact.summary}: {fact.unseen}", "measured": fact.measured}
+        details = {"summary": f"{fact.summary}: {fact.unseen}", "measured": fact.measured}
         shown = "the recorded steps do not need it: gradients, learning rates and updates are those of the baseline"
-        told |= {"shown": shown, "level": "note", "repair": f"call it again, or {ACCEPT}"}
-        return self._with_line(fact.kind, found("setup_differs", fact.where, fact.culprits, fact.kind, **told))
+        details |= {"shown": shown, "level": "note", "repair": f"call it again, or {ACCEPT}"}
+        return self._with_line(fact.kind, found("setup_differs", fact.where, fact.culprits, fact.kind, **details))
 
     def _of_first(self, first: First) -> Finding:
         """The first place that differs, where no fact explains it."""
-        step, told = first.step, dict[str, Any]()
+        step, details = first.step, dict[str, Any]()
         where, names, variant = step.where, first.names, str(first.stage)
-        told = {"step": step.number, "old": first.old, "new": first.new, "precision": self.precision}
-        told |= {"apart": first.apart, "bound": first.bound, "parameters": len(names)}
-        told["ratio"] = "" if first.ratio is None else f", factor {first.ratio:.6g}"
+        details = {"step": step.number, "old": first.old, "new": first.new, "precision": self.precision}
+        details |= {"gap": first.gap, "bound": first.bound, "parameters": len(names)}
+        details["ratio"] = "" if first.ratio is None else f", factor {first.ratio:.6g}"
         if first.stage == "data":
             names, where = names[:1], ""
-            told |= {"text": first.text, "rows": first.rows, "earlier": step.number - 1}
+            details |= {"text": first.text, "rows": first.rows, "earlier": step.number - 1}
         elif first.calls is not None:
             names = (names[0] or "the model",)
-            variant, where = _of_output(first, first.calls, names[0], told)
+            variant, where = _of_output(first, first.calls, names[0], details)
         elif first.stage == "loss":
             was, now = _losses(first.before), _losses(step)
             called = now.partition("(")[0] if now and ", " not in now else ""
             functions = f"; called are {now or 'none of torch'}, in the baseline {was or 'none of torch'}"
-            told |= {"called": called, "factor": _factor(first.ratio), "silent": first.gone}
-            told |= {
+            details |= {"called": called, "factor": _factor(first.ratio), "silent": first.gone}
+            details |= {
                 "functions": "" if was == now else functions,
                 "again": len(step.losses) != len(first.before.losses),
             }
-            told |= {"passes": len(step.losses), "before": len(first.before.losses)}
+            details |= {"passes": len(step.losses), "before": len(first.before.losses)}
             names = (*first.gone, "loss")
             where = _line(step, *(now.split(", ") if now else ["backward"])) or where
         elif first.stage == "gradient":
-            told |= _of_gradient(first)
-            where = _line(step, *(("clip_",) if told["clip"] else ("backward", "autograd"))) or where
+            details |= _of_gradient(first)
+            where = _line(step, *(("clip_",) if details["clip"] else ("backward", "autograd"))) or where
         elif first.stage == "update":
             name, was_moved, moved = names[0], first.before.updates, step.updates
             both = name in was_moved and name in moved
             sizes = f"|update of {name}| {moved[name]:.4g}, {was_moved[name]:.4g} in the baseline; " if both else ""
-            told["sizes"] = sizes
+            details["sizes"] = sizes
         elif first.stage == "buffer":
             models = _models(first.before), _models(step)
             options = _said_options(first, names[0].rpartition(".")[0])
             again = f"the model is called {_times(models[1])} a step, in the baseline {_times(models[0])}"
             again = again if models[0] != models[1] else ""
-            told |= {"why": options or again, "first": names[0], "several": len(names) > 1}
+            details |= {"why": options or again, "first": names[0], "several": len(names) > 1}
             where = _line(step, "forward of") if again and not options else ""
-        return found("steps_differ", where, names, variant, **told)
+        return found("steps_differ", where, names, variant, **details)
 
     def _with_line(self, kind: str, finding: Finding) -> Finding:
         """The finding with the line to change. Of an output it is the line that calls the model, the one of ``forward``
@@ -352,10 +352,10 @@ WRITTEN = "or something writes to its weights between two steps"
 ALREADY = "already has another input"
 
 
-def _of_output(first: First, calls: tuple[Call, Call], path: str, told: dict[str, Any]) -> tuple[str, str]:
+def _of_output(first: First, calls: tuple[Call, Call], path: str, details: dict[str, Any]) -> tuple[str, str]:
     """The variant and the line of an output that differs; its facts are added."""
     (old, new), step, agree = calls, first.step, first.agree
-    told |= {"path": path, "new": new.gave.norm, "old": old.gave.norm}
+    details |= {"path": path, "new": new.gave.norm, "old": old.gave.norm}
     if first.times[0] != first.times[1]:  # each call gets other rows
         models = _models(first.before), _models(step)
         what, (then, now) = ("the model", models) if models[0] != models[1] else (path, first.times)
@@ -364,8 +364,8 @@ def _of_output(first: First, calls: tuple[Call, Call], path: str, told: dict[str
             why = f"{path} draws other random numbers"
         elif new.training and "BatchNorm" in new.kind:
             why = f"{path} takes the statistics of other rows"
-        told |= {"what": what, "now": _times(now), "then": _times(then), "why": why}
-        told |= {"calls": first.times[1], "before": first.times[0]}
+        details |= {"what": what, "now": _times(now), "then": _times(then), "why": why}
+        details |= {"calls": first.times[1], "before": first.times[0]}
         return "called again", _line(step, "forward of") or step.where
     before = f"; before it {some(agree, most=4)} {verb(agree, 'give')} the output of the baseline" if agree else ""
     by_loop, where = first.given_too and first.inside is None, ""
@@ -392,7 +392,7 @@ def _of_output(first: First, calls: tuple[Call, Call], path: str, told: dict[str
         where = _line(step, "train()" if new.training else "eval()", ends=True)
     elif by_loop:
         where = _line(step, "forward of")
-    told |= {"headline": headline, "other": other, "shown": shown}
+    details |= {"headline": headline, "other": other, "shown": shown}
     return "output", where
 
 

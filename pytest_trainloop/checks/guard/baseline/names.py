@@ -138,8 +138,8 @@ class Names:
     def _match_constants(self) -> None:
         """Zeros and ones: by their gradient, in modules that are known, then in order of their kind."""
         for name, tensor in list(self._old.items()):
-            alike = (n for n, t in self._new.items() if t.shape == tensor.shape and self._same(tensor, t))
-            if other := next((n for n in alike if self._same_slope(name, n)), None):
+            same_values = (n for n, t in self._new.items() if t.shape == tensor.shape and self._same(tensor, t))
+            if other := next((n for n in same_values if self._same_slope(name, n)), None):
                 self._take([name], [other], "renamed")
         for name, tensor in list(self._new.items()):
             parts = [n for n, t in self._old.items() if self._lies_with(n, t, name, tensor)]
@@ -182,8 +182,8 @@ class Names:
 
     def _lies_with(self, name: str, tensor: Tensor, other: str, now: Tensor) -> bool:
         """Whether two constants of one value and attribute lie in modules that hold the same tensors."""
-        alike = constant(tensor) and constant(now) and _attribute(name) == _attribute(other)
-        if not alike or not math.isclose(_entry(tensor), _entry(now), rel_tol=1e-6, abs_tol=1e-12):
+        same_values = constant(tensor) and constant(now) and _attribute(name) == _attribute(other)
+        if not same_values or not math.isclose(_entry(tensor), _entry(now), rel_tol=1e-6, abs_tol=1e-12):
             return False
         together = [m for m in self.matches if any(owner(n) == tensor.owner for n in m.old)]
         return any(owner(n) == now.owner for match in together for n in match.new)

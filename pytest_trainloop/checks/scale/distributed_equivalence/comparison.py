@@ -70,7 +70,7 @@ class Comparison:
         return cls(evidence, Composition.evenly(order, world * window).split(), world)
 
     def laid_out(self, layout: Layout) -> Comparison:
-        """The same rows, handed to the ranks in another way."""
+        """The same rows, given to the ranks in another way."""
         if layout not in self._layouts:
             self._layouts[layout] = Comparison(self._evidence, self.parts, self.world, layout)
         return self._layouts[layout]
@@ -237,20 +237,20 @@ class Comparison:
         before = vectors([{name: g[name] for name in names} for g in (self.expected, *self.got)])
         after = vectors([{name: g[name] for name in names & g.keys()} for g in read])
         same = all(agreement(before[0], got).difference <= self.bound for got in before[1:])
-        apart = any(agreement(after[0], got).difference > self.bound for got in after[1:])
-        return tuple(name for name in self.expected if name in names) if same and apart else ()
+        differ = any(agreement(after[0], got).difference > self.bound for got in after[1:])
+        return tuple(name for name in self.expected if name in names) if same and differ else ()
 
     @cached_property
     def wrong(self) -> frozenset[str]:
         """The parameters of which some rank reads another gradient than one process."""
         size = max(float(torch.linalg.vector_norm(v)) for v in vectors([self.expected, *self.got]))
-        apart = set()
+        differ = set()
         for got in self.got:
             for name in dict.fromkeys((*self.expected, *got)):
                 a, b = vectors([{name: g[name]} if name in g else {} for g in (self.expected, got)])
                 if float(torch.linalg.vector_norm(a - b)) > self.bound * size:
-                    apart.add(name)
-        return frozenset(apart)
+                    differ.add(name)
+        return frozenset(differ)
 
     def weights(self) -> tuple[Weights | None, float]:
         """How much each share weighs in what the ranks read of the wrong parameters, and the largest part of it that is

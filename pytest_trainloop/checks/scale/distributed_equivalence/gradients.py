@@ -195,10 +195,10 @@ class _Judge:
         return self._found(cause, (), variant, factor=factor, inverse=1 / factor, level=level)
 
     def _clipped(self, *, cuts: bool) -> Finding:
-        apart = self._made.clips_apart()
-        if apart is None:
+        clips = self._made.clips_apart()
+        if clips is None:
             return self._found("norm_of_one_shard", variant="after")
-        norms, norm, line = apart
+        norms, norm, line = clips
         shown = ", ".join(f"{n:.4g}" for n in norms)
         return self._found("norm_of_one_shard", (), "norms", line, norms=shown, norm=norm, cuts=cuts)
 

@@ -98,7 +98,7 @@ class OwnBatches:
             yield from first_batches(loop, RANKS * batches)[rank::RANKS]
 
         stream: Callable[[int, TrainLoop], Iterator[Any]] | None = None
-        if not self.shared_out:  # handed over in the same way on all ranks: with the same rows they would seem in step
+        if not self.shared_out:  # given in the same way on all ranks: with the same rows they would seem in step
             if "batches" in self._evidence.offers:
                 stream = every_nth
             else:
@@ -159,11 +159,11 @@ class OwnBatches:
             only = not any(True for _ in of_samplers(self.under_one_seed))
             yield by_seed(finding, "they are shared out") if only else finding
         if self.shared_out:
-            alike = 0 if same or self.makes_own else same_everywhere(self.under_one_seed)
-            if same or alike:
+            equal = 0 if same or self.makes_own else same_everywhere(self.under_one_seed)
+            if same or equal:
                 first = first_backward(self.results[0].require(), 0)
                 level, variant = ("fault", "") if same else ("advice", "seeded")
-                yield found("same_rows_on_every_rank", first or "", (), variant, same=same or alike, level=level)
+                yield found("same_rows_on_every_rank", first or "", (), variant, same=same or equal, level=level)
         yield from of_files(self.results)
 
     def _start(self, names: tuple[str, ...], *, parts: bool) -> Iterator[Finding]:
@@ -298,7 +298,7 @@ def starts_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
 
 
 def ends_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
-    """The weights and buffers that the ranks begin alike and that differ at the end, and did not come together again in
+    """The weights and buffers that the ranks begin equal and that differ at the end, and did not come together again in
     between."""
     last = differing(results, [result.states[-1] for result in results])
     if any(len(result.states) == 1 for result in results):  # some rank makes no step
@@ -307,8 +307,8 @@ def ends_apart(results: Sequence[RankResult]) -> tuple[str, ...]:
     # a forward pass may change buffers before the first step
     first = [r.states[0] | {name: v for name, v in r.entered.items() if name in r.buffers} for r in results]
     states = [first, *_at_once(results)[1:]]
-    alike = {name: [len({state.get(name) for state in at_once}) == 1 for at_once in states] for name in last}
-    return tuple(name for name, at in alike.items() if at[0] and at == sorted(at, reverse=True))
+    equal = {name: [len({state.get(name) for state in at_once}) == 1 for at_once in states] for name in last}
+    return tuple(name for name, at in equal.items() if at[0] and at == sorted(at, reverse=True))
 
 
 def come_together(results: Sequence[RankResult], names: Sequence[str]) -> bool:
@@ -343,23 +343,23 @@ def _at_once(results: Sequence[RankResult]) -> list[tuple[State, ...]]:
 def differing(results: Sequence[RankResult], sides: Sequence[State]) -> list[str]:
     """The names of which some entry differs by more than rounding."""
     dtypes = {plain(p.name): p.dtype for p in results[0].require().parameters}
-    apart = []
+    ending = []
     for name in sides[0]:
         read = [array("d", side.get(name, b"")) for side in sides]
         limit = ROUNDING.get(dtypes.get(name, "float32"), math.inf) * max(map(abs, read[0]), default=0.0)
         pairs = [pair for other in read[1:] for pair in zip(read[0], other, strict=False)]
         if all(len(other) == len(read[0]) for other in read) and any(abs(a - b) > limit for a, b in pairs):
-            apart.append(name)
-    return apart
+            ending.append(name)
+    return ending
 
 
 def of_parting(results: Sequence[RankResult]) -> Iterator[Finding]:
     """Weights that an optimizer steps and that part; else buffers and averages that do; norms by rank."""
     norms = {plain(s.name): plain(s.owner) for s in results[0].require().statistics}
     stepped = set().union(*(result.stepped for result in results))
-    apart = ends_apart(results)
-    weights = tuple(name for name in apart if name in stepped)
-    others = tuple(name for name in apart if name not in stepped and name not in norms)
+    ending = ends_apart(results)
+    weights = tuple(name for name in ending if name in stepped)
+    others = tuple(name for name in ending if name not in stepped and name not in norms)
     if weights and (bare := bypassed_steps(results, weights)):
         yield found("wrapper_bypassed", "", (), "steps", bare=len(bare), steps=len(results[0].called), step=bare[0] + 1)
     elif weights:
@@ -367,7 +367,7 @@ def of_parting(results: Sequence[RankResult]) -> Iterator[Finding]:
         yield found("weights_drift", line, weights, first=first)
     elif others:
         yield found("weights_drift", "", others, "state", level="advice")
-    if of_norms := tuple(dict.fromkeys(norms[name] for name in apart if name in norms)):
+    if of_norms := tuple(dict.fromkeys(norms[name] for name in ending if name in norms)):
         yield found("batch_norm_per_rank", "", of_norms, level="advice")
 
 
@@ -417,14 +417,14 @@ def steps_of(record: Record) -> list[Step]:
 def read_apart(records: Sequence[Record], steps: Sequence[Step], names: Sequence[str]) -> list[str]:
     """The parameters of which the ranks' steps read different gradients, by more than rounding."""
     read = [entries_of(r, s.reads[0].grads) if s.reads else {} for r, s in zip(records, steps, strict=True)]
-    apart = []
+    ending = []
     for name in names:
         held = [gradients[name] for gradients in read if name in gradients]
         if len(held) == len(read) and len(set(map(len, held))) == 1:
             limit = ROUNDING["float32"] * max(map(abs, held[0].tolist()), default=0.0)
             if any(bool(((other - held[0]).abs() > limit).any()) for other in held[1:]):
-                apart.append(name)
-    return apart
+                ending.append(name)
+    return ending
 
 
 def _all_zero(record: Record, step: Step, name: str) -> bool:

@@ -9,13 +9,13 @@ from pytest_trainloop.core.registry import Cause, finding_maker
 CHANGED = "{first} was {was} before {evaluation} and is {now} after it"
 RAISES = "fit then raises {raised}"
 ENDS = (
-    "after {rounds:further optimizer step} {weight} differs by {apart:share} of its largest entry from the run without "
+    "after {rounds:further optimizer step} {weight} differs by {gap:share} of its largest entry from the run without "
     "{evaluation}"
 )
 """What ``measured`` says: of what evaluation left, and of what training made of it."""
 
 ENDS_INSIDE = (
-    "after {rounds:optimizer step} {weight} differs by {apart:share} of its largest entry from the run with everything "
+    "after {rounds:optimizer step} {weight} differs by {gap:share} of its largest entry from the run with everything "
     "put back that {evaluation} changes"
 )
 
@@ -190,7 +190,7 @@ CAUSES = {
         summary="{dropout}, in evaluate()",
         measured="{measured}",
         repair="F.dropout(x, p, training=self.training)",
-        settle="training= written in the call says that dropout is meant there",
+        settle="training= written in the call says that dropout is wanted there",
         source="https://github.com/karpathy/nanoGPT/pull/240",
     ),
     "evaluation_raised": _seen(

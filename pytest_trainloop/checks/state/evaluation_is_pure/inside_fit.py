@@ -91,8 +91,8 @@ class InsideFit:
             self.undecided = "evaluations inside fit change training, perhaps on purpose"
 
     def _is_fault(self, cause: str, paths: list[str], left: Course) -> bool:
-        """Whether it cannot be meant: early stopping puts the best weights back, and centres or prototypes are
-        computed anew by a function that does nothing else."""
+        """Whether nobody wants it: early stopping puts the best weights back, and centres or prototypes are
+        computed again by a function that does nothing else."""
         if left.record.raised is not None:
             return False
         before, after = left.forwards

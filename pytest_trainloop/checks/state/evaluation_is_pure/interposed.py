@@ -176,7 +176,7 @@ class Cut:
         """One run, with those of the differences put back of which ``put_back`` says so.
 
         ``watched`` are paths: it is noted which line changes the first of them. ``to_cut`` leaves out what comes after
-        the cut, where ``fit`` is called anew there. ``times`` is how often ``evaluate()`` is called, ``displaced``
+        the cut, where ``fit`` is called again there. ``times`` is how often ``evaluate()`` is called, ``displaced``
         whether the weights are scaled before, ``again`` whether it is also called after the last step. Raises
         ``EvaluateRaised``.
         """

@@ -89,7 +89,7 @@ class Judgement:
         self.unresolved = ""
         """Why the cause of a difference is not known."""
         self.courses: RunComparison | None = None
-        """Training with ``evaluate()`` beside training without it, where the two differ."""
+        """Training with ``evaluate()`` and training without it, where the two differ."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Judgement:

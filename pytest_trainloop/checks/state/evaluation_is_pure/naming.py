@@ -44,13 +44,13 @@ def largest_change(
     same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> dict[str, Any]:
     """The weight that differs by most, and by which share of its largest entry; empty where none does."""
-    apart: dict[str, float] = {}
+    gaps: dict[str, float] = {}
     for name in sorted(trained):
         mine, theirs = end.get(name), other.get(name)
         if mine is not None and theirs is not None and mine.shape == theirs.shape and not same(mine, theirs):
-            apart[name] = float((mine.double() - theirs.double()).abs().max()) / (float(theirs.abs().max()) or 1.0)
-    weight = max(apart, key=lambda name: apart[name], default="")
-    return {"weight": weight, "apart": apart[weight]} if weight else {}
+            gaps[name] = float((mine.double() - theirs.double()).abs().max()) / (float(theirs.abs().max()) or 1.0)
+    weight = max(gaps, key=lambda name: gaps[name], default="")
+    return {"weight": weight, "gap": gaps[weight]} if weight else {}
 
 
 def names_of(group: Group, loop: TrainLoop) -> tuple[str, ...]:

@@ -53,8 +53,8 @@ def seeded_between(cut: Cut, first: Run, other: Run | None) -> Iterator[Finding]
     def left_alike(names: Iterable[str], another: Run | None) -> list[str]:
         if another is None:
             return []
-        apart = [name for name in names if first.entering[name] != another.entering.get(name)]
-        return [name for name in apart if first.leaving[name] == another.leaving.get(name)]
+        differ = [name for name in names if first.entering[name] != another.entering.get(name)]
+        return [name for name in differ if first.leaving[name] == another.leaving.get(name)]
 
     candidates = [name for name in first.entering if first.entering[name] != first.leaving[name]]
     if not candidates or not (first.seeded or left_alike(candidates, other)):
