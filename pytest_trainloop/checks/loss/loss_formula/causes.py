@@ -205,6 +205,33 @@ CAUSES = {
         },
         source="https://github.com/kaidic/LDAM-DRW/issues/6",
     ),
+    "terms_disagree": Cause(
+        proof=(
+            "two terms that compare the same outputs with the same targets are best at different outputs, and at the "
+            "same ones with one change before one of the terms"
+        ),
+        summary="this term ({two}) and {one}() compare the same outputs with the same targets, and no outputs suit both",
+        measured=(
+            "{starts} starts. Outputs that are trained freely on both terms keep at least {kept} of what each term alone "
+            "can lose. With the change below it is at most {left}"
+        ),
+        shown_by="the loop's own calls made again with other outputs, in float64; {one}() is at {beside}",
+        explains=LEARNING,
+        change=("seen",),
+        variants={
+            "outputs": {
+                "repair": "give this term {made}. Or change what {one}() is given, so that both read the outputs as one"
+            },
+            "sign": {
+                "summary": (
+                    "this term ({two}) and {one}() compare the same outputs with the same targets, and have opposite "
+                    "signs"
+                ),
+                "repair": "turn the sign of this term: subtract a score, and add a cost",
+            },
+        },
+        source="https://github.com/ScrollPrize/villa/pull/1644",
+    ),
     "turned_round": _of_form(
         proof=(
             "the loss equals a form with two arguments, labels or directions changed round, and not the textbook form"

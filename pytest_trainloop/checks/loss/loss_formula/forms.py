@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.loss.loss_formula.causes import found
 from pytest_trainloop.checks.loss.loss_formula.entries import entries
+from pytest_trainloop.checks.loss.loss_formula.opposed import opposed
 from pytest_trainloop.checks.loss.loss_formula.summands import summands
 from pytest_trainloop.checks.loss.loss_formula.values import (
     culprits_of,
@@ -50,6 +51,7 @@ def judged(evidence: Evidence) -> tuple[Finding, ...]:
     wrong: dict[tuple[str, str], Finding] = {}
     alone: dict[str, list[Match]] = {}
     known: Ruled = {}
+    compared: set[tuple[str, str]] = set()
     slices = evidence.shared(Tapes.of).slices
     for part in slices:
         step = Step(part, slices)
@@ -60,6 +62,7 @@ def judged(evidence: Evidence) -> tuple[Finding, ...]:
         mistakes = [finding for match in formed for finding in _judge(match, step, evidence)]
         # of a slice without a wrong form, what needs no textbook form
         mistakes = mistakes or [*entries(part, step, evidence), *summands(part, evidence)]
+        mistakes = mistakes or [*opposed(part, step, evidence, compared)]
         for finding in [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]:
             wrong.setdefault((finding.cause, finding.where), finding)
     for of_form in alone.values():
