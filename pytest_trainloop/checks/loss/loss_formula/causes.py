@@ -210,10 +210,12 @@ CAUSES = {
             "two terms that compare the same outputs with the same targets are best at different outputs, and at the "
             "same ones with one change before one of the terms"
         ),
-        summary="this term ({two}) and {one}() compare the same outputs with the same targets, and no outputs suit both",
+        summary=(
+            "this term ({two}) and {one}() compare the same outputs with the same targets, and no outputs suit both"
+        ),
         measured=(
-            "{starts} starts. Outputs that are trained freely on both terms keep at least {kept} of what each term alone "
-            "can lose. With the change below it is at most {left}"
+            "{starts} starts. Outputs that are trained freely on both terms keep at least {kept} of what each term "
+            "alone can lose. With the change below it is at most {left}"
         ),
         shown_by="the loop's own calls made again with other outputs, in float64; {one}() is at {beside}",
         explains=LEARNING,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from pytest_trainloop.recording.torch_names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.instruments.formulas.trial import Outputs, Step
@@ -57,13 +58,10 @@ APART = 0.25
 TOGETHER = 0.1
 """The same for two terms that agree."""
 
-AFFINE = 1e-3
-"""The share of the variance of outputs that a multiple of others leaves, where they are one."""
-
 _SAME_TARGET = (
     VIEWS | CASTS | EQUALITIES | ORDER_COMPARISONS | ADDITIONS | SUBTRACTIONS | MULTIPLICATIONS | NEGATIONS
-    | frozenset("""one_hot log log1p exp expm1 sqrt square pow __pow__ abs sign clamp div true_divide __truediv__ sum mean
-    var std norm normalize relu scatter scatter_ stack cat where pad __getitem__ conv1d conv2d conv3d avg_pool1d
+    | frozenset("""one_hot log log1p exp expm1 sqrt square pow __pow__ abs sign clamp div true_divide __truediv__ sum
+    mean var std norm normalize relu scatter scatter_ stack cat where pad __getitem__ conv1d conv2d conv3d avg_pool1d
     avg_pool2d avg_pool3d max_pool2d max_pool3d interpolate""".split())
 )  # fmt: skip
 """Functions whose results hold the same target, rows in the order of the batch."""
@@ -171,15 +169,17 @@ class _Pair:
 
     def said(self) -> dict[str, Any] | None:
         """The facts of the finding: which of the two is to be given other outputs, and which."""
+        if self._functions(0) == self._functions(1):  # one criterion with two targets, as in mixup
+            return None
         courses: list[_Course] = []
         for index in range(STARTS):
             course = self._course(index)
-            if course is None or course.kept < APART or not all(self._says(course, who) for who in (0, 1)):
+            if course is None or not course.kept >= APART or not all(self._says(course, who) for who in (0, 1)):
                 return None
             courses.append(course)
         kept = min(course.kept for course in courses)
         shared = self._shared()
-        for change, who in itertools.product(self._changes(shared, courses), (1, 0)):
+        for change, who in itertools.product(self._changes(shared), (1, 0)):
             left = -math.inf
             for course in courses:
                 left = max(left, self._left(course, who, change, shared))
@@ -189,14 +189,14 @@ class _Pair:
                 return {"who": who, "made": change[0], "kept": f"{kept:.2f}", "left": f"{max(left, 0.0):.2f}"}
         return None
 
-    def _cost(self, who: int, outputs: Outputs, change: Change | None = None, shared: int = -1) -> torch.Tensor:
-        """One of the terms as it is minimised, as a function of outputs that are changed before it."""
+    def _cost(self, who: int, outputs: Outputs, change: Change | None = None, at: int | None = None) -> torch.Tensor:
+        """One of the terms as it is minimised, as a function of outputs; with a change of the value ``at``."""
         term, sign = self.terms[who], self.terms[who].sign
         if change is not None and change[0] == "-":
             sign = -sign
-        elif change is not None:
-            (value,) = self.part.replay(outputs, [shared])
-            outputs = {shared: change[1](value)}
+        elif change is not None and at is not None:
+            (value,) = self.part.replay(outputs, [at])
+            outputs = {at: change[1](value)}
         return sign * self.part.replay(outputs, [term.number])[0].double().sum()
 
     def _at(self, who: int, outputs: Outputs, *changed: Any) -> float:
@@ -212,14 +212,14 @@ class _Pair:
             start = {n: other(t, 100 * index + n, RANGE) for n, t in start.items()}
         first = [self._at(who, start) for who in (0, 1)]
         by_one = self._down(0, start)
-        then, there, end = self._at(1, by_one), by_one, math.inf
-        for steps in (FIRST_STEPS, STEPS):  # mostly the best of one is good for the other
-            there = self._down(1, there, steps=steps)
-            end, gain = self._at(1, there), first[0] - self._at(0, by_one)
-            lost = self._at(0, there) - self._at(0, by_one)
-            if steps == FIRST_STEPS and then - end <= TOGETHER * (max(first[1], then) - end):
-                return None
-        if lost <= TOGETHER * gain:
+        low, then = (self._at(who, by_one) for who in (0, 1))
+        there = self._down(1, by_one, steps=FIRST_STEPS)
+        end = self._at(1, there)
+        if then - end <= TOGETHER * (max(first[1], then) - end):  # so it mostly is
+            return None
+        there = self._down(1, there)
+        end = self._at(1, there)
+        if self._at(0, there) - low <= TOGETHER * (first[0] - low):
             return None
         taught = by_one, self._down(1, start)
         best: list[float] = []
@@ -244,7 +244,7 @@ class _Pair:
         worst = max(self._at(who, outputs) for outputs in rolled) if rows > 1 else -math.inf
         return worst - course.best[who] >= TOGETHER * course.ranges[who]
 
-    def _left(self, course: _Course, who: int, change: Change, shared: int) -> float:
+    def _left(self, course: _Course, who: int, change: Change, shared: int | None) -> float:
         """What the changed term keeps, of what it can lose, at outputs that are best for the other term. It must end,
         at a value as good as before; with its sign turned, the loss as it is must keep the other term from its best."""
         at = course.taught[1 - who]
@@ -265,50 +265,35 @@ class _Pair:
             return math.inf
         return (now - best) / whole if ended and whole > 0 else math.inf
 
-    def _shared(self) -> int:
-        """The last value by way of which both terms read all outputs; -1 where there is none."""
-        common = self.part.ancestors(self.terms[0].number) & self.part.ancestors(self.terms[1].number)
+    def _functions(self, who: int) -> list[str]:
+        """What a term is made of, from the outputs on."""
+        before = self.part.ancestors(self.terms[who].number)
+        between = (c for c in self.part.calls if before.intersection(c.outputs))
+        return [c.name for c in between if any(self.part.trained(n) for n in c.inputs)]
+
+    def _shared(self) -> int | None:
+        """The last value by way of which both terms read all outputs."""
+        numbers = [term.number for term in self.terms]
+        common = self.part.ancestors(numbers[0]) & self.part.ancestors(numbers[1])
         made = [n for call in self.part.calls for n in call.outputs if n in common and self.part.trained(n)]
-        for number in (*reversed(made), *self.terms[0].outputs):
-            if not any(self._passes(term, number) for term in self.terms):
+        outputs = {n: self.part.values[n].tensor.clone().requires_grad_() for n in self.terms[0].outputs}
+        for number in (*reversed(made), *outputs):
+            cut = {**outputs, number: self.part.values[number].tensor}
+            if not any(t.requires_grad for t in self.part.replay(cut, numbers)):
                 return number
-        return -1
+        return None
 
-    def _passes(self, term: _Comparison, number: int) -> bool:
-        """Whether a term reads outputs otherwise than by way of a value."""
-        todo, seen = [term.number], {term.number, number}
-        while todo:
-            at = todo.pop()
-            call = self.part.call_of(at)
-            if at in term.outputs and at != number:
-                return True
-            todo.extend(n for n in (() if call is None else call.inputs) if n not in seen)
-            seen.update(() if call is None else call.inputs)
-        return False
-
-    def _changes(self, shared: int, courses: Sequence[_Course]) -> Iterator[Change]:
+    def _changes(self, shared: int | None) -> Iterator[Change]:
         """What outputs may have to pass through before one of the terms, the commonest first."""
         yield "-", torch.neg
-        if shared < 0:
+        if shared is None:
             return
         shape = self.part.values[shared].tensor.shape
         axes = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: (d != 1, -d))
-        squashes: list[Change] = [(f"outputs.softmax({d})", lambda x, d=d: x.softmax(d)) for d in axes]
+        squashes: list[Change] = [(f"outputs.softmax({d})", partial(torch.softmax, dim=d)) for d in axes]
         before = self.part.ancestors(self.terms[0].number) | self.part.ancestors(self.terms[1].number)
         classes = any(call.name in _OF_CLASSES and before.intersection(call.outputs) for call in self.part.calls)
         squashes.insert(len(axes) if classes else 0, ("outputs.sigmoid()", torch.sigmoid))
         yield from squashes
         for name in ("tanh", "exp", "expm1", "log", "log1p"):
             yield f"outputs.{name}()", getattr(torch, name)
-        best = [[self.part.replay(c.taught[who], [shared])[0].detach() for c in courses] for who in (0, 1)]
-        if all(float((o - of[0]).std()) <= TOGETHER * float(of[0].std()) for of in best for o in of):  # they end there
-            yield from _multiples(best[0][0].flatten(), best[1][0].flatten())
-
-
-def _multiples(one: torch.Tensor, two: torch.Tensor) -> Iterator[Change]:
-    """How outputs that are best for one term are to be multiplied and shifted for the other."""
-    x, y = one - one.mean(), two - two.mean()
-    factor = float((x * y).sum() / x.square().sum()) if bool(x.any()) else 0.0
-    if factor and float((y - factor * x).square().sum()) <= AFFINE * float(y.square().sum()):
-        shift = float(two.mean()) - factor * float(one.mean())
-        yield f"{factor:.3g} * outputs + {shift:.3g}", lambda v: v * factor + shift
