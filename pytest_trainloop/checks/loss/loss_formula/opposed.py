@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 STEPS = 30
 """Of one descent: the step of an entry grows to 23 times the first one."""
 
-FIRST_STEPS = 10
-"""Along the other term, from outputs that are best for one."""
-
 LARGEST = 1 << 15
 """Entries of the outputs up to which terms are tried."""
 
@@ -202,8 +199,8 @@ class _Pair:
     def _at(self, who: int, outputs: Outputs, *changed: Any) -> float:
         return float(self._cost(who, outputs, *changed).detach())
 
-    def _down(self, who: int, start: Outputs, *changed: Any, steps: int = STEPS) -> Outputs:
-        return descended(lambda o: self._cost(who, o, *changed), start, {}, steps)[0]
+    def _down(self, who: int, start: Outputs, *changed: Any) -> Outputs:
+        return descended(lambda o: self._cost(who, o, *changed), start, {}, STEPS)[0]
 
     def _course(self, index: int) -> _Course | None:
         """None where a term gains nothing, or no end of it is in sight, or the best of one is good for the other."""
@@ -211,17 +208,15 @@ class _Pair:
         if index:
             start = {n: other(t, 100 * index + n, RANGE) for n, t in start.items()}
         first = [self._at(who, start) for who in (0, 1)]
-        by_one = self._down(0, start)
-        low, then = (self._at(who, by_one) for who in (0, 1))
-        there = self._down(1, by_one, steps=FIRST_STEPS)
-        end = self._at(1, there)
+        taught = self._down(0, start), self._down(1, start)
+        (low, then), end = (self._at(who, taught[0]) for who in (0, 1)), self._at(1, taught[1])
         if then - end <= TOGETHER * (max(first[1], then) - end):  # so it mostly is
             return None
-        there = self._down(1, there)
-        end = self._at(1, there)
-        if self._at(0, there) - low <= TOGETHER * (first[0] - low):
+        there = self._down(1, taught[0])
+        (lost, now), gain = (self._at(who, there) for who in (0, 1)), first[0] - low
+        if lost - low <= TOGETHER * gain and now - end <= TOGETHER * (first[1] - end):
             return None
-        taught = by_one, self._down(1, start)
+        end = min(end, now)
         best: list[float] = []
         for who in (0, 1):
             reached, later = (self._at(who, o) for o in (taught[who], self._down(who, taught[who])))

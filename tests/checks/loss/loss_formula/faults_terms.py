@@ -1,0 +1,51 @@
+"""Two terms of one loss that read the same outputs as different quantities."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.checks.loss.loss_formula.faults_distances import regression
+from tests.checks.loss.loss_formula.faults_segmentation import segmentation
+from tests.loops.pairs import pair
+
+
+def dice_with_squares(x, t):
+    """https://github.com/ScrollPrize/villa/pull/1644: the loss is built without its sigmoid."""
+    both, all_of_them = (x * t).sum((2, 3)), x.square().sum((2, 3)) + t.square().sum((2, 3))
+    return 1 - ((2 * both + 1) / (all_of_them + 1)).mean()
+
+
+def with_dice(nonlinearity):
+    return segmentation(
+        lambda out, t: 0.5 * F.binary_cross_entropy_with_logits(out, t) + dice_with_squares(nonlinearity(out), t)
+    )
+
+
+pair(
+    "raw_scores_in_dice_beside_a_cross_entropy",
+    "loss_formula",
+    "terms_disagree",
+    quick=True,
+    culprits=("2",),
+    where="return 1 - ((2 * both + 1) / (all_of_them + 1)).mean()",
+    mentions=("outputs.sigmoid()", "binary_cross_entropy_with_logits"),
+    faulty=with_dice(lambda out: out),
+    fixed=with_dice(torch.sigmoid),
+)
+
+
+def with_similarity(cost):
+    """https://github.com/lizhengwei1992/MS_SSIM_pytorch/issues/1: a similarity is weighted beside a distance."""
+    return regression(lambda p, t: 0.2 * F.l1_loss(p, t) + 0.8 * cost(F.cosine_similarity(p, t).mean()))
+
+
+pair(
+    "similarity_added_to_a_distance",
+    "loss_formula",
+    "terms_disagree",
+    where="0.8 * cost(F.cosine_similarity(p, t).mean())",
+    mentions=("turn the sign",),
+    faulty=with_similarity(lambda s: s),
+    fixed=with_similarity(lambda s: 1 - s),
+)
