@@ -221,16 +221,9 @@ CAUSES = {
         explains=LEARNING,
         change=("seen",),
         variants={
-            "outputs": {
+            "change": {
                 "repair": "give this term {made}. Or change what {one}() is given, so that both read the outputs as one"
-            },
-            "sign": {
-                "summary": (
-                    "this term ({two}) and {one}() compare the same outputs with the same targets, and have opposite "
-                    "signs"
-                ),
-                "repair": "turn the sign of this term: subtract a score, and add a cost",
-            },
+            }
         },
         source="https://github.com/ScrollPrize/villa/pull/1644",
     ),

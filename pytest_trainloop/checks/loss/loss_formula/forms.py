@@ -62,7 +62,7 @@ def judged(evidence: Evidence) -> tuple[Finding, ...]:
         mistakes = [finding for match in formed for finding in _judge(match, step, evidence)]
         # of a slice without a wrong form, what needs no textbook form
         mistakes = mistakes or [*entries(part, step, evidence), *summands(part, evidence)]
-        mistakes = mistakes or [*opposed(part, step, evidence, compared)]
+        mistakes = mistakes or [*opposed(part, evidence, compared)]
         for finding in [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]:
             wrong.setdefault((finding.cause, finding.where), finding)
     for of_form in alone.values():

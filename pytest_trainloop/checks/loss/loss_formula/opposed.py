@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.core.finding import Finding
-    from pytest_trainloop.instruments.formulas.trial import Outputs, Step
+    from pytest_trainloop.instruments.formulas.trial import Outputs
     from pytest_trainloop.instruments.tracing.loss_slice import Slice, Term
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -54,6 +54,9 @@ APART = 0.25
 
 TOGETHER = 0.1
 """The same for two terms that agree."""
+
+MARGIN = 10
+"""How many times less a changed term keeps."""
 
 _SAME_TARGET = (
     VIEWS | CASTS | EQUALITIES | ORDER_COMPARISONS | ADDITIONS | SUBTRACTIONS | MULTIPLICATIONS | NEGATIONS
@@ -91,7 +94,7 @@ class _Course:
     """What both terms keep at best of their ranges, added up."""
 
 
-def opposed(part: Slice, step: Step, evidence: Evidence, known: set[tuple[str, str]]) -> Iterator[Finding]:
+def opposed(part: Slice, evidence: Evidence, known: set[tuple[str, str]]) -> Iterator[Finding]:
     """The pairs of terms that disagree, and agree once the outputs are changed before one of them."""
     comparing = [c for term in terms(part, part.root) if (c := _comparison(part, term)) is not None][:MOST_TERMS]
     for one, two in itertools.combinations(comparing, 2):
@@ -103,7 +106,7 @@ def opposed(part: Slice, step: Step, evidence: Evidence, known: set[tuple[str, s
         if any(o.maximizes for o in evidence.run().optimizers):
             continue
         try:
-            said = _Pair(part, step, (one, two)).said()
+            said = _Pair(part, (one, two)).said()
         except CannotReplay:  # the calls refuse other outputs
             continue
         if said:
@@ -111,8 +114,7 @@ def opposed(part: Slice, step: Step, evidence: Evidence, known: set[tuple[str, s
             facts: dict[str, Any] = {"one": getattr(calls[1 - who], "name", ""), "beside": places[1 - who]}
             facts |= {"two": getattr(calls[who], "name", ""), "starts": STARTS, **said}
             culprits = culprits_of(part, (one.number, two.number))
-            variant = "sign" if said["made"] == "-" else "outputs"
-            yield found("terms_disagree", calls[who], culprits, variant, **facts)
+            yield found("terms_disagree", calls[who], culprits, "change", **facts)
 
 
 def _comparison(part: Slice, term: Term) -> _Comparison | None:
@@ -161,7 +163,6 @@ def _keeps_rows(part: Slice, number: int) -> bool:
 @dataclass(eq=False, slots=True)
 class _Pair:
     part: Slice
-    step: Step
     terms: tuple[_Comparison, _Comparison]
 
     def said(self) -> dict[str, Any] | None:
@@ -176,11 +177,11 @@ class _Pair:
             courses.append(course)
         kept = min(course.kept for course in courses)
         shared = self._shared()
-        for change, who in itertools.product(self._changes(shared), (1, 0)):
+        for change, who in itertools.product(() if shared is None else self._changes(shared), (1, 0)):
             left = -math.inf
             for course in courses:
                 left = max(left, self._left(course, who, change, shared))
-                if not left <= min(TOGETHER, kept / 4):
+                if not left <= kept / MARGIN:
                     break
             else:
                 return {"who": who, "made": change[0], "kept": f"{kept:.2f}", "left": f"{max(left, 0.0):.2f}"}
@@ -188,13 +189,11 @@ class _Pair:
 
     def _cost(self, who: int, outputs: Outputs, change: Change | None = None, at: int | None = None) -> torch.Tensor:
         """One of the terms as it is minimised, as a function of outputs; with a change of the value ``at``."""
-        term, sign = self.terms[who], self.terms[who].sign
-        if change is not None and change[0] == "-":
-            sign = -sign
-        elif change is not None and at is not None:
+        term = self.terms[who]
+        if change is not None and at is not None:
             (value,) = self.part.replay(outputs, [at])
             outputs = {at: change[1](value)}
-        return sign * self.part.replay(outputs, [term.number])[0].double().sum()
+        return term.sign * self.part.replay(outputs, [term.number])[0].double().sum()
 
     def _at(self, who: int, outputs: Outputs, *changed: Any) -> float:
         return float(self._cost(who, outputs, *changed).detach())
@@ -240,8 +239,8 @@ class _Pair:
         return worst - course.best[who] >= TOGETHER * course.ranges[who]
 
     def _left(self, course: _Course, who: int, change: Change, shared: int | None) -> float:
-        """What the changed term keeps, of what it can lose, at outputs that are best for the other term. It must end,
-        at a value as good as before; with its sign turned, the loss as it is must keep the other term from its best."""
+        """What the changed term keeps, of what it can lose, at outputs that are best for the other term. It must end
+        at a value as good as before."""
         at = course.taught[1 - who]
         changed = change, shared
         try:
@@ -251,13 +250,7 @@ class _Pair:
         except (CannotReplay, RuntimeError):
             return math.inf
         whole = max(first, now) - best
-        ended = best - later <= TOGETHER * whole
-        if change[0] == "-":
-            whole_loss, _ = descended(self.step.loss, course.start, {}, STEPS)
-            lost = self._at(1 - who, whole_loss) - course.best[1 - who]
-            ended = ended and lost >= TOGETHER * course.ranges[1 - who]
-        elif best > course.best[who] + TOGETHER * course.ranges[who]:
-            return math.inf
+        ended = best - later <= TOGETHER * whole and best <= course.best[who] + TOGETHER * course.ranges[who]
         return (now - best) / whole if ended and whole > 0 else math.inf
 
     def _functions(self, who: int) -> list[str]:
@@ -278,11 +271,8 @@ class _Pair:
                 return number
         return None
 
-    def _changes(self, shared: int | None) -> Iterator[Change]:
+    def _changes(self, shared: int) -> Iterator[Change]:
         """What outputs may have to pass through before one of the terms, the commonest first."""
-        yield "-", torch.neg
-        if shared is None:
-            return
         shape = self.part.values[shared].tensor.shape
         axes = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: (d != 1, -d))
         squashes: list[Change] = [(f"outputs.softmax({d})", partial(torch.softmax, dim=d)) for d in axes]

@@ -35,17 +35,22 @@ pair(
 )
 
 
-def with_similarity(cost):
-    """https://github.com/lizhengwei1992/MS_SSIM_pytorch/issues/1: a similarity is weighted beside a distance."""
-    return regression(lambda p, t: 0.2 * F.l1_loss(p, t) + 0.8 * cost(F.cosine_similarity(p, t).mean()))
+def depths(read):
+    """https://github.com/FilippoAleotti/mobilePydnet/issues/21: one term reads logarithms of depths, another depths."""
+
+    def loss_of(out, y):
+        depth = 2.0 * torch.exp(0.3 * y)
+        return F.mse_loss(out, depth.log()) + 0.5 * F.l1_loss(read(out), depth)
+
+    return regression(loss_of)
 
 
 pair(
-    "similarity_added_to_a_distance",
+    "logarithms_of_depths_read_as_depths",
     "loss_formula",
     "terms_disagree",
-    where="0.8 * cost(F.cosine_similarity(p, t).mean())",
-    mentions=("turn the sign",),
-    faulty=with_similarity(lambda s: s),
-    fixed=with_similarity(lambda s: 1 - s),
+    where="0.5 * F.l1_loss(read(out), depth)",
+    mentions=("outputs.exp()", "mse_loss"),
+    faulty=depths(lambda out: out),
+    fixed=depths(torch.exp),
 )
