@@ -28,6 +28,9 @@ How it decides
        ``mean_taken_early`` is a fault if a loader shuffles the rows or ``rows_interact=False`` is declared.
     7. Values without a wrong form are compared entry by entry with the batch, as in the last rows. No agreement, or too
        many forms to try: silent.
+    8. Two terms that compare the same outputs with the same targets are both trained, alone and together
+       (docs/how-it-decides.md#terms-that-disagree). It is a fault if no outputs suit both, and one change before one
+       term lets them agree.
 
     | seen | cause |
     |---|---|
@@ -41,6 +44,7 @@ How it decides
     | any errors of mean 0 may be added and the loss stays | ``errors_cancel`` |
     | label * a and (1 - label) * b are added, and a equals b | ``ingredient_differs`` |
     | a minimum chooses one permutation for all rows; one row alone chooses another | ``mean_taken_early`` |
+    | two terms agree only once the outputs pass a sigmoid, softmax, tanh, exp or log | ``terms_disagree`` |
 
 Faulty
     >>> head = nn.Linear(8, 1)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.instruments.formulas.trial import Outputs
-    from pytest_trainloop.instruments.tracing.loss_slice import Slice, Term
+    from pytest_trainloop.instruments.tracing.loss_slice import Call, Slice, Term
     from pytest_trainloop.runs.evidence import Evidence
 
 STEPS = 30
@@ -75,6 +75,7 @@ Change = tuple[str, "Callable[[torch.Tensor], torch.Tensor]"]
 class _Comparison:
     """A term that reads outputs of layers and targets."""
 
+    call: Call
     number: int
     sign: float
     """Of the term in the loss."""
@@ -97,28 +98,28 @@ class _Course:
 def opposed(part: Slice, evidence: Evidence, known: set[tuple[str, str]]) -> Iterator[Finding]:
     """The pairs of terms that disagree, and agree once the outputs are changed before one of them."""
     comparing = [c for term in terms(part, part.root) if (c := _comparison(part, term)) is not None][:MOST_TERMS]
-    for one, two in itertools.combinations(comparing, 2):
-        calls = [part.call_of(c.number) for c in (one, two)]
-        places = str(getattr(calls[0], "place", "")), str(getattr(calls[1], "place", ""))
+    for pair in itertools.combinations(comparing, 2):
+        one, two = pair
+        places = f"{one.call.name} {one.call.place}", f"{two.call.name} {two.call.place}"
         if one.outputs != two.outputs or one.targets != two.targets or places in known:
             continue
         known.add(places)
         if any(o.maximizes for o in evidence.run().optimizers):
             continue
         try:
-            said = _Pair(part, (one, two)).said()
+            said = _Pair(part, pair).said()
         except CannotReplay:  # the calls refuse other outputs
             continue
         if said:
-            who = said.pop("who")
-            facts: dict[str, Any] = {"one": getattr(calls[1 - who], "name", ""), "beside": places[1 - who]}
-            facts |= {"two": getattr(calls[who], "name", ""), "starts": STARTS, **said}
-            culprits = culprits_of(part, (one.number, two.number))
-            yield found("terms_disagree", calls[who], culprits, "change", **facts)
+            who, facts = said
+            changed, still = pair[who].call, pair[1 - who].call
+            facts |= {"two": changed.name, "one": still.name, "beside": str(still.place), "starts": STARTS}
+            yield found("terms_disagree", changed, culprits_of(part, (one.number, two.number)), "change", **facts)
 
 
 def _comparison(part: Slice, term: Term) -> _Comparison | None:
-    if not math.isfinite(term.factor) or not term.factor:
+    call = part.call_of(term.number)
+    if call is None or not math.isfinite(term.factor) or not term.factor:
         return None
     before = [part.values[n] for n in part.ancestors(term.number)]
     if any(v.kind == "unknown" for v in before):
@@ -127,7 +128,7 @@ def _comparison(part: Slice, term: Term) -> _Comparison | None:
     targets = _targets(part, term.number)
     if not outputs or not targets or sum(v.tensor.numel() for v in outputs) > LARGEST:
         return None
-    return _Comparison(term.number, math.copysign(1.0, term.factor), tuple(v.number for v in outputs), targets)
+    return _Comparison(call, term.number, math.copysign(1.0, term.factor), tuple(v.number for v in outputs), targets)
 
 
 def _targets(part: Slice, number: int) -> frozenset[int]:
@@ -165,8 +166,8 @@ class _Pair:
     part: Slice
     terms: tuple[_Comparison, _Comparison]
 
-    def said(self) -> dict[str, Any] | None:
-        """The facts of the finding: which of the two is to be given other outputs, and which."""
+    def said(self) -> tuple[int, dict[str, Any]] | None:
+        """Which of the two terms is to be given other outputs, and which, as facts of the finding."""
         if self._functions(0) == self._functions(1):  # one criterion with two targets, as in mixup
             return None
         courses: list[_Course] = []
@@ -184,7 +185,7 @@ class _Pair:
                 if not left <= kept / MARGIN:
                     break
             else:
-                return {"who": who, "made": change[0], "kept": f"{kept:.2f}", "left": f"{max(left, 0.0):.2f}"}
+                return who, {"made": change[0], "kept": f"{kept:.2f}", "left": f"{max(left, 0.0):.2f}"}
         return None
 
     def _cost(self, who: int, outputs: Outputs, change: Change | None = None, at: int | None = None) -> torch.Tensor:

@@ -161,12 +161,3 @@ def easy_rows_first():
         return (weight * loss).mean()
 
     return classifier(loss_of, classes=3)()
-
-
-@odd(notes="a polynomial term is added to the cross entropy (PolyLoss)")
-def poly_loss():
-    def loss_of(scores, labels):
-        loss = F.cross_entropy(scores, labels, reduction="none")
-        return (loss + 2.0 * (1 - torch.exp(-loss))).mean()
-
-    return classifier(loss_of, classes=3)()
