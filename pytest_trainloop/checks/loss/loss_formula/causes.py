@@ -217,7 +217,7 @@ CAUSES = {
             "{starts} starts. Outputs that are trained freely on both terms keep at least {kept} of what each term "
             "alone can lose. With the change below it is at most {left}"
         ),
-        shown_by="the loop's own calls made again with other outputs, in float64; {one}() is at {beside}",
+        shown_by="the loop's own calls made again with other outputs, in float64; {one}() is at {other}",
         explains=LEARNING,
         change=("seen",),
         variants={

@@ -49,7 +49,7 @@ MOST_TERMS = 4
 RANGE = 1.0
 """Other outputs are drawn from at least -1 to 1."""
 
-APART = 0.25
+DISAGREE = 0.25
 """What two terms that disagree keep at best of what each alone can lose, added up."""
 
 TOGETHER = 0.1
@@ -113,7 +113,7 @@ def opposed(part: Slice, evidence: Evidence, known: set[tuple[str, str]]) -> Ite
         if said:
             who, facts = said
             changed, still = pair[who].call, pair[1 - who].call
-            facts |= {"two": changed.name, "one": still.name, "beside": str(still.place), "starts": STARTS}
+            facts |= {"two": changed.name, "one": still.name, "other": str(still.place), "starts": STARTS}
             yield found("terms_disagree", changed, culprits_of(part, (one.number, two.number)), "change", **facts)
 
 
@@ -173,12 +173,14 @@ class _Pair:
         courses: list[_Course] = []
         for index in range(STARTS):
             course = self._course(index)
-            if course is None or not course.kept >= APART or not all(self._says(course, who) for who in (0, 1)):
+            if course is None or not course.kept >= DISAGREE or not all(self._says(course, who) for who in (0, 1)):
                 return None
             courses.append(course)
         kept = min(course.kept for course in courses)
         shared = self._shared()
-        for change, who in itertools.product(() if shared is None else self._changes(shared), (1, 0)):
+        if shared is None:
+            return None
+        for change, who in itertools.product(self._changes(shared), (1, 0)):
             left = -math.inf
             for course in courses:
                 left = max(left, self._left(course, who, change, shared))
@@ -233,13 +235,13 @@ class _Pair:
         return _Course(start, taught, (best[0], best[1]), ranges, kept)
 
     def _says(self, course: _Course, who: int) -> bool:
-        """Whether a term tells targets apart: the best outputs of other rows are worse."""
+        """Whether targets count in a term: the best outputs of other rows are worse."""
         rows = max(min(t.shape[0] if t.dim() else 1 for t in course.taught[who].values()), 1)
         rolled = ({n: t.roll(by, 0) for n, t in course.taught[who].items()} for by in (1, rows // 2))
         worst = max(self._at(who, outputs) for outputs in rolled) if rows > 1 else -math.inf
         return worst - course.best[who] >= TOGETHER * course.ranges[who]
 
-    def _left(self, course: _Course, who: int, change: Change, shared: int | None) -> float:
+    def _left(self, course: _Course, who: int, change: Change, shared: int) -> float:
         """What the changed term keeps, of what it can lose, at outputs that are best for the other term. It must end
         at a value as good as before."""
         at = course.taught[1 - who]
@@ -248,7 +250,7 @@ class _Pair:
             first, now = self._at(who, course.start, *changed), self._at(who, at, *changed)
             down = self._down(who, at, *changed)
             best, later = self._at(who, down, *changed), self._at(who, self._down(who, down, *changed), *changed)
-        except (CannotReplay, RuntimeError):
+        except CannotReplay:
             return math.inf
         whole = max(first, now) - best
         ended = best - later <= TOGETHER * whole and best <= course.best[who] + TOGETHER * course.ranges[who]

@@ -23,7 +23,7 @@ def with_dice(nonlinearity):
 
 
 pair(
-    "raw_scores_in_dice_beside_a_cross_entropy",
+    "raw_scores_in_dice_next_to_a_cross_entropy",
     "loss_formula",
     "terms_disagree",
     quick=True,

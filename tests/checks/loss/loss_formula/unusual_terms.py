@@ -19,7 +19,7 @@ def poly_loss_with_a_negative_term():
     return classifier(lambda s, y: F.cross_entropy(s, y) - 1.0 * (1 - true_share(s, y)).mean(), classes=3)()
 
 
-@odd(notes="squentropy (arXiv 2302.03952): squares of the wrong classes' scores beside a cross entropy of all")
+@odd(notes="squentropy (arXiv 2302.03952): squares of the wrong classes' scores next to a cross entropy of all")
 def squentropy():
     def loss_of(scores, labels):
         return F.cross_entropy(scores, labels) + (scores.square() * (1 - F.one_hot(labels, 3))).sum(1).mean() / 2
@@ -28,15 +28,15 @@ def squentropy():
 
 
 @odd(notes="smoothed labels in one term and hard ones in the other: what is best for one is nearly so for both")
-def smoothed_labels_beside_hard_ones():
+def smoothed_labels_next_to_hard_ones():
     def loss_of(scores, labels):
         return F.cross_entropy(scores, labels, label_smoothing=0.2) - true_share(scores, labels).mean()
 
     return classifier(loss_of, classes=3)()
 
 
-@odd(notes="discriminative loss (arXiv 1708.02551): rows are pulled to their class mean, and the means pushed apart")
-def pulled_together_and_pushed_apart():
+@odd(notes="discriminative loss (arXiv 1708.02551): rows are pulled to their class mean, and means from each other")
+def rows_pulled_to_their_class_mean():
     def loss_of(model, b):
         x, labels = b
         of_class = F.one_hot(labels, 3).to(x.dtype)
