@@ -21,6 +21,7 @@ from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay, terms
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
     CASTS,
+    DISTANCE_LOSSES,
     EQUALITIES,
     MULTIPLICATIONS,
     NEGATIONS,
@@ -67,6 +68,11 @@ _SAME_TARGET = (
 """Functions whose results hold the same target, rows in the order of the batch."""
 
 _OF_CLASSES = frozenset({"cross_entropy", "nll_loss", "softmax", "log_softmax", "logsumexp"})
+
+_PLAIN = DISTANCE_LOSSES | SUBTRACTIONS | MULTIPLICATIONS | VIEWS | CASTS | frozenset("pow square abs mean sum".split())
+"""Functions of a distance without more."""
+
+_SQUASHES = ("outputs.sigmoid", "outputs.softmax")
 
 Change = tuple[str, "Callable[[torch.Tensor], torch.Tensor]"]
 
@@ -187,7 +193,10 @@ class _Pair:
                 if not left <= kept / MARGIN:
                     break
             else:
-                return who, {"made": change[0], "kept": f"{kept:.2f}", "left": f"{max(left, 0.0):.2f}"}
+                # scores are pulled to their labels on purpose, too, to keep them small (squentropy)
+                pulled = _PLAIN.issuperset(self._functions(who)) and change[0].startswith(_SQUASHES)
+                level = "advice" if pulled else "fault"
+                return who, {"made": change[0], "kept": f"{kept:.2f}", "left": f"{max(left, 0.0):.2f}", "level": level}
         return None
 
     def _cost(self, who: int, outputs: Outputs, change: Change | None = None, at: int | None = None) -> torch.Tensor:
