@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
+import sys
 import types
 import warnings
 from collections.abc import Iterator
@@ -18,11 +20,12 @@ from pytest_trainloop.recording.function_mode import is_aside
 from pytest_trainloop.recording.mistakes import PASSING_OVER, guarded
 from pytest_trainloop.recording.samples import _dense, readable
 from pytest_trainloop.recording.shards import local
-from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.recording.torch_internals import clip_cells, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.protocol import Observed
@@ -120,8 +123,9 @@ class Clips:
         if call is None:
             call = ClipCall(at=watch.tick(), place=place, site=site, by=name, limit=_number(limit))
             watch.add(call)
-            if isinstance(given, Iterator):
-                call.iterator = self._number_of(given)
+            iterator = given if isinstance(given, Iterator) else None if tensors else _listed()
+            if iterator is not None:
+                call.iterator = self._number_of(iterator)
             watch.thread.clip = call
             watch.trained.claim(part)
             for index in sorted(watch.trained.here()):
@@ -201,6 +205,20 @@ def _norm_of(tensor: torch.Tensor) -> torch.Tensor | None:
     low = values.dtype in (torch.float16, torch.bfloat16)
     norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float32 if low else None)
     return norm
+
+
+def _listed() -> Any:
+    """The used-up iterator that a library was given, and of which it made the empty list of this call (Accelerate)."""
+    frame: FrameType | None = sys._getframe(1)
+    libraries = 0
+    while frame is not None and libraries < 3 and (rank := layer(frame.f_code.co_filename)) < 2:
+        libraries += rank
+        for name in frame.f_code.co_varnames[: min(frame.f_code.co_argcount, 2)] if rank else ():
+            value = frame.f_locals.get(name)
+            if isinstance(value, (filter, map, itertools.chain, types.GeneratorType)):
+                return value if next(value, None) is None else None
+        frame = frame.f_back
+    return None
 
 
 def _number(limit: Any) -> float:

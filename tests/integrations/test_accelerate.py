@@ -133,7 +133,28 @@ def optimizer_not_prepared(accumulate=1):
     return trained_with(lambda accelerator, loss: accelerator.backward(loss), accumulate, both=False)
 
 
-CORRECT = [guide, batches_prepared_as_well, without_accumulation, precision_as_knob]
+def clips_used_up_weights(kept=iter):
+    """Faulty: the optimizer uses up the iterator that each clip is given."""
+    accelerator, model = accelerate.Accelerator(cpu=True), net()
+    weights = kept(filter(lambda p: p.requires_grad, model.parameters()))
+    optimizer = torch.optim.AdamW(weights, lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def fit(batches):
+        for x, y in batches:
+            accelerator.backward(F.cross_entropy(model(x), y))
+            accelerator.clip_grad_norm_(weights, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=labelled(), fit=fit)
+
+
+def clips_listed_weights():
+    return clips_used_up_weights(list)
+
+
+CORRECT = [clips_listed_weights, guide, batches_prepared_as_well, without_accumulation, precision_as_knob]
 
 
 @pytest.mark.parametrize("make", CORRECT, ids=lambda make: make.__name__)
@@ -146,6 +167,12 @@ def test_an_optimizer_that_was_not_prepared_is_repaired_by_preparing_it(root_fau
     assert "accelerator.prepare(model, optimizer)" in fault.repair
     assert "model = accelerator.prepare(model)" in fault.change
     assert "optimizer.step()" in fault.where
+
+
+def test_a_clip_that_accelerate_gives_an_empty_list(root_fault):
+    """https://github.com/PixArt-alpha/PixArt-alpha/pull/160"""
+    fault = root_fault(clips_used_up_weights, "step_order:clips_nothing")
+    assert "weights = kept(filter(" in fault.change
 
 
 @pytest.mark.parametrize(

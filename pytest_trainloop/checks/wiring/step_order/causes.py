@@ -290,7 +290,7 @@ CAUSES = {
             "used up": {
                 "summary": "{by} clips nothing: the iterator that it is given is used up",
                 "shown_by": "each call is given the same iterator, which yields no tensor any more",
-                "repair": "params = list(model.parameters()), or call model.parameters() again for each clip",
+                "repair": "list(...) around it where it is made, or model.parameters() again for each clip",
             },
         },
         source="https://github.com/yandex-research/tabm/issues/20",

@@ -1,4 +1,4 @@
-"""Clips that clip nothing or the wrong tensors, that leave some out, and that run inside of windows. No torch."""
+"""Clips that clip nothing or the wrong tensors, that leave some out, and that run inside of windows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pytest_trainloop.instruments.records.clips import (
     share_left_out,
 )
 from pytest_trainloop.instruments.records.gradient_ledger import limits
+from pytest_trainloop.instruments.tracing.definitions import argument
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -76,7 +77,10 @@ def useless_clips(ledger: Ledger) -> Iterator[Finding]:
         if not variant and _after_zeroing(ledger, mine[0]):
             variant = "after zeroing"
         names = record.names(unclipped)
-        facts = {"calls": len(mine), "tensors": len(names), "steps": sum(bool(w.stepped & unclipped) for w in windows)}
+        facts: dict[str, Any] = {"calls": len(mine), "tensors": len(names)}
+        facts["steps"] = sum(bool(w.stepped & unclipped) for w in windows)
+        if used_up:
+            facts["change"] = argument(str(mine[0].place), mine[0].by, "parameters", 0)
         yield _found("clips_nothing", mine[0], names, variant, **facts)
 
 

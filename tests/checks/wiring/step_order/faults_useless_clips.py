@@ -56,7 +56,7 @@ pair(
 )
 
 
-# A trainer that keeps its parameters in an attribute: a generator, which building the optimizer uses up.
+# A trainer that keeps its parameters in an attribute: a filter, which building the optimizer uses up.
 
 
 class Trainer:
@@ -90,8 +90,23 @@ def autoencoder(trainer_class, params):
     return make
 
 
+def trained(model):
+    return filter(lambda p: p.requires_grad, model.parameters())
+
+
 def as_list(model):
-    return list(model.parameters())
+    return list(trained(model))
+
+
+pair(
+    "autoencoder_clip_handed_a_used_up_filter",
+    "step_order",
+    "clips_nothing",
+    where="clip_grad_norm_(self.parameters_to_clip(), 0.5)",
+    mentions=("is used up",),
+    faulty=autoencoder(Trainer, trained),
+    fixed=autoencoder(Trainer, as_list),
+)
 
 
 pair(

@@ -119,6 +119,21 @@ def each_group_with_its_own_limit() -> TrainLoop:
     return classifier(train, optimizer=optimizer)
 
 
+@odd(notes="the optimizer and each clip get a filter of their own, of which each is used up at once")
+def filters_made_for_each_clip() -> TrainLoop:
+    def trained(model):
+        return filter(lambda p: p.requires_grad, model.parameters())
+
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            clip_grad_norm_(trained(model), 0.5)
+            optimizer.step()
+
+    return classifier(train, optimizer=lambda model: torch.optim.SGD(trained(model), lr=0.1))
+
+
 @odd(notes="only the recurrent part is clipped, as its gradients alone explode")
 def only_the_recurrent_part_is_clipped() -> TrainLoop:
     model = CharLSTM()
