@@ -60,6 +60,27 @@ CAUSES = {
         change=("cast",),
         source="https://github.com/pytorch/ao/pull/4915",
     ),
+    "steps_miscounted": _numbers(
+        proof="the steps of the project's own Adam are Adam's with another count of steps, and not with the right one",
+        summary="the bias correction of {kind} is that of step 1 in every step: the count of steps is never kept",
+        measured=(
+            "{steps} steps of {tensors:tensor} are Adam's with 1 in place of the count; with betas ({b1:g}, {b2:g}) "
+            "later steps become {by:.2g} times those of Adam{kept:?; constant in the state: {kept}|}"
+        ),
+        shown_by="the same steps in float64: equal with this count, and not with the right one",
+        repair="write the count back into the state: state['step'] += 1 before the correction reads it",
+        change=("step",),
+        variants={
+            "by tensor": {
+                "summary": "{kind} adds 1 to its count of steps at every tensor: its bias correction ends too early",
+                "measured": (
+                    "{steps} steps of {tensors:tensor} are Adam's with a count that each of {of} tensors raises by 1"
+                ),
+                "repair": "add 1 once in a step, before the loop over the parameters, or keep a count for each tensor",
+            }
+        },
+        source="https://github.com/allenai/OLMo-core/pull/317",
+    ),
     "betas_swapped": Cause(
         proof="copies stepped without gradients make ever larger steps",
         summary="betas = ({b1:g}, {b2:g}) of {kind}: steps grow where gradients vanish",

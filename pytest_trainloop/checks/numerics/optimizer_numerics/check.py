@@ -1,4 +1,4 @@
-"""The arithmetic of torch's own optimizers holds: eps, betas, and the variants of their step.
+"""The arithmetic of optimizers holds: eps, betas, the count of steps, and the variants of torch's step.
 
 What it does
     It copies a few entries of parameters, gradients and state at the first steps, and repeats these steps on the
@@ -17,13 +17,17 @@ How it decides
        Otherwise copies are stepped without gradients 300 times. With amsgrad nothing is reported.
     4. Variants: the for-loop step in float64 is the reference. A step rounds some thirty times at most. A variant is
        named if its error is above 32 eps of parameter and update.
-    5. It skips a loop without an optimizer step.
+    5. Count of steps: an optimizer of the project's own with two betas, whose state holds Adam's two averages. Its first
+       three steps are computed in float64. Another count is named if it gives all tensors' steps, and the right one
+       does not.
+    6. It skips a loop without an optimizer step.
 
     | seen | cause | advice if |
     |---|---|---|
     | step 2, with an eps that is not 0 in float64 | ``eps_underflows`` | no harm so far |
     | step 2, with eps = 0 | ``eps_missing`` |  |
     | the step count stops: at 256 in bfloat16, at 2048 in float16 | ``step_count_saturates`` |  |
+    | an own Adam corrects as in step 1 always, or counts each tensor | ``steps_miscounted`` |  |
     | a step is 10 times the last one with a gradient, and b1^2 / sqrt(b2) >= 1 | ``betas_swapped`` | it grows less |
     | the fused step is wrong by half the update, the for-loop right | ``variants_differ`` | other errors; not used |
 
@@ -36,8 +40,8 @@ Fixed
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.999))
 
 Known limits
-    Adadelta, Rprop, Adafactor, Muon, LBFGS and SparseAdam, optimizers of a project's own, and those with step hooks of
-    their own are not judged. Nor are sparse gradients, and steps in which a gradient scaler takes part. Of a tensor the
+    Adadelta, Rprop, Adafactor, Muon, LBFGS and SparseAdam, and those with step hooks of their own are not judged. Of
+    optimizers of a project's own only the count of Adam's steps is. Nor judged are sparse gradients, and steps in which a gradient scaler takes part. Of a tensor the
     first 4096 entries are copied.
 
 References
@@ -72,7 +76,7 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.steps:
         raise CannotDecide("no optimizer step was seen")
-    from pytest_trainloop.checks.numerics.optimizer_numerics import repeated_steps, watched_steps
+    from pytest_trainloop.checks.numerics.optimizer_numerics import own_adams, repeated_steps, watched_steps
 
     first, line, undecided = evidence.shared(watched_steps.FirstSteps.of), record.step_line(), None
     try:
@@ -82,6 +86,7 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     yield from eps
     yield from watched_steps.low_precision_counts(first, line)
     yield from repeated_steps.growing_steps(first, line)
+    yield from own_adams.miscounted(first.own, first.record, line)
     if undecided is not None:
         raise undecided
     if not eps:

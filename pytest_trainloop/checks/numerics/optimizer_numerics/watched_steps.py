@@ -6,12 +6,14 @@ The denominator of a step is sqrt(v) + eps. With both 0 the step is m / 0, infin
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.checks.numerics.optimizer_numerics import own_adams
 from pytest_trainloop.checks.numerics.optimizer_numerics.causes import found
 from pytest_trainloop.instruments.optimizers.replay import first_entries, kind_of, snapshot
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
@@ -60,10 +62,11 @@ class OptimizerStart:
 
 
 class FirstSteps:
-    """A short run in which the first two steps of every optimizer are watched, or the run that is observed."""
+    """A short run in which the first steps of every optimizer are watched, or the run that is observed."""
 
     def __init__(self) -> None:
         self.found: dict[int, OptimizerStart] = {}
+        self.own = own_adams.OwnAdams()
         self.record: Record
 
     @classmethod
@@ -71,7 +74,7 @@ class FirstSteps:
         """A further run, as far as it needs to go."""
         first, seen = cls(), evidence.run()
         wanted = {o.index for o in seen.optimizers if o.steps}
-        least = {o.index: min(2, o.steps) for o in seen.optimizers}
+        least = {o.index: min(2 if o.from_torch else own_adams.STEPS, o.steps) for o in seen.optimizers}
 
         def enough(record: Record) -> bool:
             made = {o.index for o in record.optimizers if o.steps >= least.get(o.index, 2)}
@@ -104,7 +107,8 @@ class FirstSteps:
                     if isinstance(count, torch.Tensor) and count.dtype in COUNTED_TO:
                         start.counts.setdefault(count.dtype, set()).add(index)
 
-        return (around_steps(watch, take, use),)
+        own = functools.partial(self.own.take, watch=watch), functools.partial(self.own.use, watch=watch)
+        return around_steps(watch, take, use), around_steps(watch, *own)
 
 
 def zero_eps_root(kind: str, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, torch.Tensor] | None:

@@ -209,3 +209,83 @@ pair(
     faulty=resumed(small=True),
     fixed=resumed(small=False),
 )
+
+
+# Adams of a project's own: one reads its count of steps and never writes it, one adds 1 to it at every tensor.
+
+
+class OwnAdam(torch.optim.Optimizer):
+    def __init__(self, params, lr=3e-3, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.steps = 0
+
+    def counted(self, state, first):
+        state["t"] += 1
+        return state["t"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for i, p in enumerate(group["params"]):
+                state = self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
+                g = p.grad.add(p, alpha=group["weight_decay"])
+                t = self.counted(state, i == 0)
+                m, v = state["m"].lerp_(g, 1 - b1), state["v"].mul_(b2).addcmul_(g, g, value=1 - b2)
+                p.addcdiv_(m / (1 - b1**t), (v / (1 - b2**t)).sqrt() + group["eps"], value=-group["lr"])
+
+
+class ReadsCount(OwnAdam):
+    def counted(self, state, first):
+        return state["t"] + 1
+
+
+class CountsSteps(OwnAdam):
+    def counted(self, state, first):
+        self.steps += first
+        return self.steps
+
+
+class CountsTensors(OwnAdam):
+    def counted(self, state, first):
+        self.steps += 1
+        return self.steps
+
+
+def stepped_by(kind, decay=0.0):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = kind(model.parameters(), weight_decay=decay)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "count_of_steps_read_and_not_written",
+    "optimizer_numerics",
+    "steps_miscounted",
+    culprits=("0.weight",),
+    mentions=("that of step 1", "constant in the state: t"),
+    change="def step(self, closure=None)",
+    faulty=stepped_by(ReadsCount),
+    fixed=stepped_by(OwnAdam),
+)
+
+pair(
+    "count_of_steps_raised_at_every_tensor",
+    "optimizer_numerics",
+    "steps_miscounted",
+    mentions=("at every tensor", "each of 4 tensors"),
+    faulty=stepped_by(CountsTensors, 1e-4),
+    fixed=stepped_by(CountsSteps, 1e-4),
+)

@@ -157,3 +157,59 @@ def centred_gradients_in_a_step_hook() -> TrainLoop:
 
     loop.optimizer.register_step_pre_hook(centre)
     return loop
+
+
+class Ruled(torch.optim.Optimizer):
+    """Two averages, or sums, and a rule that makes a step of them."""
+
+    def __init__(self, params, rule, betas=(0.9, 0.95), lr=5e-3):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), step=0)
+                state["step"] += 1
+                p.sub_(self.rule(p.grad, state["m"], state["v"], state["step"], *group["betas"]), alpha=group["lr"])
+
+
+def corrected(m, v, t, b1, b2):
+    return m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
+
+
+@odd(notes="an Adam of sums, not averages, without a correction: at step 1 its move is Adam's")
+def sums_without_a_correction() -> TrainLoop:
+    def rule(g, m, v, t, b1, b2):
+        return m.mul_(b1).add_(g) / (v.mul_(b2).addcmul_(g, g).sqrt() + 1e-8)
+
+    return classifier(lambda params: Ruled(params, rule))
+
+
+@odd(notes="an Adam without bias correction, as for BERT")
+def averages_without_a_correction() -> TrainLoop:
+    def rule(g, m, v, t, b1, b2):
+        return m.lerp_(g, 1 - b1) / (v.lerp_(g * g, 1 - b2).sqrt() + 1e-6)
+
+    return classifier(lambda params: Ruled(params, rule, lr=2e-3))
+
+
+@odd(notes="the second average is that of the distance from the first (AdaBelief)")
+def distance_from_the_first_average() -> TrainLoop:
+    def rule(g, m, v, t, b1, b2):
+        m.lerp_(g, 1 - b1)
+        return corrected(m, v.lerp_((g - m).square(), 1 - b2).add_(1e-16), t, b1, b2)
+
+    return classifier(lambda params: Ruled(params, rule, lr=1e-3))
+
+
+@odd(notes="an Adam of the project's own that warms up its rate inside of step()")
+def warm_up_inside_of_the_step() -> TrainLoop:
+    def rule(g, m, v, t, b1, b2):
+        m.lerp_(g, 1 - b1)
+        return min(1.0, t / 4) * corrected(m, v.lerp_(g * g, 1 - b2), t, b1, b2)
+
+    return classifier(lambda params: Ruled(params, rule))
