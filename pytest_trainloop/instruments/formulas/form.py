@@ -64,6 +64,8 @@ class Mistake:
     """What is computed, in one sentence, after the name of the form."""
     repair: str
     """What to write."""
+    at: frozenset[str] = frozenset()
+    """Functions whose call is to change, where just one of them lies between the arguments and the value."""
     shown_by: str = ""
     """What the corrected form shows, besides its agreement."""
     shifted: bool = False

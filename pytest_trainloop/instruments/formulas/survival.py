@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,11 +39,27 @@ def _by_events(
     return None if found is None else found / counted.sum()
 
 
+def _sorted(
+    form: Callable[..., torch.Tensor | None],
+    risk: torch.Tensor,
+    time: torch.Tensor,
+    event: torch.Tensor,
+    *,
+    latest: bool,
+    **ways: bool,
+) -> torch.Tensor | None:
+    """A form of risks whose rows lie in the order of time already: the loop sorted what it gave its network."""
+    order = time.flatten().argsort(descending=latest)
+    return form(risk, time.flatten()[order], event.flatten()[order], **ways)
+
+
+_SORTS = frozenset({"argsort", "sort"})
 _PARTIAL = "risk set of event i: all j with time[j] >= time[i]: sort by time, latest first, then logcumsumexp(risk)"
 _BEFORE = Mistake(
     "turned_round",
     "the risk set of an event holds those whose time is over, and not those still at risk",
     _PARTIAL,
+    at=_SORTS,
 )
 _CENSORED = Mistake(
     "turned_round",
@@ -55,6 +71,7 @@ _CENSORED = Mistake(
 def _rows(cut: Cut) -> bool:
     risk, time, event = cut.recorded
     one_a_row = cut.value.numel() == 1 and risk.numel() == time.numel() == event.numel()
+    one_a_row = one_a_row and bool((time > 0).any())  # counted from the end (odd: patients_by_time_before_the_end)
     return one_a_row and len(set(time.flatten().tolist())) > 2 and len(set(event.flatten().tolist())) == 2
 
 
@@ -68,7 +85,11 @@ def _of_events(cut: Cut) -> bool:
     return _rows(cut) and any(word in name for word in _OBSERVED)
 
 
-def _form(suits: Callable[[Cut], bool], *ways: tuple[Mistake | None, bool, bool]) -> Form:
+def _form(suits: Callable[[Cut], bool], *ways: tuple[Mistake | None, dict[str, Any]], given: bool = True) -> Form:
+    """``given``: the rows lie as in the batch."""
+    of = (_partial, _by_events)
+    if not given:
+        ways = tuple((mistake, {"latest": latest, **way}) for mistake, way in ways for latest in (True, False))
     return Form(
         "Cox's partial likelihood",
         "https://doi.org/10.1111/j.2517-6161.1972.tb00899.x",
@@ -79,19 +100,23 @@ def _form(suits: Callable[[Cut], bool], *ways: tuple[Mistake | None, bool, bool]
         ),
         tuple(
             one_part(
-                functools.partial(way, before=before, censored=censored),
+                functools.partial(form, **way) if given else functools.partial(_sorted, form, **way),
                 mistake,
-                aim=Aim("the partial likelihood's cost of the events", _by_events),
+                aim=Aim(
+                    "the partial likelihood's cost of the events",
+                    _by_events if given else functools.partial(_sorted, _by_events, latest=way["latest"]),
+                ),
             )
-            for mistake, before, censored in ways
-            for way in (_partial, _by_events)
+            for mistake, way in ways
+            for form in of
         ),
-        needs=(frozenset({"logcumsumexp", "logsumexp", "cumsum", "exp"}),),
+        needs=(frozenset({"logcumsumexp", "logsumexp", "cumsum", "exp"}), *(() if given else (_SORTS,))),
         suits=suits,
     )
 
 
-COX = _form(_rows, (None, False, False), (_BEFORE, True, False))
-CENSORED = _form(_of_events, (_CENSORED, False, True))
+COX = _form(_rows, (None, {}), (_BEFORE, {"before": True}))
+CENSORED = _form(_of_events, (_CENSORED, {"censored": True}))
+SORTED = _form(_rows, (None, {}), (_BEFORE, {"before": True}), given=False)
 
-FORMS = (COX, CENSORED)
+FORMS = (COX, CENSORED, SORTED)

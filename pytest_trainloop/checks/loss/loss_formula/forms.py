@@ -128,6 +128,8 @@ def _mistaken(match: Match, mistake: Mistake, step: Step) -> Iterator[Finding]:
     facts: dict[str, Any] = {"mistake": mistake.summary.format(**numbers), "repair": mistake.repair}
     if mistake.shown_by:
         facts["shown_by"] = mistake.shown_by.format(**numbers)
+    at = [c for n in match.cut.between if (c := match.cut.slice.calls[n]).name in mistake.at]
+    facts |= {"change": str(at[0].place)} if len(at) == 1 else {}
     facts |= {"level": mistake.level, "otherwise": mistake.otherwise, "shifted": mistake.shifted}
     yield from _found(match, step, mistake.cause, "", aim, **facts)
 

@@ -17,9 +17,9 @@ How it decides
        Otherwise copies are stepped without gradients 300 times. With amsgrad nothing is reported.
     4. Variants: the for-loop step in float64 is the reference. A step rounds some thirty times at most. A variant is
        named if its error is above 32 eps of parameter and update.
-    5. Count of steps: an optimizer of the project's own with two betas, whose state holds Adam's two averages. Its first
-       three steps are computed in float64. Another count is named if it gives all tensors' steps, and the right one
-       does not.
+    5. Count of steps: an optimizer of the project's own with two betas, whose state holds Adam's two averages. Its
+       first three steps are computed in float64. Another count is named if it gives all steps of all tensors, and the
+       right one does not.
     6. It skips a loop without an optimizer step.
 
     | seen | cause | advice if |
@@ -41,8 +41,8 @@ Fixed
 
 Known limits
     Adadelta, Rprop, Adafactor, Muon, LBFGS and SparseAdam, and those with step hooks of their own are not judged. Of
-    optimizers of a project's own only the count of Adam's steps is. Nor judged are sparse gradients, and steps in which a gradient scaler takes part. Of a tensor the
-    first 4096 entries are copied.
+    optimizers of a project's own only the count of steps in an Adam is. Sparse gradients are not judged, nor steps in
+    which a gradient scaler takes part. Of a tensor the first 4096 entries are copied.
 
 References
     https://arxiv.org/abs/1412.6980 (Kingma & Ba, Adam, theorem 4.1)

@@ -82,8 +82,9 @@ class OwnAdams:
             step.after = _entries(p)
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and readable(v)}
             step.state = tuple(_entries(v) for v in tensors.values() if v.shape == p.shape)
-            single = {k: v for k, v in state.items() if isinstance(v, (int, float)) or k in tensors and v.numel() == 1}
-            step.numbers = {str(k): float(v) for k, v in single.items()}
+            numbers = {k: v for k, v in state.items() if isinstance(v, (int, float))}
+            numbers |= {k: v for k, v in tensors.items() if v.numel() == 1}
+            step.numbers = {str(k): float(v) for k, v in numbers.items()}
             self.steps.setdefault(number, {}).setdefault(index, []).append(step)
 
 
@@ -131,8 +132,8 @@ def _compared(steps: list[_Step]) -> torch.Tensor:
 
 
 def _moves(steps: list[_Step], count: Callable[[int, _Step], int]) -> bool:
-    """Whether each step is Adam's with this count, its decay in the gradient, outside of it, or with none, and the state
-    holds the two averages."""
+    """Whether each step is Adam's with this count, whose decay is in the gradient, outside of it, or left out, and the
+    state holds the two averages."""
     entries = _compared(steps)
     for coupled, decays in ((False, True), (True, True), (False, False)):
         m = v = torch.zeros_like(steps[0].grad)

@@ -157,3 +157,48 @@ pair(
     faulty=policy(without_minus(1)),
     fixed=policy(without_minus(-1)),
 )
+
+
+# Patients sorted by time before the network sees them, and sums over the risks of those at risk.
+
+
+def patients(rows=8):
+    x, time = torch.randn(rows, 6), 0.2 + 5 * torch.rand(rows)
+    return {"x": x, "time": time, "event": (torch.arange(rows) % 3 != 0).to(x.dtype)}
+
+
+def up_to(risk):
+    return risk.logcumsumexp(0)
+
+
+def from_here_on(risk):
+    return risk.exp().flip(0).cumsum(0).flip(0).log()
+
+
+def cox(at_risk, *, latest_first):
+    def loss_of(model, b):
+        order = b["time"].sort(descending=latest_first).indices
+        risk, event = model(b["x"][order]).squeeze(1), b["event"][order]
+        return -((risk - at_risk(risk)) * event).sum() / event.sum()
+
+    return policy(loss_of, patients, outputs=1)
+
+
+pair(
+    "patients_sorted_earliest_first",
+    "loss_formula",
+    "turned_round",
+    mentions=("the risk set of an event holds those whose time is over",),
+    change="sort(descending=latest_first)",
+    faulty=cox(up_to, latest_first=False),
+    fixed=cox(up_to, latest_first=True),
+)
+
+pair(
+    "sums_from_the_other_end_of_the_times",
+    "loss_formula",
+    "turned_round",
+    change="sort(descending=latest_first)",
+    faulty=cox(from_here_on, latest_first=True),
+    fixed=cox(from_here_on, latest_first=False),
+)

@@ -240,3 +240,49 @@ def gradient_of_each_point():
         return distance.abs().mean() + 0.1 * ((gradient.norm(dim=1) - 1) ** 2).mean()
 
     return trained(loss_of, torch.randn(4, 3, 5), model=Field())
+
+
+def patients(order_of, loss_of, *, from_end=False):
+    """Rows that the loop sorts before the network sees them."""
+    event, time = (torch.arange(8) % 3 != 0).float(), 0.2 + 5 * torch.rand(8)
+
+    def sorted_loss(model, b):
+        order = order_of(b["time"])
+        return loss_of(model(b["x"][order])[:, 0], b["event"][order])
+
+    return trained(sorted_loss, {"x": torch.randn(8, 6), "time": -time if from_end else time, "event": event})
+
+
+@odd(notes="patients sorted earliest first: those at risk are all but the ones before")
+def all_risks_but_those_before():
+    def loss_of(risk, event):
+        rates = risk.exp()
+        return ((rates.sum() - rates.cumsum(0) + rates).log() - risk).mul(event).sum() / event.sum()
+
+    return patients(torch.argsort, loss_of)
+
+
+@odd(notes="patients sorted latest first by a minus sign, and a table of pairs gives who is at risk")
+def table_of_pairs_of_sorted_patients():
+    def loss_of(risk, event):
+        pairs = risk.expand(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+        return ((pairs.logsumexp(1) - risk) * event).mean()
+
+    return patients(lambda time: (-time).argsort(), loss_of)
+
+
+@odd(notes="the time counts down to the end of the study, as a negative number: earliest first is latest first")
+def patients_by_time_before_the_end():
+    def loss_of(risk, event):
+        return -((risk - torch.logcumsumexp(risk, 0)) * event).sum() / event.sum()
+
+    return patients(torch.argsort, loss_of, from_end=True)
+
+
+@odd(notes="rows are sorted by time, and a score of each is compared with the mean of those before it")
+def scores_against_the_mean_of_earlier_rows():
+    def loss_of(score, event):
+        mean = score.exp().cumsum(0) / torch.arange(1, 9)
+        return F.binary_cross_entropy_with_logits(score - mean.log().detach(), event)
+
+    return patients(torch.argsort, loss_of)
