@@ -32,16 +32,6 @@ def rmsprop_without_eps() -> TrainLoop:
     )
 
 
-@odd(notes="no first moment: betas (0, 0.9), as for GANs")
-def betas_without_momentum() -> TrainLoop:
-    return classifier(lambda params: torch.optim.Adam(params, lr=5e-3, betas=(0.0, 0.9)))
-
-
-@odd(notes="betas (0.95, 0.95), as some language models are trained: equal, and 0.95 < sqrt(0.95)")
-def equal_betas() -> TrainLoop:
-    return classifier(lambda params: torch.optim.AdamW(params, lr=5e-3, betas=(0.95, 0.95)))
-
-
 @odd(notes="betas (0.95, 0.9): the first above the second, yet steps do not grow within hundreds of steps")
 def first_beta_a_little_above_the_second() -> TrainLoop:
     return classifier(lambda params: torch.optim.AdamW(params, lr=5e-3, betas=(0.95, 0.9)))
