@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
+import operator
 import sys
 import types
 import warnings
@@ -215,10 +215,20 @@ def _listed() -> Any:
         libraries += rank
         for name in frame.f_code.co_varnames[: min(frame.f_code.co_argcount, 2)] if rank else ():
             value = frame.f_locals.get(name)
-            if isinstance(value, (filter, map, itertools.chain, types.GeneratorType)):
-                return value if next(value, None) is None else None
+            if isinstance(value, (filter, map, types.GeneratorType)):
+                return value if _used_up(value) else None
         frame = frame.f_back
     return None
+
+
+def _used_up(iterator: Any) -> bool:
+    """Whether nothing is left in an iterator; nothing is taken from it."""
+    if isinstance(iterator, types.GeneratorType):
+        return iterator.gi_frame is None
+    if isinstance(iterator, (filter, map)):
+        parts: Any = iterator.__reduce__()
+        return any(map(_used_up, parts[1][1:]))
+    return operator.length_hint(iterator, 1) == 0
 
 
 def _number(limit: Any) -> float:
