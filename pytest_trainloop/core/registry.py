@@ -44,6 +44,7 @@ Part = Literal[
     "forward",
     "backward",
     "data",
+    "filled",
     "mask",
     "padding mask",
     "positions",
@@ -80,7 +81,8 @@ Part = Literal[
 """What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
 operation lies in; the ``forward`` that holds the parameters and the optimizer's ``step``, where they are the project's
-own; the first backward pass; what made the tensor of the batch that is among the finding's names; by the source,
+own; the first backward pass; what made the tensor of the batch that is among the finding's names, or "filled" all
+entries of one value in it; by the source,
 what made the mask, the positions, the loss, the list of names, the bound of a clip, the state that is copied, the
 network or the argument of the function that the line uses where it is seen; the last draw of a weight; the end of
 ``evaluate`` or ``save``; the sampler of the loader; what made the loss that is backpropagated; what switches gradients

@@ -237,6 +237,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.criterion(seen, "weight") or definitions.criterion(seen, "pos_weight")
         case "use of the score":
             return statements.used_next(seen)
+        case "filled":
+            return evidence.shared(DataLines.of).filled_at(names)
         case "mask":
             return definitions.mask(seen)
         case "padding mask":

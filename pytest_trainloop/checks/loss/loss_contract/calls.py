@@ -25,6 +25,7 @@ from pytest_trainloop.checks.loss.loss_contract.call import (
     column_against_table,
 )
 from pytest_trainloop.checks.loss.loss_contract.causes import found
+from pytest_trainloop.checks.loss.loss_contract.ends import Ends
 from pytest_trainloop.checks.loss.loss_contract.rules import rules_of
 from pytest_trainloop.checks.loss.loss_contract.shifts import Shifts
 from pytest_trainloop.checks.loss.loss_contract.sides import NamedSides
@@ -103,7 +104,7 @@ class LossCalls(Listener):
     def __init__(self, padding: Padding | None = None, *, open_embeddings: bool = False) -> None:
         self._open = open_embeddings
         self._step = Step(padding)
-        self.shifts = Shifts()
+        self.shifts, self.ends = Shifts(), Ends()
         self.tape = Tape(self, _WATCHED, may_be_known)
         self.sides = NamedSides(self.tape)
         self.sites: dict[tuple[str, Site, str | None], CallSite] = {}
@@ -326,7 +327,7 @@ class LossCalls(Listener):
         if site.judged >= MOST or any(t.is_floating_point() and bool(t.isnan().any()) for t in tensors):
             return
         call.number, site.judged = site.judged, site.judged + 1
-        for rule in (self.shifts.compare, *rules_of(call)):
+        for rule in (self.shifts.compare, self.ends.compare, *rules_of(call)):
             try:
                 for finding in rule(call):
                     site.findings[finding.cause, finding.culprits[0]].append(finding)

@@ -290,6 +290,41 @@ OF_TARGETS = {
         repair="label padding -100, the default of ignore_index, so that every class is learned",
         source="https://github.com/ibm-granite/granite-3.1-language-models/issues/2",
     ),
+    "end_never_a_target": Cause(
+        proof=(
+            "the last real id of every padded row is the id of padding, and its label is ignored in all of them, while "
+            "the label before it counts"
+        ),
+        summary=(
+            "the end of every row, id {token}, is never a target of {call}: padding has this id too, and its labels "
+            "are ignored by their value"
+        ),
+        measured="{rows:row} of different ids end so; no label of the run is {token}",
+        shown_by=(
+            "the ids that the embedding looked up against the labels; padding is known ({known}); no gradient of this "
+            "loss raises the score of {token}"
+        ),
+        variants={
+            "by id": {
+                "summary": (
+                    "the end of every row, id {token}, is never a target of {call}: padding has this id too, and "
+                    "ignore_index={token} leaves both out"
+                ),
+                "repair": (
+                    "labels = labels.masked_fill(mask == 0, -100), and leave ignore_index={token} out; or fill rows "
+                    "with an id of its own"
+                ),
+            },
+        },
+        repair=(
+            "ignore labels by the mask and not by their value: labels[attention_mask == 0] = -100; or fill rows with "
+            "an id of its own"
+        ),
+        settle="a model that is to be stopped by its length alone needs no end",
+        change=("filled", "data"),
+        explains=(*LEARNING, "loss_contract:real_class_ignored"),
+        source="https://github.com/huggingface/trl/issues/976",
+    ),
     "shifted_twice": _learns(
         proof="the labels of a causal model are the inputs two positions ahead",
         summary=(

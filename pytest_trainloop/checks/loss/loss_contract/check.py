@@ -27,13 +27,16 @@ How it decides
        next id is intended.
     6. Functions of libraries are known by name. Flags (``from_logits``) are read from the call
        (docs/how-it-decides.md#losses-of-libraries).
-    7. Each finding is a fault, with the exceptions of the table. A loss computed and left out counts if no call of its
+    7. Rows that end in the id that fills them, by a mask or lengths: the end is never a target if its label is ignored
+       in every row, and the label before it is not. Silent if any gradient raises the score of this id.
+    8. Each finding is a fault, with the exceptions of the table. A loss computed and left out counts if no call of its
        line is ever backpropagated.
-    8. It skips a call that it could not compute with, if nothing else is found.
+    9. It skips a call that it could not compute with, if nothing else is found.
 
     | seen | fault if | otherwise |
     |---|---|---|
     | labels are shifted | under one in 1e9 orders of the ids agree as well | advice to 1 in 1000 |
+    | the end of all rows is ignored | its loss is all that is backpropagated | advice |
     | a torch loss is maximised | it is all that is backpropagated, and no weights are pretrained | advice |
     | maximised, next to other losses, in a game, or as an attack |  | silent |
     | a loss is left out (``part_left_out``) | its layer trains by nothing else, or nothing can read it | advice |
@@ -97,7 +100,8 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
     if shifts.unseen and evidence.repeatable:
         shifts = evidence.shared(LossCalls.with_open_embeddings).shifts
     reported: set[tuple[str, tuple[str, ...], str]] = set()
-    for finding in itertools.chain(calls.findings(), shifts.findings(), calls.sides.findings(calls.record)):
+    others = shifts.findings(), calls.ends.findings(), calls.sides.findings(calls.record)
+    for finding in itertools.chain(calls.findings(), *others):
         key = finding.cause, finding.culprits, finding.where
         if key not in reported:
             reported.add(key)

@@ -53,15 +53,19 @@ def padded_positions(
     )
 
 
+def inputs_of(call: LossCall) -> set[tuple[int, ...]]:
+    """The shapes of what the scores were computed of."""
+    return {tuple(v.shape) for v in made_of(call.values["input"], MOST_VALUES) if not v.parents and not v.parameter}
+
+
 def padding(call: LossCall) -> Iterator[Finding]:
     """Padded positions that count: in a loss over classes, or in one that compares (rows, positions[, features])."""
     given, target = call.tensor("input"), call.tensor("target")
     of_classes = call.name in CLASS_LOSSES
-    at = _of_labels(call) if of_classes else _of_entries(call)
+    at = of_labels(call) if of_classes else _of_entries(call)
     if given is None or target is None or at is None:
         return
-    read = {tuple(v.shape) for v in made_of(call.values["input"], MOST_VALUES) if not v.parents and not v.parameter}
-    found = padded_positions(call.step, at.shape, read)
+    found = padded_positions(call.step, at.shape, inputs_of(call))
     if found is None:
         yield from _between_others(call, at, call.given.get("ignore_index", -100)) if of_classes else _masked_mean(call)
         return
@@ -148,7 +152,7 @@ def _masked_mean(call: LossCall) -> Iterator[Finding]:
             return
 
 
-def _of_labels(call: LossCall) -> Entries | None:
+def of_labels(call: LossCall) -> Entries | None:
     """The positions of class indices, by the layer that gave the scores."""
     target, at = call.tensor("target"), layout(call.values.get("input"))
     if target is None or target.is_floating_point() or at is None:
