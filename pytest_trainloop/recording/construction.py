@@ -73,6 +73,8 @@ class Construction:
         """The last line that set ``requires_grad`` of a tensor to True, where that is later than any that froze it."""
         self.drawn = Lines()
         """The last line that drew the values of a parameter."""
+        self.drawn_memory: dict[int, Place] = {}
+        """The same by the memory that was drawn in: of ``weight.data``, or of some of its rows."""
         self.casts = Lines()
         """The last line that cast the module of a parameter."""
         self.loaded = Lines()
@@ -197,7 +199,14 @@ class _Freezes(FunctionMode):
                     lines.note(args[0], place)
         if name in _DRAWS and (drawn := next(tensors_in(args, kwargs), None)) is not None and (place := maker(None)):
             self._found.drawn.note(drawn, place)
+            self._found.drawn_memory[memory_of(drawn)] = place
         return super().call(name, func, args, kwargs)
+
+
+def memory_of(tensor: Any) -> int:
+    """Where the values of a tensor are; 0 where it has none of its own."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return int(tensor.untyped_storage().data_ptr()) if plain and tensor.device.type != "meta" else 0
 
 
 def maker(made: Any) -> Place | None:

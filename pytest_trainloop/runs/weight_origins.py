@@ -46,6 +46,13 @@ def drawn(evidence: Evidence) -> frozenset[str]:
         )
 
 
+def drawn_rows(evidence: Evidence) -> dict[str, torch.Tensor]:
+    """Of each matrix, which of its rows have other values under another seed; seeds that the function sets are
+    ignored."""
+    with _seeds_ignored():
+        return {n: (local(p) != local(q)).any(1) for n, p, q in _under_two_seeds(evidence) if p.dim() == 2}
+
+
 def _under_two_seeds(evidence: Evidence) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
     """Each parameter with its name, in two fresh loops."""
     first, second = evidence.fresh_loop(), evidence.fresh_loop(other_seed=1)

@@ -136,12 +136,13 @@ class Call(NamedTuple):
 
 
 class Calls(WatchingMode, NoRandomness):
-    """Numbers the calls of a run without randomness."""
+    """Numbers the calls of a run without randomness. With ``pad_row_zero`` each embedding reads zeros in the row of its
+    ``padding_idx``, where this is the id."""
 
-    def __init__(self, *, statistics: bool = False) -> None:
+    def __init__(self, *, statistics: bool = False, pad_row_zero: int | None = None) -> None:
         super().__init__()
         self._count: Counter[tuple[str, str]] = Counter()
-        self._statistics = statistics
+        self._statistics, self._pad_row_zero = statistics, pad_row_zero
         self.drawn: list[Draw] = []
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +184,12 @@ class Calls(WatchingMode, NoRandomness):
 
     def looked_at(self, call: Call) -> Any:
         """What the call gives, or what is put in its place."""
-        return call.out
+        if self._pad_row_zero is None or call.key[0] != "embedding":
+            return call.out
+        given = bound_arguments(torch.nn.functional.embedding, *call.given)
+        if given.get("padding_idx") != self._pad_row_zero:
+            return call.out
+        return call.out.masked_fill((given["input"] == self._pad_row_zero).unsqueeze(-1), 0.0)
 
     def again(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function of the project's call gives in a call of ours."""

@@ -18,7 +18,7 @@ from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.core.finding import code_of
 from pytest_trainloop.instruments.tracing import definitions, statements
 from pytest_trainloop.instruments.tracing.data_lines import DataLines
-from pytest_trainloop.recording.construction import Construction
+from pytest_trainloop.recording.construction import Construction, memory_of
 from pytest_trainloop.recording.parameters import plain_objects
 from pytest_trainloop.recording.source import layer, place_of
 
@@ -197,7 +197,8 @@ class MadeAt:
             _put(self._frozen, entry.name, noted.frozen.of(tensor))
             _put(self._thawed, entry.name, noted.thawed.of(tensor))
             _put(self._casts, entry.name, noted.casts.of(tensor))
-            _put(self._drawn, entry.name, noted.drawn.of(tensor))
+            in_memory = noted.drawn_memory.get(memory_of(tensor) or -1)
+            _put(self._drawn, entry.name, in_memory or noted.drawn.of(tensor))
             _put(self._loaded, entry.name, noted.loaded.of(tensor))
         for kind in (LRScheduler, GradScaler, DataLoader):
             _put(self._last, kind, noted.made.last(kind))

@@ -45,6 +45,16 @@ _PACK = "pack the sequences: pack_padded_sequence(x, lengths, enforce_sorted=Fal
 _READS = "the loss includes padded positions: {by} reads a target there"
 
 CAUSES = {
+    "pad_row_drawn": _padding(
+        proof=f"the row of padding_idx is drawn with the others, and with zeros in it {EQUAL}",
+        summary=_says("the row of padding_idx={pad} in {table} is drawn at random, and padding adds it to the result"),
+        shown_by=_shown(f"with zeros in this row {EQUAL}; another seed draws other values for it"),
+        repair="put zeros back after this line, under no_grad(): embedding.weight[embedding.padding_idx] = 0; no step "
+        "trains this row by what is looked up",
+        change=("drawn", "module"),
+        settle="",
+        source="https://github.com/datawhalechina/torch-rechub/pull/176",
+    ),
     "padded_keys_attended": _padding(
         proof=f"with padded keys left out of attention {EQUAL}",
         summary=_says(_ATTENDED),

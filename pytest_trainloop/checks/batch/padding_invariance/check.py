@@ -31,6 +31,7 @@ How it decides
     | the gradients are equal with this, or it is seen | cause | undeclared, advice if |
     |---|---|---|
     | declared: running statistics of batch norms | ``padding_counts`` |  |
+    | zeros in the row of ``padding_idx``, drawn as the others were | ``pad_row_drawn`` |  |
     | seen: all real keys have attention weight 0 | ``padded_keys_attended`` | weakly known |
     | a factor: the share of real positions | ``mean_over_padding`` | one length |
     | the id that the model takes for padding | ``other_pad_id`` | weakly known |
@@ -139,6 +140,7 @@ def _causes(case: Case) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.padding_invariance import rules
 
     yield from rules.batch_statistics(case)
+    yield from rules.row_of_padding_drawn(case)
     yield from rules.mask_inverted(case)
     yield from rules.share_of_real_positions(case)
     yield from rules.other_pad_id(case)

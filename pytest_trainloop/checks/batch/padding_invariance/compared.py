@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -241,6 +242,18 @@ class Compared:
         """Whether the gradient with this id in the padding is that without padding."""
         arm = self.experiment.arm((self, full, "id", pad_id), lambda: self.group.with_id(full, pad_id))
         found = self.experiment.difference(self.part(full.kept(0)), arm)
+        return found is not None and found.equal
+
+    def equal_with_zeros(self, full: Slice, pad_id: int) -> bool:
+        """Whether both gradients are equal with zeros in the row of ``padding_idx`` of the embeddings that have this
+        id."""
+        more, fewer = (
+            self.experiment.arm(
+                (self, chosen, "zeros"), functools.partial(self.group.cut, chosen), Calls(pad_row_zero=pad_id)
+            )
+            for chosen in (full, full.kept(0))
+        )
+        found = self.experiment.difference(fewer, more)
         return found is not None and found.equal
 
     def tensor_differences(self) -> dict[str, Agreement]:

@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from pytest_trainloop.checks.batch.padding_invariance.causes import CAUSES, EQUAL, found
 from pytest_trainloop.checks.batch.padding_invariance.compared import (
     ATTENDED,
@@ -19,12 +21,14 @@ from pytest_trainloop.checks.batch.padding_invariance.compared import (
     SHIFTED,
     TRAINED,
 )
+from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.finding import Finding, SmallestBatch
 from pytest_trainloop.core.wording import direction, filled
 from pytest_trainloop.instruments.tracing import definitions
 from pytest_trainloop.instruments.tracing.lockstep import Seen, Tape, Unlike
 from pytest_trainloop.recording.torch_names import EXTREMES, LOSSES, MAX_POOLS_1D, RECURRENT
+from pytest_trainloop.runs.weight_origins import drawn_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -113,6 +117,32 @@ def batch_statistics(case: Case) -> Iterator[Finding]:
         calls = case.made.tape(case.full.kept(0)).calls
         normed = next((Seen(name, taped.place) for (name, *_), taped in calls.items() if name == "batch_norm"), None)
         yield case.named("padding_counts", normed, "statistics", holds=lambda few: True)
+
+
+def row_of_padding_drawn(case: Case) -> Iterator[Finding]:
+    """The row of ``padding_idx``, which torch made zero, is drawn with the rest of its table."""
+    made, pad = case.made, case.group.fill
+    if pad is None:
+        return
+    evidence = made.experiment.evidence
+    tables = [
+        f"{path}.weight"
+        for prefix, module in evidence.fresh_loop().modules.items()
+        for path, m in members.named_modules(module, prefix)
+        if isinstance(m, nn.Embedding) and m.padding_idx == pad and bool(m.weight.detach()[m.padding_idx].any())
+    ]
+    rows = evidence.shared(drawn_rows) if tables else {}
+    # of a table from a file single rows may be drawn: those of words that it lacks
+    tables = [t for t in tables if t in rows and bool(rows[t][int(pad)]) and float(rows[t].double().mean()) > 0.5]
+    if tables and made.equal_with_zeros(case.full, int(pad)):
+
+        def holds(few: Slice) -> bool:
+            return made.equal_with_zeros(few, int(pad))
+
+        calls = made.tape(case.full.kept(0)).calls
+        at = next((Seen(name, taped.place) for (name, *_), taped in calls.items() if name == "embedding"), None)
+        facts = {"pad": int(pad), "table": tables[0]}
+        yield replace(case.named("pad_row_drawn", at, holds=holds, **facts), culprits=tuple(tables))
 
 
 def mask_inverted(case: Case) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from torch import nn
 from pytest_trainloop.core import members
 from pytest_trainloop.core.paths import BUILD_CALLER
 from pytest_trainloop.recording.as_caller import is_stand_in
-from pytest_trainloop.recording.construction import maker
+from pytest_trainloop.recording.construction import maker, memory_of
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import frames_called, layer
@@ -111,7 +111,7 @@ class InitialValues(FunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sets = name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data
         if sets:
-            self._written.pop(_memory(args[0]), None)
+            self._written.pop(memory_of(args[0]), None)
         out = super().call(name, func, args, kwargs)
         if sets:
             known, (by_hand, _) = self._known(args[0]), _by_hand()
@@ -125,7 +125,7 @@ class InitialValues(FunctionMode):
             self._wrote(known, name, first, args, kwargs)
         elif name not in _NO_VALUES and known is not None and known.chosen is not None:
             made = list(tensors_in(out))
-            if not made or any(_memory(t) != _memory(first) for t in made):
+            if not made or any(memory_of(t) != memory_of(first) for t in made):
                 known.chosen = None  # somebody has read it
         for other in tensors_in(args[1:], kwargs):
             if other is not first and (read := self._known(other)) is not None:
@@ -198,7 +198,7 @@ class InitialValues(FunctionMode):
 
     def _known(self, tensor: Any) -> _Written | None:
         """What is known of the parameter whose memory a tensor has."""
-        at = _memory(tensor)
+        at = memory_of(tensor)
         known = self._written.get(at) if at else None
         if known is not None and known.parameter() is None:
             del self._written[at]
@@ -208,19 +208,13 @@ class InitialValues(FunctionMode):
         return known
 
     def _read_at_the_end(self, name: str, parameter: nn.Parameter) -> None:
-        known = self._written.get(_memory(parameter))
+        known = self._written.get(memory_of(parameter))
         if known is None or known.parameter() is not parameter:
             return
         if known.chosen is not None:
             self.kept.add(str(known.chosen.place))
         elif known.lost is not None and not torch.equal(known.lost[0].values, parameter.detach()):
             self.lost.append(Lost(name, *known.lost))
-
-
-def _memory(tensor: Any) -> int:
-    """Where the values of a tensor are; 0 where it has none of its own."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return int(tensor.untyped_storage().data_ptr()) if plain and tensor.device.type != "meta" else 0
 
 
 def _is_number(value: Any) -> bool:
