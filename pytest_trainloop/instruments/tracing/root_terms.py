@@ -241,7 +241,7 @@ class RootTerms(WatchingMode):
         with self.watch.suspended():
             parents = lineage.before(name, args, kwargs)
             if self._look is not None:
-                self._look(name, args, self._scalar_of)
+                self._look(name, args, self.scalar_of)
         out = passed_on(func, args, kwargs)
         with self.watch.suspended():
             lineage.note(self.watch, func, name, args, kwargs, parents, out)
@@ -258,7 +258,7 @@ class RootTerms(WatchingMode):
         finally:
             self._in_backward = False
 
-    def _scalar_of(self, tensor: torch.Tensor) -> Scalar | None:
+    def scalar_of(self, tensor: torch.Tensor) -> Scalar | None:
         known = None if self._lineage is None else self._by_node.get(id(self._lineage.of(tensor)))
         return known[0] if known is not None else None
 

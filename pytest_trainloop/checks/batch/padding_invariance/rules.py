@@ -141,8 +141,8 @@ def row_of_padding_drawn(case: Case) -> Iterator[Finding]:
 
         calls = made.tape(case.full.kept(0)).calls
         at = next((Seen(name, taped.place) for (name, *_), taped in calls.items() if name == "embedding"), None)
-        facts = {"pad": int(pad), "table": tables[0]}
-        yield replace(case.named("pad_row_drawn", at, holds=holds, **facts), culprits=tuple(tables))
+        finding = case.named("pad_row_drawn", at, holds=holds, pad=int(pad), table=tables[0])
+        yield replace(finding, culprits=tuple(tables))
 
 
 def mask_inverted(case: Case) -> Iterator[Finding]:

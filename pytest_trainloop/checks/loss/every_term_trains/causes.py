@@ -112,7 +112,19 @@ CAUSES = {
         repair="add it to the loss, or delete the line",
         explains=_DROPPED,
         settle="no_grad() around what is only logged; parts= says what the loss is the sum of",
-        variants={"named": {"repair": "loss = loss + {name}"}},
+        variants={
+            "named": {"repair": "loss = loss + {name}"},
+            "function": {
+                "summary": (
+                    "{name} goes into {function}.apply() and into no loss: {why}, so no backward pass reaches {name}"
+                ),
+                "shown_by": (
+                    "a backward pass from the result of {function}.apply() gives {name} a gradient, and none of the "
+                    "run goes through it"
+                ),
+                "repair": "use the result of {function}.apply() in the place of its first argument",
+            },
+        },
         source="https://github.com/oclivegriffin/crosscode/pull/3",
     ),
     "term_overwritten": _seen(

@@ -10,6 +10,7 @@ from pytest_trainloop.checks.loss.dead_values import never_read
 from pytest_trainloop.checks.loss.every_term_trains.causes import found
 from pytest_trainloop.checks.loss.every_term_trains.names import is_part, is_term, loops_over, name_at
 from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
+from pytest_trainloop.checks.loss.every_term_trains.thrown import untrained_calls
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.gradients.dependence import Dependences
 
@@ -33,7 +34,8 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
     unweighted = {term for (term, _), (scalar, *_) in survey.tables.unweighted.items() if not any(scalar.weights)}
     left_out = _left_out(survey)
     overwritten = _overwritten(survey)
-    if not (unweighted or left_out or overwritten):
+    thrown = {calls[0].site for calls in untrained_calls(survey.record, survey.thrown)}
+    if not (unweighted or left_out or overwritten or thrown):
         return
     full = evidence.shared(Survey.in_full)
     named = set()
@@ -42,6 +44,13 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
             named.add(scalar.place)
             facts: dict[str, Any] = {"term": term, "weight": weight, "number": number, "others": others}
             yield found("weight_of_another_name", place, (term,), "named", **facts)
+    for calls in untrained_calls(full.record, full.thrown):
+        if calls[0].site in thrown:
+            one = calls[0]
+            named |= {call.scalar.place for call in calls}
+            name = name_at(one.scalar.site) or one.scalar.op
+            facts = {"name": name, "why": one.why, "count": len(calls), "function": one.function, "repair": one.repair}
+            yield found("term_left_out", one.place, (name,), "function", **{k: v for k, v in facts.items() if v})
     for site, scalars in _overwritten(full).items():
         if site in overwritten:
             named.add(scalars[0].place)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.every_term_trains.names import words_of
+from pytest_trainloop.checks.loss.every_term_trains.thrown import ThrownResults
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.ours import is_ours
 from pytest_trainloop.declare.memory_layout import write
@@ -21,6 +22,7 @@ from pytest_trainloop.instruments.tracing.batches_taken import batches_taken
 from pytest_trainloop.instruments.tracing.root_terms import RootTerms
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS
 from pytest_trainloop.runs.hooks import hooked
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
+    from pytest_trainloop.checks.loss.every_term_trains.thrown import Thrown
     from pytest_trainloop.instruments.tracing.terms import Scalar, Term, TermsOfRoot
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -56,6 +59,7 @@ class Survey:
     roots: tuple[TermsOfRoot, ...]
     scalars: tuple[Scalar, ...]
     tables: WeightTables
+    thrown: tuple[Thrown, ...] = ()
 
     @classmethod
     def of(cls, evidence: Evidence) -> Survey:
@@ -72,8 +76,8 @@ class Survey:
         if not evidence.repeatable:
             return evidence.shared(SurveyInRun.of).survey(evidence.run())
         seen = SurveyInRun()
-        record = evidence.rerun(contexts=seen.terms.contexts, before_item=seen.terms.take_batch, **changes)
-        return cls(record, tuple(seen.terms.roots), tuple(seen.terms.scalars), seen.tables)
+        record = evidence.rerun(contexts=seen.looking, before_item=seen.terms.take_batch, **changes)
+        return seen.made(record)
 
     def constants(self) -> list[tuple[TermsOfRoot, Term]]:
         """Terms without a history, of roots that have others as well, that are another number in each step: one for
@@ -118,6 +122,7 @@ class SurveyInRun:
     def __init__(self) -> None:
         self.tables = WeightTables()
         self.terms = RootTerms(self.tables.look)
+        self.thrown = ThrownResults(self.terms)
 
     @classmethod
     def of(cls, _evidence: Evidence) -> SurveyInRun:
@@ -126,13 +131,22 @@ class SurveyInRun:
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         """What the run is made in."""
-        return (*self.terms.contexts(watch), batches_taken(self.terms.take_batch, watch))
+        return (*self.looking(watch), batches_taken(self.terms.take_batch, watch))
+
+    def looking(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """The same where the plan of the run gives the batches."""
+        return (*self.terms.contexts(watch), patched(torch.autograd.Function, "apply", self.thrown.around))
 
     def survey(self, record: Record) -> Survey:
         """Raises ``CannotDecide`` where no backward pass was seen."""
         if not self.terms.roots:
             raise CannotDecide("no single number was backpropagated in the steps that were watched in full")
-        return Survey(record, tuple(self.terms.roots), tuple(self.terms.scalars), self.tables)
+        return self.made(record)
+
+    def made(self, record: Record) -> Survey:
+        """What was seen, after the run."""
+        terms = self.terms
+        return Survey(record, tuple(terms.roots), tuple(terms.scalars), self.tables, tuple(self.thrown.calls))
 
 
 class WeightTables:

@@ -1,0 +1,83 @@
+"""Terms that an ``autograd.Function`` is to give a gradient, and whose result is thrown away."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.checks.loss.every_term_trains.faults import loop
+from tests.loops.pairs import pair
+
+
+class WithTerm(torch.autograd.Function):
+    """Gives a tensor back, and a term a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x, term):
+        ctx.size = term.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope, slope.new_ones(ctx.size)
+
+
+class Experts(nn.Module):
+    """Two experts, and a gate that is to choose both as often."""
+
+    def __init__(self, *, kept):
+        super().__init__()
+        self.gate, self.kept = nn.Linear(6, 2), kept
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(-1)
+        balance = 0.1 * (shares.mean(0) * 2 - 1).square().sum()
+        if self.kept:
+            shares = WithTerm.apply(shares, balance)
+        else:
+            WithTerm.apply(shares, balance)
+        return sum(shares[:, n : n + 1] * expert(x) for n, expert in enumerate(self.experts))
+
+
+def experts(*, kept):
+    return loop(lambda m, x, y: F.cross_entropy(m(x), y), lambda: Experts(kept=kept))
+
+
+pair(
+    "balance_of_experts_in_a_function_that_is_only_called",
+    "every_term_trains",
+    "term_left_out",
+    mentions=("shares = WithTerm.apply(shares, balance)", "its value is thrown away"),
+    change="WithTerm.apply(shares, balance)",
+    faulty=experts(kept=False),
+    fixed=experts(kept=True),
+)
+
+
+def sparse(*, kept):
+    def activity(hidden):
+        penalty = 0.01 * hidden.abs().sum(1).mean()
+        regular = WithTerm.apply(hidden, penalty)  # noqa: F841
+        return hidden
+
+    def kept_activity(hidden):
+        return WithTerm.apply(hidden, 0.01 * hidden.abs().sum(1).mean())
+
+    def loss_of(model, x, y):
+        hidden = model[0](x).tanh()
+        return F.cross_entropy(model[1]((kept_activity if kept else activity)(hidden)), y)
+
+    return loop(loss_of, lambda: nn.Sequential(nn.Linear(6, 24), nn.Linear(24, 3)))
+
+
+pair(
+    "activity_penalty_under_a_name_that_nothing_reads",
+    "every_term_trains",
+    "term_left_out",
+    mentions=("nothing in activity() reads regular",),
+    change="regular = WithTerm.apply(hidden, penalty)",
+    faulty=sparse(kept=False),
+    fixed=sparse(kept=True),
+)
