@@ -20,9 +20,11 @@ How it decides
     4. A term whose gradient goes only to weights that no step changes by it is a fault, if it was cut off from weights
        that its backward pass trains. Silent: an optimizer that may step later, and weights that the loop moves.
     5. A number with a gradient that no backward pass reached is judged over the whole run.
-    6. Sides are equal if the same calls made them of the same tensors. Equal numbers alone prove nothing. Silent:
+    6. A term goes into an ``autograd.Function``, and the source throws its result away. A backward pass from that
+       result is made once: it is a fault if it gives the term a gradient, and no backward pass of the run does.
+    7. Sides are equal if the same calls made them of the same tensors. Equal numbers alone prove nothing. Silent:
        ``x - x`` in one line, and sides of which one is detached and that train by their slope.
-    7. It skips a loop that backpropagates no single number.
+    8. It skips a loop that backpropagates no single number.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -30,7 +32,7 @@ How it decides
     | a derivative without a graph is added and moves | ``penalty_off_graph`` | not repeatable |
     | a derivative without a graph is added entry by entry | ``derivative_off_graph`` | always |
     | a term compares results of weights that nothing trains | ``term_between_frozen`` | two nets |
-    | a lost number alone trains a parameter, or nothing can read its name | ``term_left_out`` | read elsewhere |
+    | a lost number alone trains a parameter, or nothing can read its name, or step 6 | ``term_left_out`` | read elsewhere |
     | of one name's values in a loop only the last counts; others had other data | ``term_overwritten`` |  |
     | a difference is always 0, at every turn of the line, and should count | ``compared_with_itself`` |  |
     | the extreme of masked entries is the mask's value in every row | ``fill_chosen`` |  |
