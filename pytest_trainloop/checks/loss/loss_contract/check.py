@@ -12,13 +12,11 @@ Why is this bad?
     learns padding.
 
 How it decides
-    1. It judges every loss that is backpropagated, by where values come from and by the values. The size of the loss
-       decides nothing.
+    1. It judges every loss that is backpropagated, by where values come from and by the values.
     2. It follows a tensor back through reshapes, casts, masks, dropout and constant factors to a softmax, a sigmoid or
        a layer. The class axis is found by applying the same reshapes to the indices of entries. Scores are a
        distribution only if all rows of all calls sum to 1.
-    3. Entries without a gradient are not judged. A padded position counts only if the gradient at its prediction is not
-       0.
+    3. Entries without a gradient are not judged. A padded position counts only if its prediction has a gradient.
     4. Padding must be proven: by a declared pad id, ``padding_idx``, or a mask or lengths beyond which all values of an
        input are equal. Slots that only targets leave empty are none.
     5. Labels are compared with embedded ids and with the last input that an output depends on. Where embeddings are
@@ -27,10 +25,9 @@ How it decides
        next id is intended.
     6. Functions of libraries are known by name. Flags (``from_logits``) are read from the call
        (docs/how-it-decides.md#losses-of-libraries).
-    7. Rows that end in the id that fills them, by a mask or lengths: the end is never a target if its label is ignored
-       in every row, and the label before it is not. Silent if any gradient raises the score of this id.
-    8. Each finding is a fault, with the exceptions of the table. A loss computed and left out counts if no call of its
-       line is ever backpropagated.
+    7. Rows that end in the id that fills them: all their ends are ignored, no label before is. No gradient raises the
+       score of this id.
+    8. Each finding is a fault, with the exceptions of the table.
     9. It skips a call that it could not compute with, if nothing else is found.
 
     | seen | fault if | otherwise |
@@ -46,8 +43,7 @@ How it decides
     | no pairs in the labels | the loss is exactly 0 in every call | silent |
     | gradients contradict names (pos, neg) in all rows | of products, cosines, log-probabilities | silent |
     | nll_loss of raw scores | their gradient does not sum to 0 over classes | silent |
-    | kl_div by elements, a wide head, rare positives, log-softmax as logits |  | advice |
-    | what training may have made (a learned temperature, saturated outputs) |  | advice |
+    | kl_div by elements, a wide head, rare positives, log-softmax as logits, a learned temperature |  | advice |
 
 Faulty
     >>> for x, y in batches:

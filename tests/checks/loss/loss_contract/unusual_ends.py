@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_contract.faults_ends import END, collated
@@ -68,7 +69,8 @@ def autoencoder_that_leaves_the_end_out() -> TrainLoop:
             self.lstm = nn.LSTM(24, 12, batch_first=True, bidirectional=True)
 
         def forward(self, ids, mask):
-            return self.head(self.lstm(self.embed(ids) * mask[..., None])[0])
+            packed = pack_padded_sequence(self.embed(ids), mask.sum(1), batch_first=True, enforce_sorted=False)
+            return self.head(pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
 
     def loss_of(model, batch):
         scores = model(batch["input_ids"], batch["attention_mask"])
