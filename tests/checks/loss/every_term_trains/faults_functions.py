@@ -24,7 +24,7 @@ class WithTerm(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Two experts, and a gate that is to choose both as often."""
+    """Two experts, and a gate whose scores are to stay small."""
 
     def __init__(self, *, kept):
         super().__init__()
@@ -32,12 +32,12 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
 
     def forward(self, x):
-        shares = self.gate(x).softmax(-1)
-        balance = 0.1 * (shares.mean(0) * 2 - 1).square().sum()
+        scores = self.gate(x)
+        z_loss, shares = 0.1 * scores.logsumexp(-1).square().mean(), scores.softmax(-1)
         if self.kept:
-            shares = WithTerm.apply(shares, balance)
+            shares = WithTerm.apply(shares, z_loss)
         else:
-            WithTerm.apply(shares, balance)
+            WithTerm.apply(shares, z_loss)
         return sum(shares[:, n : n + 1] * expert(x) for n, expert in enumerate(self.experts))
 
 
@@ -46,11 +46,11 @@ def experts(*, kept):
 
 
 pair(
-    "balance_of_experts_in_a_function_that_is_only_called",
+    "z_loss_of_experts_in_a_function_that_is_only_called",
     "every_term_trains",
     "term_left_out",
-    mentions=("shares = WithTerm.apply(shares, balance)", "its value is thrown away"),
-    change="WithTerm.apply(shares, balance)",
+    mentions=("shares = WithTerm.apply(shares, z_loss)", "its value is thrown away"),
+    change="WithTerm.apply(shares, z_loss)",
     faulty=experts(kept=False),
     fixed=experts(kept=True),
 )
