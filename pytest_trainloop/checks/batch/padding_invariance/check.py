@@ -34,7 +34,7 @@ How it decides
     | zeros in the row of ``padding_idx``, drawn as the others were | ``pad_row_drawn`` |  |
     | a factor: the share of real positions | ``mean_over_padding`` | one length |
     | the id that the model takes for padding | ``other_pad_id`` | weakly known |
-    | attention without padded keys; all real keys have weight 0 | ``padded_keys_attended`` | weakly known; lengths as targets |
+    | attention without padded keys; real keys weigh 0 | ``padded_keys_attended`` | weakly known; lengths as targets |
     | pooling over real positions only | ``padding_pooled`` | also: see Known limits |
     | positions counted from the first real one | ``positions_shifted`` | one length |
     | seen: outputs past the first padded one meet a target | ``padded_targets`` | weakly known |

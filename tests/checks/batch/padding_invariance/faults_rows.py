@@ -52,6 +52,7 @@ pair(
     culprits=("items.weight",),
     mentions=("padding_idx=0 in items.weight",),
     change="nn.init.xavier_uniform_(parameter)",
+    quick=True,
     faulty=lambda: shopping(every_matrix),
     fixed=lambda: shopping(every_matrix_and_zeros),
 )

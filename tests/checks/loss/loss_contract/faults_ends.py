@@ -96,6 +96,7 @@ pair(
     "end_never_a_target",
     mentions=("ignore_index=15 leaves both out", "masked_fill(mask == 0, -100)"),
     change="criterion(model(texts[:, :-1]).transpose(1, 2), targets).backward()",
+    quick=True,
     faulty=lines(END),
     fixed=lines(-100),
 )
