@@ -27,7 +27,7 @@ How it decides
     9. An average that moves several times a step, with backward passes between, is advice:
        ``average_for_each_micro_batch``.
     10. ``statistics_left_behind``: an average's batch norm is evaluated with the followed network's first statistics.
-        It is a fault if these are 0 and 1 and the file does not name ``update_bn``; else advice.
+       It is a fault if these are 0 and 1 and the file does not name ``update_bn``; else advice.
 
 Faulty
     >>> start = list(model.parameters())

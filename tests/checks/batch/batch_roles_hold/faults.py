@@ -347,7 +347,6 @@ pair(
     "edges_of_the_first_graph",
     CHECK,
     "first_value_kept",
-    quick=True,
     culprits=("edge_index",),
     faulty=lambda: of_edges(True),
     fixed=lambda: of_edges(False),

@@ -270,7 +270,6 @@ pair(
     "groups_not_given",
     culprits=("head.weight",),
     change="torch.optim.AdamW(model.parameters()",
-    quick=True,
     faulty=loop(fine_tuned),
     fixed=loop(fine_tuned_by_layer),
 )
