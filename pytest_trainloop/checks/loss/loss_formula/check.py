@@ -12,7 +12,7 @@ Why is this bad?
 
 How it decides
     1. A form agrees with a value if both are the same function: values and gradients at 14 settings of the arguments
-       agree to half of float64's digits. Constants are found by least squares, with more equations than constants.
+       agree to half of float64's digits. Constants are fitted, by more equations than constants.
     2. Nothing else that is learned or data may reach the value. With a clamp on a divisor, an overlap of masks must
        agree for predictions in [0, 1] only.
     3. A right form that agrees is silent, unless its arguments are not what it takes. A form with one wrong ingredient
@@ -22,9 +22,9 @@ How it decides
     5. Then an experiment decides (docs/how-it-decides.md#losses-written-by-hand): the outputs take 40 steps along all
        that the loop backpropagates, in float64, from three starts.
     6. It is a fault if the form's quantity gets worse at every start, stays where the textbook form improves it, runs
-       away, or leaves its best value. Otherwise it is silent; boxes are also tried by their term alone.
+       away, or leaves its best value. Boxes are also tried by their term alone.
     7. It is advice if only a constant differs, nothing can be tried, or pretrained weights get a wrong sign.
-    8. Values without a wrong form are compared entry by entry with the batch, as in the last rows.
+    8. Values without a wrong form are compared entry by entry with the batch.
     9. Two terms that compare the same outputs with the same targets are both trained, alone and together
        (docs/how-it-decides.md#terms-that-disagree). It is a fault if one change before one term lets them agree, and
        advice if that term is a plain distance to labels.
