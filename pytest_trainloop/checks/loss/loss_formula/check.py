@@ -19,8 +19,8 @@ How it decides
        counts only if no right form agrees.
     4. A sign is read from the gradient of what is backpropagated. Nothing else may train these outputs, the target
        varies and comes from the batch, and no optimizer maximises.
-    5. Then an experiment decides (docs/how-it-decides.md#losses-written-by-hand): the outputs take 40 steps along all
-       that the loop backpropagates, in float64, from three starts.
+    5. Then an experiment decides (docs/how-it-decides.md#losses-written-by-hand): the outputs take 40 steps along
+       what the loop backpropagates, in float64, from three starts.
     6. It is a fault if the form's quantity gets worse at every start, stays where the textbook form improves it, runs
        away, or leaves its best value. Boxes are also tried by their term alone.
     7. It is advice if only a constant differs, nothing can be tried, or pretrained weights get a wrong sign.
