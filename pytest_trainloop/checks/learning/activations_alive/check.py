@@ -88,7 +88,7 @@ MOST_DEAD = 0.6
 """The share of a layer from which on it is said."""
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=20, steps=25)
+@check(needs={"fit"}, causes=CAUSES, rank=20, steps=12)
 def activations_alive(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.activations_alive.units import FEWEST, Units
 
