@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import threading
@@ -149,6 +150,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     whatever its stride is, and torch views no such stride as bytes."""
     flat = tensor.contiguous().reshape(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The same bytes as a Python object. ``Tensor.numpy()`` is not there for all: torch does not install numpy."""
+    plain = as_bytes(tensor.detach().cpu())
+    return ctypes.string_at(plain.data_ptr(), plain.numel())
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -205,13 +205,17 @@ def is_traced() -> bool:
     """Whether torch follows calls to run or to compile them elsewhere: under ``torch.jit.trace``, ``torch.fx``,
     ``torch.compile``, ``torch.export``, ``make_fx`` or with fake tensors. Tensors have no values of their own then.
 
-    Hides ``torch._C._is_tracing``, ``torch.fx._symbolic_trace._is_fx_tracing_flag`` and the modes below a dispatcher.
+    Hides ``torch._C._is_tracing``, the modes below a dispatcher, and of ``torch.fx._symbolic_trace`` the name
+    ``_is_fx_tracing_flag``, from torch 2.14 on ``_get_is_fx_tracing``.
     """
-    if torch.compiler.is_compiling() or _is_tracing() or _symbolic_trace._is_fx_tracing_flag:
+    if torch.compiler.is_compiling() or _is_tracing() or _is_fx_tracing():
         return True
     return _dispatch_modes() > 0 and (_dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None)
 
 
+_is_fx_tracing: Callable[[], bool] = getattr(
+    _symbolic_trace, "_get_is_fx_tracing", lambda: _symbolic_trace._is_fx_tracing_flag
+)
 _is_tracing, _dispatch_modes, _dispatch_mode = (
     torch._C._is_tracing,
     torch._C._len_torch_dispatch_stack,

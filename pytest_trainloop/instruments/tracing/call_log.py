@@ -17,7 +17,7 @@ from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import name_of, watched
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.samples import as_bytes, readable, shape_of
+from pytest_trainloop.recording.samples import raw_bytes, readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, IN_PLACE_OPERATORS
@@ -202,7 +202,7 @@ def _marked(tensor: torch.Tensor) -> Value:
     if not plain or tensor.numel() == 0:
         return value
     entries = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    value.digest = hash(as_bytes(entries).numpy().tobytes())
+    value.digest = hash(raw_bytes(entries))
     if entries.is_floating_point() and entries.itemsize < 2:
         entries = entries.float()  # torch has hardly any function for these dtypes
     value.zeros = entries.numel() - int(entries.count_nonzero())

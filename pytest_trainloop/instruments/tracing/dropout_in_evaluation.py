@@ -28,7 +28,7 @@ from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.patches import patched
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import raw_bytes, readable
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.recording.torch_internals import DROPOUT_MODULES
 from pytest_trainloop.recording.torch_names import DROPOUTS
@@ -372,7 +372,7 @@ def digest_of(given: Any) -> str:
     """Equal for tensors of one shape with equal entries; empty where they cannot be read."""
     if not isinstance(given, torch.Tensor) or not readable(given) or given.layout is not torch.strided:
         return ""
-    entries = given.detach().cpu().to(torch.float64).contiguous().numpy().tobytes()
+    entries = raw_bytes(given.to(torch.float64))
     return hashlib.sha256(repr(tuple(given.shape)).encode() + entries).hexdigest()
 
 

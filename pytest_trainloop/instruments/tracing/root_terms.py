@@ -37,7 +37,7 @@ from pytest_trainloop.instruments.tracing.terms import DetachedDerivative, Scala
 from pytest_trainloop.recording.function_mode import is_aside, tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
-from pytest_trainloop.recording.samples import as_real, readable
+from pytest_trainloop.recording.samples import as_real, raw_bytes, readable
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import is_transformed
@@ -406,7 +406,7 @@ def _digest(tensor: torch.Tensor) -> str:
         return f"{tuple(tensor.shape)}"
     entries = tensor.detach().cpu().contiguous().flatten()
     plain = as_real(entries).flatten()
-    return hashlib.sha256(plain.double().numpy().tobytes()).hexdigest()[:16] + str(tuple(tensor.shape))
+    return hashlib.sha256(raw_bytes(plain.double())).hexdigest()[:16] + str(tuple(tensor.shape))
 
 
 def _weigh(scalar: Scalar, gradient: Any) -> None:

@@ -27,7 +27,7 @@ from pytest_trainloop.recording.compiler_internals import fake_results, schema_o
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.plain_names import plain
-from pytest_trainloop.recording.samples import as_real, readable
+from pytest_trainloop.recording.samples import as_real, raw_bytes, readable
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import aliased_arguments
@@ -169,7 +169,7 @@ class StepTrace:
             self.not_comparable = f"step {nth + 1} is that of another optimizer, or of other parameters"
             return None
         self.moments.append(moment)
-        state = bytes(torch.default_generator.get_state().numpy())
+        state = raw_bytes(torch.default_generator.get_state())
         self.drew.append(state != self._generator)
         self._generator = state
         self._open.append((nth, moment))

@@ -81,6 +81,7 @@ References
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.state.data_order.causes import CAUSES
@@ -104,6 +105,8 @@ if TYPE_CHECKING:
     names="attribute",
 )
 def data_order(evidence: Evidence) -> Iterator[Finding]:
+    if importlib.util.find_spec("numpy") is None:
+        raise CannotDecide("items and orders are read with numpy, which is not installed", needs="pip install numpy")
     from pytest_trainloop.checks.state.data_order import orders
     from pytest_trainloop.checks.state.data_order.streams import Stream, Streams
     from pytest_trainloop.instruments.batches.own_data import makes_own_data

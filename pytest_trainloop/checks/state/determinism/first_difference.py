@@ -11,7 +11,7 @@ import torch
 from pytest_trainloop.instruments.tracing.arguments import is_dense
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.samples import as_real, readable, shape_of
+from pytest_trainloop.recording.samples import as_real, raw_bytes, readable, shape_of
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
@@ -99,7 +99,7 @@ def _numbers(value: Any) -> Iterator[object]:
         if isinstance(part, (int, float, str, bool)):
             yield part
         elif isinstance(part, torch.Generator):
-            yield hashlib.sha256(part.get_state().numpy().tobytes()).hexdigest()
+            yield hashlib.sha256(raw_bytes(part.get_state())).hexdigest()
         elif hasattr(part, "tobytes"):
             yield hashlib.sha256(part.tobytes()).hexdigest()
         elif isinstance(part, (tuple, list)):

@@ -21,6 +21,7 @@ from pytest_trainloop.recording.changed_at import ChangedAt
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.recording.samples import raw_bytes
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.reachable_state.copies import same_bits
@@ -321,9 +322,9 @@ def _where() -> str:
 
 def global_states() -> dict[str, object]:
     """The states of the global generators, to be compared."""
-    states: dict[str, object] = {TORCH: torch.get_rng_state().numpy().tobytes(), PYTHON: hash(random.getstate())}
+    states: dict[str, object] = {TORCH: raw_bytes(torch.get_rng_state()), PYTHON: hash(random.getstate())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["CUDA's generator"] = b"".join(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
+        states["CUDA's generator"] = b"".join(raw_bytes(state) for state in torch.cuda.get_rng_state_all())
     if (numpy := sys.modules.get("numpy")) is not None:
         _, keys, *rest = numpy.random.get_state()
         states[NUMPY] = (keys.tobytes(), *rest)

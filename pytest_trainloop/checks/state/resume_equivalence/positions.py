@@ -18,6 +18,7 @@ from pytest_trainloop.checks.state.resume_equivalence.lost import loss_finding
 from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.declare import nested
+from pytest_trainloop.recording.samples import raw_bytes
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.reachable_state.snapshot import Difference, Reach, differences
 
@@ -72,11 +73,9 @@ def _taken(loop: TrainLoop, count: int, seed: int) -> list[list[torch.Tensor]]:
 
 def _epoch(batches: list[list[torch.Tensor]]) -> int:
     """The number of batches until a row comes again; 0 where none does."""
-    seen: set[str] = set()
+    seen: set[bytes] = set()
     for number, tensors in enumerate(batches):
-        rows = (
-            {row.contiguous().numpy().tobytes() for row in tensors[0].cpu()} if tensors and tensors[0].ndim else set()
-        )
+        rows = {raw_bytes(row) for row in tensors[0].cpu()} if tensors and tensors[0].ndim else set()
         if not seen.isdisjoint(rows):
             return number
         seen |= rows

@@ -23,7 +23,7 @@ from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.function_mode import FunctionMode, aside, tensors_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.patches import patched
-from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.samples import raw_bytes, readable
 from pytest_trainloop.recording.seams import passed_on
 from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
@@ -207,7 +207,7 @@ def _digest(given: Any, step: int) -> str:
             rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
             if len(rows) > 1 and 2 * len(torch.unique(rows, dim=0)) <= len(rows):
                 return ""
-            digest.update(rows.cpu().to(torch.float64).contiguous().numpy().tobytes())
+            digest.update(raw_bytes(rows.to(torch.float64)))
     return digest.hexdigest()
 
 
