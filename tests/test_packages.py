@@ -40,6 +40,35 @@ def _number(text: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", text)[:2]]
 
 
+def test_checks_run_without_numpy(pytester):
+    """Torch does not install it: a new environment has none."""
+    pytester.makeconftest("import sys; sys.modules['numpy'] = None")
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        from torch import nn
+        from pytest_trainloop import TrainLoop
+
+        @pytest.mark.trainloop
+        def test_loop():
+            model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+            def step(batch):
+                x, y = batch
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+            batches = [(torch.randn(8, 4), torch.arange(8) % 2) for _ in range(12)]
+            return TrainLoop(model=model, optimizer=optimizer, step=step, batches=batches, evaluate=lambda: 0.0)
+        """
+    )
+    result = pytester.runpytest_subprocess("--trainloop", "-p", "no:randomly")
+    assert result.ret == 0, result.stdout.str()
+    result.stdout.fnmatch_lines(["*need more (*pip install numpy*"])
+
+
 def test_torch_calls_global_hooks_around_each_step_and_none_after_they_are_removed():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

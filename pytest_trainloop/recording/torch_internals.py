@@ -1,6 +1,6 @@
 """The one place that reaches into torch's private names, each with its test per supported version.
 
-A name that a docstring gives without versions is the same from torch 2.6 to 2.15.
+A name that a docstring gives without versions is the same from torch 2.6 to 2.14.
 """
 
 from __future__ import annotations
