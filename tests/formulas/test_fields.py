@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Laplace, Normal, Poisson, kl_divergence
 
-from pytest_trainloop.instruments.formulas import contrastive, likelihoods, policies, survival
+from pytest_trainloop.instruments.formulas import contrastive, likelihoods, policies
 
 SAME = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -63,12 +63,6 @@ def test_a_divergence_from_a_normal_prior_is_no_mistake(prior):
 def test_the_constant_of_the_standard_normal_beside_another_ratio_is_one():
     found = {"mean": 1.0, "variance": 1.0, "logarithm": -1.0, "1": -0.5}
     assert likelihoods._read_divergence(found, times=2.0).mistake.cause == "factor_missing"
-
-
-def test_cox_is_the_product_over_risk_sets():
-    risk, time, event = torch.randn(6), torch.rand(6), torch.tensor([1.0, 0, 1, 1, 0, 1])
-    expected = sum(torch.log(risk[time >= time[i]].exp().sum()) - risk[i] for i in range(6) if event[i])
-    torch.testing.assert_close(survival._partial(risk, time, event), expected, **SAME)
 
 
 def test_the_clipped_objective():

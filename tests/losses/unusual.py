@@ -130,22 +130,10 @@ def multiclass_dice_and_cross_entropy(logits, target):
     return F.cross_entropy(logits, target) + 1 - ((2 * overlap + 1) / (p.sum((0, 2, 3)) + t.sum((0, 2, 3)) + 1)).mean()
 
 
-@odd(expects="logits", target="binary", shape=(4,))
-def batch_dice_from_logits(logits, target):
-    p = logits.sigmoid()
-    return 1 - (2 * (p * target).sum() + 1e-3) / (p.sum() + target.sum() + 1e-3)
-
-
 @odd(expects="logits", target="binary", labels=(-1, 1))
 def hinge(scores, labels):
     same_shape(scores, labels)
     return (1 - scores * labels).clamp(min=0).mean()
-
-
-@odd(expects="logits", target="binary", labels=(-1, 1))
-def exponential_loss(scores, labels):
-    same_shape(scores, labels)
-    return (-scores * labels).exp().mean()
 
 
 @odd(expects="logits", num_classes=4)
@@ -160,12 +148,6 @@ def huber(output, target, delta=1.0):
     same_shape(output, target)
     away = (output - target).abs()
     return torch.where(away < delta, 0.5 * away**2, delta * (away - 0.5 * delta)).mean()
-
-
-@odd(expects="values", target="value", shape=(2,))
-def log_cosh(output, target):
-    away = output - target
-    return (away + F.softplus(-2 * away) - math.log(2.0)).mean()
 
 
 @odd(expects="values", target="value", num_outputs=2, class_dim=-1)
@@ -292,11 +274,6 @@ class Weighted(nn.Module):
 _WEIGHT = torch.tensor([0.5, 1.0, 2.0])
 
 
-@odd(expects="logits", num_classes=3)
-def weight_from_the_module(logits, target):
-    return F.cross_entropy(logits, target, weight=_WEIGHT.to(logits))
-
-
 @odd(expects="logits", num_classes=4)
 def hardest_rows_only(logits, target):
     each = F.cross_entropy(logits, target, reduction="none")
@@ -312,12 +289,6 @@ def generalised_cross_entropy(logits, target, q=0.7):
 @odd(expects="logits", num_classes=3)
 def with_random_noise(logits, target):
     return F.cross_entropy(logits + 0.1 * torch.randn_like(logits), target)
-
-
-@odd(expects="logits", num_classes=4)
-def with_confidence_penalty(logits, target):
-    log_p = logits.log_softmax(-1)
-    return F.nll_loss(log_p, target) + 0.1 * (log_p.exp() * log_p).sum(-1).mean()
 
 
 @odd(expects="values", target="value", shape=(2,))
@@ -365,18 +336,6 @@ def pairwise_ranking(scores, labels):
     return F.softplus(low[None] - high[:, None]).sum() / max(1, len(high) * len(low))
 
 
-@odd(expects="logits", num_classes=4, output_range=(-1.0, 1.0))
-def arc_margin(cosines, target, scale=30.0, margin=0.3):
-    hot = F.one_hot(target, 4).bool()
-    angle = cosines.clamp(-1 + 1e-6, 1 - 1e-6).acos()
-    return F.cross_entropy(scale * torch.where(hot, (angle + margin).cos(), cosines), target)
-
-
-@odd(expects="logits", num_classes=4)
-def ordinal(logits, target):
-    return (logits.softmax(1) @ torch.arange(4.0).to(logits) - target).square().mean() + F.cross_entropy(logits, target)
-
-
 @odd(expects="logits", num_classes=3)
 def soft_capped(logits, target):
     return F.cross_entropy(30 * torch.tanh(logits / 30), target)
@@ -390,18 +349,6 @@ def brier(p, target):
 @odd(expects="embeddings", target="value", target_range=(-1.0, 1.0))
 def cosine_regression(a, b, similarity):
     return F.mse_loss(F.cosine_similarity(a, b), similarity)
-
-
-@odd(expects="logits", num_classes=5)
-def sampled_negatives(logits, target):
-    negative = torch.randint(0, 5, target.shape)
-    right, wrong = logits.gather(1, target[:, None]), logits.gather(1, negative[:, None])
-    return F.softplus(wrong - right).mean()
-
-
-@odd(expects="logits", num_classes=5, shape=(6,), class_dim=-1, ignore_index=-100)
-def shifted_inside(logits, target):
-    return F.cross_entropy(logits[:, :-1].reshape(-1, 5), target[:, 1:].reshape(-1), ignore_index=-100)
 
 
 @odd(expects="logits", target="pair", num_classes=5)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import json
-import pickle
 
 import pytest
 import torch
@@ -28,29 +25,6 @@ def model():
 
 
 PLAIN = [name for name, _ in model().named_parameters()]
-
-
-def test_names_are_strings_to_whoever_gets_them(handed):
-    net = model()
-    names = [name for name, _ in net.named_parameters()]
-    assert names == PLAIN
-    as_the_other_side = names == PLAIN
-    assert as_the_other_side
-    assert set(names) == set(net.state_dict())
-    assert all(isinstance(name, str) for name in names)
-    assert [hash(name) for name in names] == [hash(name) for name in PLAIN]
-    assert dict.fromkeys(names, 1) == dict.fromkeys(PLAIN, 1)
-    assert dict.fromkeys(PLAIN, 1)[names[0]] == 1
-    assert json.dumps(names) == json.dumps(PLAIN)
-    assert sorted(names, reverse=True) == sorted(PLAIN, reverse=True)
-    assert f"{names[0]}" == ".".join(names[0].split(".")) == "0.weight"
-
-
-@pytest.mark.parametrize("how", [lambda n: pickle.loads(pickle.dumps(n)), copy.copy, copy.deepcopy, str])
-def test_what_is_stored_of_a_name_is_a_plain_string(handed, how):
-    for name, _ in model().named_parameters():
-        assert type(how(name)) is str
-        assert how(name) == name
 
 
 def test_all_methods_give_what_a_string_gives(handed):

@@ -60,22 +60,6 @@ def test_a_derivative_without_a_graph_is_told_from_others():
     assert parts(lambda m, x: loss_of(m, x, True)) == []
 
 
-def test_a_value_in_place_of_another_is_known():
-    def loss_of(model, x):
-        trained = square(model, x)
-        return trained + (model(x).abs().mean() - trained).detach()
-
-    assert [t.twin for t in seen(loss_of).roots[0].terms if not t.live] == [True]
-
-
-def test_a_factor_of_what_trains_is_known():
-    def loss_of(model, x):
-        weight = torch.sigmoid(model(x)).detach()
-        return (weight * model(x)).mean() - weight.mean()
-
-    assert [t.shared for t in seen(loss_of).roots[0].terms if not t.live] == [True]
-
-
 def test_numbers_that_no_backward_pass_goes_through():
     def loss_of(model, x):
         lost = model(x).abs().sum()

@@ -12,7 +12,6 @@ from torch import nn
 
 from pytest_trainloop.instruments.tracing.tape import Gone, Listener, Tape
 from pytest_trainloop.instruments.tracing.tape_queries import (
-    Layout,
     addends,
     again,
     axis_of,
@@ -85,18 +84,6 @@ def test_a_value_knows_of_which_tensors_of_the_batch_it_was_made():
         return F.mse_loss(out, batch[1]), out
 
     assert seen(loss, look) == ("0b11", "0b1")
-
-
-def test_behind_looks_through_moves_masks_dropout_clamps_and_constants():
-    def loss(net, batch):
-        scores = F.dropout(net(batch[0]), 0.5).clamp(-3.0, 2.0).unsqueeze(0) * 4 / 2
-        return scores.masked_fill(scores > 9, 0.0).sum(), scores.masked_fill(scores > 9, 0.0)
-
-    def look(_, scores):
-        found = behind(scores)
-        return found.op, found.scale, found.low, found.high, found.shifted, found.dropped.op, found.is_layer
-
-    assert seen(loss, look) == ("linear", 2.0, -3.0, 2.0, False, "dropout", True)
 
 
 def test_an_operator_that_writes_in_place_makes_a_new_value_of_the_same_tensor():
@@ -192,20 +179,6 @@ def test_writes_are_made_again_on_copies():
         return [float(again(loss, {out: torch.ones(ROWS, 2)})) for _ in range(2)]
 
     assert seen(loss, look) == [20.0, 20.0]
-
-
-def test_the_layout_says_where_each_entry_lies_in_the_output_of_the_layer():
-    def loss(net, batch):
-        scores = net(batch).transpose(1, 2).reshape(-1, 2)
-        return scores.sum(), scores
-
-    def look(_, scores):
-        at = layout(scores)
-        assert isinstance(at, Layout)
-        return at.leading, at.features, at.moved, at.picked, at.feature[:2].tolist()
-
-    found = seen(loss, look, batch=torch.randn(2, 4, 3))
-    assert found == ((2, 4), 2, True, False, [[0, 0], [0, 0]])
 
 
 def test_questions_to_single_values():

@@ -46,29 +46,6 @@ def subclass_sets_another_value():
     return supervised(Own)()
 
 
-@odd(notes="reset_parameters is called by the constructor and again by the factory: the value is set each time")
-def parameters_are_reset_twice():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
-            self.reset_parameters()
-
-        def reset_parameters(self):
-            self.apply(initialise)
-            nn.init.constant_(self.head.bias, 0.5)
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.body(x)))
-
-    def model_of():
-        model = Scaled()
-        model.reset_parameters()
-        return model
-
-    return supervised(model_of)()
-
-
 @odd(notes="the student gives its loaded values to a teacher, and then begins at random: self-distillation")
 def values_are_read_by_a_teacher():
     student = mlp(6, 16, 3)

@@ -116,13 +116,6 @@ pair(
     quick=True,
 )
 
-pair(
-    "lambdas_that_return_the_rates_of_two_groups",
-    "schedule",
-    "rate_is_the_factor",
-    faulty=trained(by([lambda step: 0.05 * 0.99**step, lambda step: 0.05 * 0.995**step]), groups=weights_and_biases),
-    fixed=trained(by([lambda step: 0.99**step, lambda step: 0.995**step]), groups=weights_and_biases),
-)
 
 pair(
     "lambda_of_one_rate_for_groups_with_their_own",

@@ -70,33 +70,6 @@ def optimizer_as_a_rate_calculator():
     return trained(optimizer, after, model=model)
 
 
-@odd(notes="all groups begin at a rate of 0 and are unfrozen from the top by their rates")
-def unfrozen_by_rates():
-    model = mlp(6, 32, 16, 3)
-    layers = [m for m in model if isinstance(m, nn.Linear)]
-    optimizer = torch.optim.SGD([{"params": m.parameters(), "lr": 0.0} for m in layers], lr=0.0, momentum=0.9)
-    steps = [0]
-
-    def fit(batches):
-        for x, y in batches:
-            for depth, group in enumerate(reversed(optimizer.param_groups)):
-                group["lr"] = 0.1 if steps[0] >= 4 * depth else 0.0
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            steps[0] += 1
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
-
-
-@odd(notes="a zero in the list of lambdas freezes the trunk, and frozen= says so")
-def trunk_frozen_by_a_lambda():
-    model = mlp(6, 32, 3)
-    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
-    schedule = lr_scheduler.LambdaLR(optimizer, [lambda step: 0.0, lambda step: 0.995**step])
-    return trained(optimizer, lambda loss: schedule.step(), model=model, frozen=("0.",))
-
-
 @odd(notes="a key that is another name of an option is the project's own: its weight decay schedule reads it")
 def decay_schedule_with_its_own_key():
     model = mlp(6, 32, 3)
@@ -188,22 +161,6 @@ def averaging_schedule_that_waits():
     def after(loss):
         steps[0] += 1
         (averaging if steps[0] > 300 else cosine).step()
-
-    return trained(optimizer, after, model=model)
-
-
-@odd(notes="a lower bound by hand holds the rate through the first steps of a warm-up")
-def warm_up_with_a_floor():
-    model = mlp(6, 32, 3)
-    optimizer = sgd(model)
-    warm_up = lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=200)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.02
-
-    def after(loss):
-        warm_up.step()
-        for group in optimizer.param_groups:
-            group["lr"] = max(group["lr"], 0.02)
 
     return trained(optimizer, after, model=model)
 
@@ -303,28 +260,6 @@ def decay_built_for_each_step():
     return trained(optimizer, after, model=model)
 
 
-@odd(notes="a decay of the second optimizer only: it has the scheduler, and the first one's rate is constant")
-def schedule_of_the_critic_only():
-    actor, critic = mlp(6, 32, 3), mlp(6, 32, 1)
-    first = torch.optim.Adam(actor.parameters(), lr=3e-3)
-    second = torch.optim.Adam(critic.parameters(), lr=3e-3)
-    schedule = lr_scheduler.ExponentialLR(second, 0.99)
-
-    def fit(batches):
-        for x, y in batches:
-            first.zero_grad()
-            F.cross_entropy(actor(x), y).backward()
-            first.step()
-            second.zero_grad()
-            F.mse_loss(critic(x).squeeze(1), y.float()).backward()
-            second.step()
-            schedule.step()
-
-    return TrainLoop(
-        model={"actor": actor, "critic": critic}, optimizer=[first, second], batch=data.labelled(), fit=fit
-    )
-
-
 def plateaued(metric, mode):
     """A plateau scheduler that is given what ``metric`` makes of the loss."""
     model = mlp(6, 32, 3)
@@ -368,25 +303,6 @@ def group_begins_at_zero():
 
     def one_rate(loss):
         rate = 1e-2 * min(1.0, next(steps) / 10)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-
-    return trained(optimizer, one_rate, model=model)
-
-
-@odd(notes="groups for weight decay have one rate, which a line writes into both")
-def one_rate_for_groups_of_decay():
-    model = mlp(6, 16, 3)
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
-
-    steps = itertools.count(1)
-
-    def one_rate(loss):
-        rate = 1e-2 * 0.99 ** next(steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
 

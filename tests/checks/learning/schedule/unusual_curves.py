@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch.optim import lr_scheduler
 
 from tests.checks.learning.schedule.faults_curves import by, trained, weights_and_biases
@@ -92,17 +91,6 @@ def rate_by_a_function_of_the_step():
     def write(optimizer, step):
         for group in optimizer.param_groups:
             group["lr"] = rate_of(step)
-
-    return trained(write=write, steps=200)()
-
-
-@odd(notes="a table of all rates, one for each step (DINO)")
-def rate_by_a_table_of_all_steps():
-    table = torch.tensor([rate_of(step) for step in range(200)]).tolist()
-
-    def write(optimizer, step):
-        for group in optimizer.param_groups:
-            group["lr"] = table[step]
 
     return trained(write=write, steps=200)()
 

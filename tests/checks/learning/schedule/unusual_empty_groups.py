@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from pytest_trainloop import TrainLoop
 from tests.checks.learning.schedule.faults_empty_groups import Net, Policy, by_part, by_prefix, trained
 from tests.loops.odd import odd
@@ -12,20 +10,6 @@ from tests.loops.odd import odd
 @odd(notes="offsets of deformable attention get a tenth of the rate, and this model has none")
 def a_rate_for_a_part_that_the_model_has_not() -> TrainLoop:
     return trained(by_part("sampling_offsets", 3e-4))()
-
-
-def twice_for_biases(model):
-    named = list(model.named_parameters())
-    biases = [p for name, p in named if name.endswith(".bias")]
-    return [{"params": [p for name, p in named if not name.endswith(".bias")]}, {"params": biases, "lr": 6e-3}]
-
-
-@odd(notes="biases learn twice as fast, and this model has none")
-def twice_the_rate_for_no_biases() -> TrainLoop:
-    def without():
-        return nn.Sequential(nn.Linear(6, 24, bias=False), nn.Tanh(), nn.Linear(24, 3, bias=False))
-
-    return trained(twice_for_biases, without)()
 
 
 @odd(notes="the backbone is frozen, and its group is left empty")

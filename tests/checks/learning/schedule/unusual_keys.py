@@ -43,24 +43,6 @@ def groups_kept_by_the_project():
     return trained(optimizer, after, model=model)
 
 
-class ScaledDecay(lr_scheduler.LRScheduler):
-    def get_lr(self):
-        rates = zip(self.base_lrs, self.optimizer.param_groups, strict=True)
-        return [base * 0.99**self.last_epoch * group["lr_scale"] for base, group in rates]
-
-
-@odd(notes="a scheduler class of the project's reads the multiples")
-def multiple_read_by_a_scheduler():
-    model = mlp(6, 32, 3)
-    groups = [
-        {"params": model[0].parameters(), "lr_scale": 0.5},
-        {"params": model[2].parameters(), "lr_scale": 1.0},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-    schedule = ScaledDecay(optimizer)
-    return trained(optimizer, lambda loss: schedule.step(), model=model)
-
-
 @odd(notes="each group's lambda is made from its multiple before the first step; the schedule is torch's")
 def lambdas_made_from_the_multiples():
     model = mlp(6, 32, 3)
@@ -107,24 +89,6 @@ def option_of_an_own_optimizer_class():
     model = mlp(6, 32, 3)
     optimizer = Lars(layers(model, lars_exclude=True, weight_decay_rate=0.05, apply_decay=False), lr=0.05, momentum=0.9)
     return trained(optimizer, lambda loss: None, model=model)
-
-
-@odd(notes="a wrapper around torch's optimizer adds the decay by the group's own key")
-def decay_added_by_a_wrapper():
-    model = mlp(6, 32, 3)
-    optimizer = torch.optim.SGD(layers(model, wd=0.01, no_decay=False, use_weight_decay=True), lr=0.05, momentum=0.9)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            with torch.no_grad():
-                for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        p.mul_(1 - group["lr"] * group.get("wd", 0.0))
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
 @odd(notes="a group gives its rate, and the one that it had in the paper for the log")
@@ -182,21 +146,6 @@ def state_dict_edited_and_loaded():
         for group in state["param_groups"]:
             group["lr"] = 0.1 * 0.99 ** steps[0]
         optimizer.load_state_dict(state)
-
-    return trained(optimizer, after, model=model)
-
-
-@odd(notes="the edited state is saved only where the loss is the best so far, and stays in memory")
-def best_state_with_another_rate():
-    model = mlp(6, 32, 3)
-    optimizer = sgd(model)
-    best = {"loss": float("inf"), "state": None}
-
-    def after(loss):
-        state = optimizer.state_dict()
-        state["param_groups"][0]["lr"] = 1e-3
-        if loss.item() < best["loss"]:
-            best.update(loss=loss.item(), state=state)
 
     return trained(optimizer, after, model=model)
 

@@ -74,13 +74,3 @@ def scheduler_driven_by_updates():
 @odd(notes="the declared scheduler knows no optimizer: it is handed one with each call")
 def scheduler_that_is_handed_the_optimizer():
     return loop(lambda _optimizer: Annealed(0.1, 0.9), lambda s, o, _n, epoch: s.adjust(o, epoch))
-
-
-@odd(notes="such a scheduler with the plan of the real run declared")
-def scheduler_driven_by_updates_with_a_plan():
-    return loop(
-        lambda optimizer: CosineByUpdates(optimizer, 200),
-        lambda s, _o, n, _e: s.step_update(num_updates=n),
-        steps=200,
-        epochs=10,
-    )

@@ -67,11 +67,6 @@ def cosine_cut_short():
     return trained(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 1100), passes=1, steps=1000)
 
 
-@odd(notes="warm restarts: the rate rises again nine times in the training")
-def restarts_through_the_training():
-    return trained(lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 100), passes=1, steps=1000)
-
-
 @odd(notes="a triangular cycle of 200 steps, whose rate is at its lowest again and again")
 def cycles_through_the_training():
     return trained(
@@ -106,14 +101,6 @@ def linear_over(optimizer, calls):
 @odd(notes="sized by all micro-batches and called at each of them, whatever the window")
 def sized_and_called_by_micro_batches(accumulate=1):
     return trained(linear_over, inside=True, each="micro-batch", accumulate=accumulate)
-
-
-@odd(notes="sized by all micro-batches and called at each of them, after a warm-up of some micro-batches")
-def warmed_up_and_sized_by_micro_batches(accumulate=1):
-    def build(optimizer, calls):
-        return lr_scheduler.LambdaLR(optimizer, lambda n: min((n + 1) / 4, max(0.0, 1 - n / calls)))
-
-    return trained(build, inside=True, each="micro-batch", accumulate=accumulate)
 
 
 @odd(notes="built before fit for all micro-batches of the training, whose declared steps are whole windows")

@@ -31,22 +31,6 @@ def constant_layer_before_a_drawn_head():
     return loop(prepare)()
 
 
-@odd(notes="the residual branch ends in a layer that begins at zero")
-def residual_branch_from_zero():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.branch, self.head = nn.Linear(6, 16), mlp(16, 16, 16), nn.Linear(16, 3)
-            nn.init.zeros_(self.branch[-1].weight)
-            nn.init.zeros_(self.branch[-1].bias)
-
-        def forward(self, x):
-            hidden = torch.tanh(self.stem(x))
-            return self.head(hidden + self.branch(hidden))
-
-    return loop(lambda model: None, Residual)()
-
-
 @odd(notes="sub-pixel convolution by ICNR: groups of four output channels begin equal, and get other pixels")
 def icnr():
     class Upscaler(nn.Module):

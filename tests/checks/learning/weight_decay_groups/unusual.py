@@ -14,7 +14,6 @@ from pytest_trainloop import TrainLoop
 from tests.checks.learning.weight_decay_groups.faults_filters import Vision, by_list, by_type, two_groups
 from tests.checks.learning.weight_decay_groups.faults_groups import by_name, layerwise
 from tests.checks.learning.weight_decay_groups.faults_own_optimizers import (
-    DecaysTheHead,
     DecaysTheHeadAndCounts,
     last_matrix,
 )
@@ -286,11 +285,6 @@ def optimizer_that_spares_one_of_two_groups_itself():
         return [{"params": weights}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
 
     return by_lars(groups_of)
-
-
-@odd(notes="a rate of decay for the head alone, the last weight of the group")
-def optimizer_that_decays_the_head_alone():
-    return last_matrix(DecaysTheHead)()
 
 
 @odd(notes="the head alone decays, and the last weight is read behind its loop, for its device")

@@ -4,55 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.checks.loss.every_term_trains.faults import CHECK
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
-
-
-def upscaler(picture_for_critic):
-    """A picture is made larger; a critic looks at it in the same step."""
-
-    def make():
-        g = nn.Sequential(
-            nn.Conv2d(3, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1), nn.PixelShuffle(2)
-        )
-        d = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 1, 3, 2, 1))
-        of_g, of_d = torch.optim.Adam(g.parameters(), lr=1e-3), torch.optim.Adam(d.parameters(), lr=4e-4)
-
-        def fit(batches):
-            for small, large in batches:
-                of_g.zero_grad()
-                picture = g(small)
-                judged = d(picture_for_critic(picture))
-                adversarial = F.binary_cross_entropy_with_logits(judged, torch.ones_like(judged))
-                (F.l1_loss(picture, large) + 0.05 * adversarial).backward()
-                of_g.step()
-
-                of_d.zero_grad()
-                real, fake = d(large), d(picture.detach())
-                (F.softplus(-real).mean() + F.softplus(fake).mean()).backward()
-                of_d.step()
-
-        large = F.interpolate(torch.rand(6, 3, 6, 6), size=16, mode="bilinear")
-        batch = F.avg_pool2d(large, 2), large
-        return TrainLoop(model={"g": g, "d": d}, optimizer=[of_g, of_d], batch=batch, fit=fit)
-
-    return make
-
-
-pair(
-    "adversarial_term_of_a_detached_picture",
-    CHECK,
-    "term_detached",
-    culprits=("binary_cross_entropy_with_logits", "g", "d"),
-    where="lambda picture: picture.detach()",
-    mentions=("without detach()",),
-    faulty=upscaler(lambda picture: picture.detach()),
-    fixed=upscaler(lambda picture: picture),
-)
 
 
 def actor_near_the_data(grad_through_action):

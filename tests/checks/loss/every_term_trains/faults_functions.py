@@ -54,30 +54,3 @@ pair(
     faulty=experts(kept=False),
     fixed=experts(kept=True),
 )
-
-
-def sparse(*, kept):
-    def activity(hidden):
-        penalty = 0.01 * hidden.abs().sum(1).mean()
-        regular = WithTerm.apply(hidden, penalty)  # noqa: F841
-        return hidden
-
-    def kept_activity(hidden):
-        return WithTerm.apply(hidden, 0.01 * hidden.abs().sum(1).mean())
-
-    def loss_of(model, x, y):
-        hidden = model[0](x).tanh()
-        return F.cross_entropy(model[1]((kept_activity if kept else activity)(hidden)), y)
-
-    return loop(loss_of, lambda: nn.Sequential(nn.Linear(6, 24), nn.Linear(24, 3)))
-
-
-pair(
-    "activity_penalty_under_a_name_that_nothing_reads",
-    "every_term_trains",
-    "term_left_out",
-    mentions=("nothing in activity() reads regular",),
-    change="regular = WithTerm.apply(hidden, penalty)",
-    faulty=sparse(kept=False),
-    fixed=sparse(kept=True),
-)

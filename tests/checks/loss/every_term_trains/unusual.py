@@ -60,29 +60,6 @@ def examples_chosen_by_their_loss() -> TrainLoop:
     return trained(loss_of)
 
 
-class Mixture(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.means, self.shares = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.zeros(3))
-
-    def forward(self, x):
-        distances = (x[:, None] - self.means).square().sum(-1)
-        return self.shares.log_softmax(0) - 0.5 * distances
-
-
-@odd(
-    notes="generalised EM: the bound holds the entropy of the responsibilities, which are fixed in this half of a step"
-)
-def responsibilities_and_their_entropy() -> TrainLoop:
-    def loss_of(model, x, y, _):
-        joint = model(x)
-        shares = joint.softmax(-1).detach()
-        entropy = -(shares * shares.clamp(min=1e-12).log()).sum(-1).mean()
-        return -(shares * joint).sum(-1).mean() - entropy
-
-    return trained(loss_of, Mixture(), rate=2e-2)
-
-
 def gan(frozen):
     generator, critic = mlp(4, 24, 2), mlp(2, 24, 1)
     of_generator = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.9))
@@ -116,19 +93,6 @@ def generator_is_given_the_whole_value() -> TrainLoop:
 def all_parameters_times_zero() -> TrainLoop:
     def loss_of(model, x, y, _):
         return F.cross_entropy(model(x), y) + 0.0 * sum(p.sum() for p in model.parameters())
-
-    return trained(loss_of)
-
-
-@odd(notes="a penalty is made on every fourth step only")
-def penalty_on_every_fourth_step() -> TrainLoop:
-    def loss_of(model, x, y, number):
-        scores = model(x)
-        loss = F.cross_entropy(scores, y)
-        if number % 4 == 3:
-            penalty = 0.01 * (scores**2).mean()
-            loss = loss + 4 * penalty
-        return loss
 
     return trained(loss_of)
 
@@ -168,16 +132,6 @@ def only_the_last_refinement_trains() -> TrainLoop:
     return trained(loss_of, Refiner(), data.table())
 
 
-@odd(notes="adversarial examples: a derivative without a graph makes the inputs")
-def adversarial_examples_by_a_derivative() -> TrainLoop:
-    def loss_of(model, x, y, _):
-        near = x.clone().requires_grad_()
-        slope = torch.autograd.grad(F.cross_entropy(model(near), y), near)[0]
-        return F.cross_entropy(model(x), y) + F.cross_entropy(model(x + 0.1 * slope.sign()), y)
-
-    return trained(loss_of)
-
-
 @odd(notes="points are weighted by the slope of the model there, which is no part of what is minimised")
 def points_weighted_by_their_slope() -> TrainLoop:
     def loss_of(model, x, y, _):
@@ -186,17 +140,6 @@ def points_weighted_by_their_slope() -> TrainLoop:
         slope = torch.autograd.grad(output.sum(), near, retain_graph=True)[0]
         weight = 1 + slope.norm(dim=1, keepdim=True)
         return (weight * (model(x) - y).square()).mean()
-
-    return trained(loss_of, mlp(6, 24, 1), data.table())
-
-
-@odd(notes="the critic's target is its own bootstrapped value, without a gradient")
-def bootstrapped_values() -> TrainLoop:
-    def loss_of(model, x, y, _):
-        value = model(x)
-        with torch.no_grad():
-            wanted = y + 0.9 * model(x.roll(1, 0))
-        return (wanted - value).square().mean()
 
     return trained(loss_of, mlp(6, 24, 1), data.table())
 

@@ -98,15 +98,6 @@ def recovered_latent_codes() -> TrainLoop:
     return loop(Both(), data.labelled(), loss_of)
 
 
-@odd(notes="noise on labels, against overfitting")
-def noisy_targets() -> TrainLoop:
-    def loss_of(model, batch):
-        x, y = batch
-        return F.mse_loss(model(x), y + 0.05 * torch.randn_like(y))
-
-    return loop(mlp(6, 16, 1), data.table(), loss_of)
-
-
 @odd(notes="rare positives: no row of these batches lies above the threshold")
 def no_positive_in_the_batch() -> TrainLoop:
     def loss_of(model, batch):
@@ -116,15 +107,6 @@ def no_positive_in_the_batch() -> TrainLoop:
         return F.mse_loss(scores[:, :1], y) + rare
 
     return loop(mlp(6, 16, 2), data.table(), loss_of)
-
-
-@odd(notes="one-hot labels of two classes, decoded by argmax")
-def argmax_of_one_hot_labels() -> TrainLoop:
-    def loss_of(model, batch):
-        x, y = batch
-        return F.cross_entropy(model(x), F.one_hot(y, 3).to(x.dtype).argmax(1))
-
-    return on_rows(loss_of, outputs=3)
 
 
 @odd(notes="a tanh critic regresses to targets that noise takes a little beyond its range")

@@ -25,16 +25,6 @@ def loop(model, draw, loss_of, **fields) -> TrainLoop:
     return TrainLoop(model=model, optimizer=optimizer, batch=draw(), batches=fresh(draw), fit=fit, **fields)
 
 
-@odd(notes="the loss is multiplied by a constant before backward, and declared without it")
-def loss_times_a_constant() -> TrainLoop:
-    return loop(
-        relu_mlp(8, 24, 4),
-        points,
-        lambda m, b: 128 * F.cross_entropy(m(b[0]), b[1]),
-        expected_init_loss=math.log(4),
-    )
-
-
 @odd(notes="the loss is multiplied by a constant before backward, and nothing is declared")
 def large_loss_weight() -> TrainLoop:
     return loop(relu_mlp(8, 24, 4), points, lambda m, b: 1000 * F.cross_entropy(m(b[0]), b[1]))

@@ -147,31 +147,6 @@ def parts_with_declared_learned_weights():
     return loop(Weighted(), plain(uncertainty_loss), parts)
 
 
-@odd(notes="an actor and its temperature, each with a loss of its own; the parts are the actor's")
-def parts_beside_a_temperature():
-    actor, log_alpha = mlp(6, 24, 3), nn.Parameter(torch.zeros(()))
-    of_alpha = torch.optim.Adam([log_alpha], lr=1e-2)
-
-    def terms(model, batch):
-        policy = torch.distributions.Categorical(logits=model(batch[0]))
-        return {"ce": -policy.log_prob(batch[1]).mean(), "entropy": (-log_alpha.exp().item(), policy.entropy().mean())}
-
-    def fit_of(model, optimizer):
-        def fit(batches):
-            for batch in batches:
-                of_alpha.zero_grad()
-                entropy = terms(model, batch)["entropy"][1]
-                (log_alpha.exp() * (entropy - 0.5).detach()).backward()
-                of_alpha.step()
-                optimizer.zero_grad()
-                summed(terms(model, batch)).backward()
-                optimizer.step()
-
-        return fit
-
-    return loop(actor, fit_of, terms)
-
-
 @odd(notes="weights are chosen so that both gradients on the last layer have one size (as in VQGAN)")
 def parts_with_balanced_gradients():
     def loss_of(model, batch, _number):
@@ -181,11 +156,6 @@ def parts_with_balanced_gradients():
         return terms["ce"] + 0.1 * (first / (second + 1e-4)).detach() * terms["size"]
 
     return loop(mlp(6, 24, 3), plain(loss_of))
-
-
-@odd(notes="each term is divided by its own value, so that the loss is always 2")
-def parts_divided_by_their_values():
-    return loop(mlp(6, 24, 3), plain(lambda m, b, _n: sum(t / t.detach() for t in two_terms(m, b).values()) / 2))
 
 
 @odd(notes="each term has a backward pass of its own")
@@ -357,16 +327,6 @@ def parts_of_which_the_largest_is_trained():
         terms,
         batches=lambda n: [data.labelled(seed=s) for s in range(n)],
     )
-
-
-@odd(notes="two tasks take turns")
-def parts_that_take_turns():
-    def loss_of(model, batch, number):
-        return task_losses(model, batch)[number % 2]
-
-    model = Weighted()
-    model.log_variance.requires_grad_(False)
-    return loop(model, plain(loss_of), lambda m, b: dict(zip(("ce", "mse"), task_losses(m, b), strict=True)))
 
 
 @odd(notes="the value of the loss is 0, and its gradient that of its parts")

@@ -206,15 +206,11 @@ def pairs(targets_of, loss):
     return make
 
 
-def ranked(a, b, target):
-    return F.margin_ranking_loss(a.sum(1), b.sum(1), target, margin=0.5)
-
-
 def hinged(a, b, target):
     return F.hinge_embedding_loss((a - b).square().sum(1), target)
 
 
-for title, criterion in (("cosine", F.cosine_embedding_loss), ("ranking", ranked), ("hinge", hinged)):
+for title, criterion in (("cosine", F.cosine_embedding_loss), ("hinge", hinged)):
     pair(
         f"{title}_pairs_labelled_zero_and_one",
         "loss_contract",

@@ -120,9 +120,7 @@ class Adapted(nn.Module):
 
 for title, options in {
     "of_half_the_row": {},
-    "of_three_positions_in_fresh_batches": {"prompt": 8, "one_batch": False},
     "of_adapters": {"model": Adapted, "prompt": 0},
-    "of_adapters_under_a_checkpoint": {"model": lambda: Adapted(reentrant=False)},
     "of_adapters_under_a_reentrant_checkpoint": {"model": lambda: Adapted(reentrant=True)},
 }.items():
     pair(

@@ -119,16 +119,6 @@ def fit_replacing_a_term(model, batches, optimizer):
         optimizer.step()
 
 
-def fit_throwing_a_term_away(model, batches, optimizer):
-    for features, _labels in batches:
-        output = model(features)
-        loss = F.mse_loss(output, features)
-        F.l1_loss(output, features)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
 def fit_with_both_terms(model, batches, optimizer):
     for features, _labels in batches:
         output = model(features)
@@ -153,7 +143,6 @@ def two_terms(fit):
 for title, fit, culprit, line, words in (
     ("no_name_reads_a_part_of_the_loss", fit_losing_a_term, "l1_loss", "sizes = F.l1_loss", "reads sizes"),
     ("a_part_of_the_loss_is_replaced_by_the_next", fit_replacing_a_term, "mse_loss", "loss = F.mse", "replaces loss"),
-    ("a_part_of_the_loss_is_thrown_away", fit_throwing_a_term_away, "l1_loss", "F.l1_loss", "thrown away"),
 ):
     pair(
         title,

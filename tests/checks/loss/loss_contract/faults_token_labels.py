@@ -130,24 +130,10 @@ def language(loss_of, **fields):
     return make
 
 
-def mean_of_all(model, ids):
-    scores, labels = model(ids[:, :-1]), ids[:, 1:]
-    return F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean()
-
-
 def mean_of_tokens(model, ids):
     scores, labels = model(ids[:, :-1]), ids[:, 1:]
     kept = (labels != PAD).to(scores.dtype)
     return (F.cross_entropy(scores.transpose(1, 2), labels, reduction="none") * kept).sum() / kept.sum()
-
-
-pair(
-    "mean_over_padding_as_declared",
-    "loss_contract",
-    "padding_counted",
-    faulty=language(mean_of_all, padding=Padding(pad_id=PAD)),
-    fixed=language(mean_of_tokens, padding=Padding(pad_id=PAD)),
-)
 
 
 # The same with labels that are rolled: behind a text of full length its own first token follows.

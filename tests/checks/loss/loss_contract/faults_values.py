@@ -46,17 +46,10 @@ def squared(output, target):
     return ((output - target) ** 2).mean()
 
 
-def absolute(output, target):
-    return torch.abs(target - output).sum() / len(target)
-
-
 for title, criterion in (
     ("mse_loss", F.mse_loss),
-    ("l1_loss", nn.L1Loss()),
-    ("smooth_l1_loss", F.smooth_l1_loss),
     ("huber_loss", nn.HuberLoss(delta=0.5)),
     ("squares", squared),
-    ("absolute_values", absolute),
 ):
     pair(
         f"column_against_row_in_{title}",
@@ -66,37 +59,6 @@ for title, criterion in (
         faulty=regression(criterion),
         fixed=regression(criterion, squeeze=True),
     )
-
-
-def clipped_values(squeeze=False):
-    """A critic that may move 0.2 from the values with which the rollout was collected."""
-
-    def make():
-        features, returns = data.table()
-        old = 0.3 * torch.sin(7 * features[:, :1])
-
-        def loss_of(model, batch):
-            values, old_values, returns = model(batch["observations"]), batch["values"], batch["returns"]
-            if squeeze:
-                values, old_values = values.squeeze(-1), old_values.squeeze(-1)
-            clipped = old_values + (values - old_values).clamp(-0.2, 0.2)
-            return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2).mean()
-
-        rollout = {"observations": features, "values": old, "returns": returns.squeeze(-1)}
-        return loop(mlp(6, 32, 1), rollout, loss_of)
-
-    return make
-
-
-pair(
-    "column_of_values_against_returns_in_a_clipped_value_loss",
-    "loss_contract",
-    "broadcast",
-    mentions=("(16, 1)", "(16,)", "256"),
-    where="return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2).mean()",
-    faulty=clipped_values(),
-    fixed=clipped_values(squeeze=True),
-)
 
 
 def squeezed_critic(clip, keep=False):
@@ -119,14 +81,6 @@ def squeezed_critic(clip, keep=False):
     return make
 
 
-pair(
-    "row_of_values_against_a_column_of_returns",
-    "loss_contract",
-    "broadcast",
-    mentions=("(16, 1)", "(16,)", "256"),
-    faulty=squeezed_critic(clip=False),
-    fixed=squeezed_critic(clip=False, keep=True),
-)
 pair(
     "row_of_clipped_values_against_a_column_of_returns",
     "loss_contract",

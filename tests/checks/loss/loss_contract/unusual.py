@@ -184,18 +184,6 @@ def smoothed_beyond_one() -> TrainLoop:
     return loop(relu_mlp(8, 24, 4), points, loss_of, rate=1e-3)
 
 
-@odd(notes="all pairs of predicted quantiles and targets: unsqueezed on purpose")
-def quantiles_against_samples() -> TrainLoop:
-    levels = (torch.arange(5) + 0.5) / 5
-
-    def loss_of(model, batch):
-        quantiles, samples = model(batch[0]), batch[1] + 0.1 * torch.linspace(-1, 1, 5)
-        apart = samples.unsqueeze(1) - quantiles.unsqueeze(2)
-        return (torch.where(apart > 0, levels[:, None], 1 - levels[:, None]) * apart.abs()).mean()
-
-    return loop(relu_mlp(8, 24, 5), curves, loss_of)
-
-
 @odd(notes="every score against every other, (N, 1) - (N,): the pairs are what is ranked")
 def pairs_of_scores() -> TrainLoop:
     def loss_of(model, batch):

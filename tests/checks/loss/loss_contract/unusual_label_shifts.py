@@ -46,27 +46,6 @@ def one_label_at_each_position() -> TrainLoop:
     return loop(CharLSTM(), words, lambda m, ids: scored(m(ids), ids[:, :1].expand_as(ids)))
 
 
-@odd(notes="a masked language model sees both sides: its labels are the inputs that were replaced")
-def masked_words_with_frozen_embeddings() -> TrainLoop:
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(17, 24).requires_grad_(False)
-            self.lstm = nn.LSTM(24, 12, batch_first=True, bidirectional=True)
-            self.head = nn.Linear(24, 17)
-
-        def forward(self, ids):
-            return self.head(self.lstm(self.embed(ids))[0])
-
-    def draw():
-        ids = tokens(length=12)
-        chosen = torch.rand(ids.shape) < 0.3
-        chosen[:, 0] = True
-        return ids.masked_fill(chosen, 16), ids.masked_fill(~chosen, -100)
-
-    return loop(Encoder(), draw, lambda m, b: scored(m(b[0]), b[1]))
-
-
 @odd(notes="an autoencoder of words sees them all: frozen embeddings, labels that are the inputs")
 def autoencoder_of_words() -> TrainLoop:
     class Code(nn.Module):
@@ -92,30 +71,6 @@ def causal_denoising() -> TrainLoop:
         return noisy, clean
 
     return loop(GPT(), draw, lambda m, b: scored(m(b[0]), b[1]))
-
-
-@odd(notes="two heads: the next token, and the one after that, whose labels come with the batch")
-def two_tokens_ahead_by_a_second_head() -> TrainLoop:
-    class TwoHeads(GPT):
-        def __init__(self):
-            super().__init__()
-            self.second = nn.Linear(self.head.in_features, self.head.out_features)
-
-        def forward(self, ids):
-            x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x)), self.second(self.norm(x))
-
-    def draw():
-        ids = tokens(length=12)
-        return {"ids": ids[:, :10], "next": ids[:, 1:11].contiguous(), "after": ids[:, 2:].contiguous()}
-
-    def loss_of(model, batch):
-        following, after = model(batch["ids"])
-        return scored(following, batch["next"]) + 0.3 * scored(after, batch["after"])
-
-    return loop(TwoHeads(), draw, loss_of)
 
 
 @odd(notes="a prefix is seen from both sides, the rest from the left; only the rest is labelled, by the next token")
@@ -161,59 +116,3 @@ def runs_of_equal_bytes() -> TrainLoop:
         return ids[:, :-1], ids[:, 1:].contiguous()
 
     return loop(CharLSTM(), draw, lambda m, b: scored(m(b[0]), b[1]))
-
-
-@odd(notes="rows padded on the left, prompts masked, few labels: the next token at each")
-def left_padded_answers() -> TrainLoop:
-    class Padded(GPT):
-        def forward(self, ids, mask):
-            length = ids.shape[1]
-            x = self.token(ids) + self.position((mask.cumsum(1) - 1).clamp_min(0))
-            seen = torch.ones(length, length, dtype=torch.bool).tril() & mask[:, None, None].bool()
-            seen = seen | torch.eye(length, dtype=torch.bool)
-            for block in self.blocks:
-                given = block.norm1(x)
-                rows, _, width = given.shape
-                parts = block.qkv(given).view(rows, length, 3, block.heads, width // block.heads)
-                q, k, v = parts.permute(2, 0, 3, 1, 4)
-                mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-                x = x + block.proj(mixed.transpose(1, 2).reshape(rows, length, width))
-                x = x + block.mlp(block.norm2(x))
-            return self.head(self.norm(x))
-
-    def draw():
-        ids, labels = tokens(rows=4, length=12), torch.full((4, 12), -100)
-        for row in range(4):
-            ids[row, :row] = 0
-            labels[row, 9:] = ids[row, 9:]
-        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
-
-    def loss_of(model, batch):
-        scores = model(batch["input_ids"], batch["attention_mask"])[:, :-1]
-        return F.cross_entropy(scores.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    return loop(Padded(), draw, loss_of)
-
-
-@odd(notes="spans are replaced by sentinels, and the decoder says sentinels and spans")
-def span_corruption() -> TrainLoop:
-    class Encoded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(20, 24)
-            self.encoder = nn.GRU(24, 24, batch_first=True)
-            self.decoder = nn.GRU(24, 24, batch_first=True)
-            self.head = nn.Linear(24, 20)
-
-        def forward(self, ids, labels):
-            before = F.pad(labels, (1, 0))[:, :-1].clamp_min(0)
-            _, state = self.encoder(self.embed(ids))
-            return scored(self.head(self.decoder(self.embed(before), state)[0]), labels)
-
-    def draw():
-        ids = tokens(length=8)
-        first, last = torch.full((6, 1), 17), torch.full((6, 1), 18)
-        corrupted = torch.cat([ids[:, :2], first, ids[:, 5:]], 1)
-        return corrupted, torch.cat([first, ids[:, 2:5], last, torch.full((6, 1), -100)], 1)
-
-    return loop(Encoded(), draw, lambda m, b: m(*b))

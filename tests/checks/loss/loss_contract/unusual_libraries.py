@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch.distributions import Categorical, Normal, kl_divergence
 
 from pytest_trainloop import TrainLoop
 from tests.helpers.stand_ins import (
     monai,
     pytorch_metric_learning,
-    pytorch_msssim,
     segmentation_models_pytorch,
     torchvision,
 )
@@ -157,17 +156,6 @@ def mixture_density() -> TrainLoop:
     return trained(Mixture(), (drawn(16),), lambda net, b: -net(b[0]).mean())
 
 
-@odd(notes="an actor's log-probability of its own sample is minimised, as in soft actor-critic")
-def soft_actor() -> TrainLoop:
-    def loss_of(net, batch):
-        mean, spread = net(batch).chunk(2, -1)
-        policy = Independent(Normal(mean, spread.clamp(-5, 2).exp()), 1)
-        action = policy.rsample()
-        return (0.2 * policy.log_prob(action) + (action - batch[:, :2]).square().sum(-1)).mean()
-
-    return trained(mlp(6, 32, 4), drawn(12, 6), loss_of)
-
-
 @odd(notes="the entropy of predictions is minimised, beside a cross entropy: semi-supervised learning")
 def entropy_minimisation() -> TrainLoop:
     def loss_of(net, batch):
@@ -234,17 +222,6 @@ def labels_of_views() -> TrainLoop:
         return criterion(net(views), torch.arange(len(batch)).repeat(2))
 
     return trained(mlp(6, 32, 4), drawn(8, 6), loss_of)
-
-
-@odd(notes="the negative of a similarity is logged, and 1 minus it is trained")
-def similarity_as_a_loss() -> TrainLoop:
-    def loss_of(net, batch):
-        made = net(batch["noisy"]).sigmoid()
-        alike = pytorch_msssim.ssim(made, batch["clean"], data_range=1)
-        return 0.5 * (1 - alike) + 0.5 * F.l1_loss(made, batch["clean"])
-
-    clean = drawn(6, 1, 6, 6).sigmoid()
-    return trained(segmenter(), {"noisy": clean + 0.1 * drawn(6, 1, 6, 6, seed=1), "clean": clean}, loss_of)
 
 
 @odd(notes="products of all pairs of rows under a square, and of both sides with an axis inserted: pairs are meant")

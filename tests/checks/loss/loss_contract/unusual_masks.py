@@ -65,15 +65,6 @@ def both_sides_times_the_mask() -> TrainLoop:
     return loop(Forecaster(), series, loss_of)
 
 
-@odd(notes="the squared error of masked predictions against targets that are 0 at padded positions")
-def only_the_prediction_times_the_mask() -> TrainLoop:
-    def loss_of(model, batch):
-        made = model(batch["x"]) * batch["mask"][..., None]
-        return F.mse_loss(made.squeeze(-1), batch["y"], reduction="sum") / batch["mask"].sum()
-
-    return loop(Forecaster(), series, loss_of)
-
-
 @odd(notes="padded predictions are replaced by the target with torch.where")
 def prediction_replaced_by_the_target() -> TrainLoop:
     def loss_of(model, batch):

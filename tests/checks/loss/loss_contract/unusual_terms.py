@@ -78,18 +78,6 @@ def term_switched_off_by_its_weight() -> TrainLoop:
     return classifier(fit)
 
 
-@odd(notes="a term is computed from the first step on, and added after a warm-up that is longer than any short run")
-def term_added_after_the_warm_up() -> TrainLoop:
-    def fit(model, optimizer, batches, warm_up=10_000):
-        for step, (x, y) in enumerate(batches):
-            kind, image = model(x)
-            sharp = F.l1_loss(image, x)
-            loss = F.cross_entropy(kind, y) + F.mse_loss(image, x)
-            stepped(optimizer, loss + sharp if step > warm_up else loss)
-
-    return classifier(fit)
-
-
 class WithOwnLoss(Joint):
     """Like a library's model, it returns a loss of its own beside the scores."""
 

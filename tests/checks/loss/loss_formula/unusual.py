@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from tests.checks.loss.loss_formula.faults_boxes import areas, corners_of, detector, intersection
+from tests.checks.loss.loss_formula.faults_boxes import detector
 from tests.checks.loss.loss_formula.faults_classification import classifier
 from tests.checks.loss.loss_formula.faults_distances import regression, segmenter
 from tests.checks.loss.loss_formula.faults_segmentation import segmentation
@@ -110,16 +110,6 @@ def iou_of_whole_pixels():
     return detector(loss_of)()
 
 
-@odd(notes="boxes by centre on both sides, converted before the overlap, with a distance of the numbers as well")
-def boxes_by_centre_converted():
-    def loss_of(p, t):
-        a, b = corners_of(p), corners_of(t)
-        both = intersection(a, b)
-        return 1 - (both / (areas(a) + areas(b) - both)).mean() + F.l1_loss(p, t)
-
-    return detector(loss_of, by_centre=True, corners=False)()
-
-
 @odd(notes="the mean error is penalised beside the mean square: predictions are meant to be unbiased")
 def square_error_with_a_penalty_on_the_bias():
     return regression(lambda p, t: (p - t).square().mean() + (p - t).mean() ** 2)()
@@ -140,34 +130,6 @@ def distances_to_other_rows_made_larger():
         return ((p - t).square().sum(1) + F.relu(1 - apart)).mean()
 
     return regression(loss_of)()
-
-
-@odd(notes="the critic of a Wasserstein game: a plain difference of scores, with clipped weights")
-def critic_of_a_wasserstein_game():
-    def make():
-        real = torch.randn(8, 3) + 2
-        critic, generator = mlp(3, 8, 1), mlp(2, 8, 3)
-        of_critic = torch.optim.RMSprop(critic.parameters(), lr=5e-3)
-        of_generator = torch.optim.RMSprop(generator.parameters(), lr=5e-3)
-
-        def fit(batches):
-            for x in batches:
-                of_critic.zero_grad()
-                made = generator(torch.randn(len(x), 2)).detach()
-                (critic(made).mean() - critic(x).mean()).backward()
-                of_critic.step()
-                with torch.no_grad():
-                    for p in critic.parameters():
-                        p.clamp_(-0.1, 0.1)
-                of_generator.zero_grad()
-                (-critic(generator(torch.randn(len(x), 2))).mean()).backward()
-                of_generator.step()
-
-        return TrainLoop(
-            model={"critic": critic, "generator": generator}, optimizer=[of_critic, of_generator], batch=real, fit=fit
-        )
-
-    return make()
 
 
 @odd(notes="a game: the critic of domains is trained, and the features are trained to make it worse")

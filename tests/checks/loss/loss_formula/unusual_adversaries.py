@@ -73,30 +73,6 @@ def one_hinge_for_both_halves():
     return game(of_critic, lambda critic, _, made: -critic(made).mean())
 
 
-@odd(notes="scores are compared with the mean of the other side's, and the maker turns both labels")
-def relative_scores():
-    def entropy(scores, label):
-        return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
-
-    def of_critic(critic, real, made):
-        a, b = critic(real), critic(made)
-        return (entropy(a - b.mean(), 1.0) + entropy(b - a.mean(), 0.0)) / 2
-
-    def of_maker(critic, real, made):
-        a, b = critic(real).detach(), critic(made)
-        return (entropy(a - b.mean(), 0.0) + entropy(b - a.mean(), 1.0)) / 2
-
-    return game(of_critic, of_maker)
-
-
-@odd(notes="least squares: the aims of the maker are those of the critic for data")
-def least_squares():
-    return game(
-        lambda critic, real, made: 0.5 * ((critic(real) - 1).square().mean() + critic(made).square().mean()),
-        lambda critic, _, made: 0.5 * (critic(made) - 1).square().mean(),
-    )
-
-
 @odd(notes="the maker raises the logarithm of being taken for data, and that alone")
 def logarithm_of_being_taken_for_data():
     def of_critic(critic, real, made):

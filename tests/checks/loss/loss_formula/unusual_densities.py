@@ -43,20 +43,6 @@ def likelihood_weighted_by_its_variance():
     return made_of(loss_of)
 
 
-@odd(notes="two tasks with a learned weight each: the squares are not the rows' own")
-def tasks_weighted_by_uncertainty():
-    model = relu_mlp(6, 16, 4)
-    model.register_parameter("spread", nn.Parameter(torch.zeros(2)))
-
-    def loss_of(_, b):
-        x, y = b
-        one, two = halves(model, x)
-        errors = torch.stack([F.mse_loss(one, y), F.l1_loss(two, y)])
-        return (torch.exp(-model.spread) * errors + model.spread).sum()
-
-    return trained(loss_of, rows(), model=model)
-
-
 class Evidence(nn.Module):
     def __init__(self):
         super().__init__()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from pytest_trainloop import TrainLoop
-from tests.checks.loss.loss_formula.unusual_fields import Coder, divergence, trained
+from tests.checks.loss.loss_formula.unusual_fields import Coder, trained
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 
@@ -27,22 +27,6 @@ def divergence_with_free_bits():
         return F.mse_loss(again, x) + 0.1 * each.mean(0).clamp(min=0.1).sum()
 
     return coded(loss_of)
-
-
-@odd(notes="the divergence's weight is 0 in the first step and grows")
-def divergence_warmed_up():
-    model = Coder()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-    def fit(batches):
-        for step, x in enumerate(batches):
-            again, mean, log_var = model(x)
-            loss = F.mse_loss(again, x) + min(1.0, step / 10) * divergence(mean, log_var).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(8, 6), fit=fit)
 
 
 class TwoLevels(nn.Module):
@@ -138,17 +122,3 @@ def divergence_by_one_sample():
         return F.mse_loss(again, x) + 0.1 * (own - prior).mean()
 
     return trained(loss_of, torch.randn(8, 6), model=Sampler())
-
-
-@odd(notes="a kernel distance between codes and draws of the prior: the similarity of codes and draws is raised")
-def kernel_distance_from_the_prior():
-    def kernel(a, b):
-        return torch.exp(-(a[:, None] - b[None]).square().mean(2)).mean()
-
-    def loss_of(model, x):
-        again, _, _, z = model(x)
-        drawn = torch.randn_like(z)
-        return F.mse_loss(again, x) + kernel(z, z) + kernel(drawn, drawn) - 2 * kernel(z, drawn)
-
-    made = trained(loss_of, torch.randn(8, 6), model=Sampler())
-    return TrainLoop(model=made.model, optimizer=made.optimizer, batch=made.batch, fit=made.fit, rows_interact=True)

@@ -22,19 +22,6 @@ def labelled(rows=12):
     return x, torch.arange(rows) % 3
 
 
-@odd(notes="a margin is taken from the cosine of the true class before the cross entropy (CosFace)")
-def cosines_with_a_margin():
-    centres = nn.Linear(4, 3, bias=False)
-    model = nn.ModuleDict({"body": relu_mlp(6, 16, 4), "centres": centres})
-
-    def loss_of(_, b):
-        x, y = b
-        cosine = F.linear(F.normalize(model["body"](x)), F.normalize(centres.weight))
-        return F.cross_entropy(8.0 * (cosine - 0.35 * F.one_hot(y, 3)), y)
-
-    return trained(loss_of, labelled(), model=model)
-
-
 @odd(notes="all rows of one class are positives, a row is left out of its own sum by a mask (SupCon)")
 def supervised_contrastive():
     def loss_of(model, b):

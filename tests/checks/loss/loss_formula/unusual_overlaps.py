@@ -30,15 +30,6 @@ def wasserstein_dice_with_weights():
     return segmenter(loss_of)()
 
 
-@odd(notes="the fraction holds the errors: 1 minus Dice, minimised without another minus")
-def dice_of_errors():
-    def loss_of(out, mask):
-        p, t = out.sigmoid().flatten(1), mask.flatten(1)
-        return ((p - t).abs().sum(1) / (p.sum(1) + t.sum(1) + 1e-5)).mean()
-
-    return segmentation(loss_of)()
-
-
 @odd(notes="generalised Dice as an error: the weighted misses over the weighted volumes")
 def generalised_dice_as_an_error():
     def loss_of(scores, labels):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -89,19 +87,6 @@ def error_with_a_gradient_is_only_logged():
     return TrainLoop(model=model, optimizer=optimizer, batch=transitions(), fit=fit)
 
 
-@odd(notes="the value's change is clipped too, and the larger of both errors is lowered")
-def clipped_values():
-    model = ActorCritic()
-
-    def loss_of(_, b):
-        value = model.v(b["state"])
-        clipped = b["old"] + (value - b["old"]).clamp(-0.2, 0.2)
-        target = b["reward"]
-        return 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2).mean()
-
-    return trained(loss_of, transitions(), model=model)
-
-
 @odd(notes="the clip is in the space of logarithms: bounds around 0, and no exponential")
 def clipped_logarithms_of_the_ratio():
     def loss_of(model, b):
@@ -137,37 +122,6 @@ def learned_temperature():
     model = nn.ModuleDict({"actor": actor, "critic": critic})
     model.register_parameter("temperature", temperature)
     return TrainLoop(model=model, optimizer=[of_actor, of_temperature], batch=rollout(), fit=fit, frozen=("critic.",))
-
-
-@odd(notes="TD3: the smaller of two critics' values is the target, and one critic is raised by the actor")
-def smaller_of_two_critics():
-    actor, one, two = relu_mlp(6, 16, 2), relu_mlp(8, 16, 1), relu_mlp(8, 16, 1)
-    targets = copy.deepcopy(nn.ModuleList([actor, one, two])).requires_grad_(False)
-    of_actor = torch.optim.Adam(actor.parameters(), lr=1e-3)
-    of_critics = torch.optim.Adam([*one.parameters(), *two.parameters()], lr=1e-3)
-
-    def fit(batches):
-        for b in batches:
-            with torch.no_grad():
-                following = torch.cat([b["next"], targets[0](b["next"]).tanh()], 1)
-                worth = torch.min(targets[1](following), targets[2](following))
-                target = b["reward"] + 0.99 * b["mask"] * worth
-            taken = torch.cat([b["state"], b["move"]], 1)
-            of_critics.zero_grad()
-            (F.mse_loss(one(taken), target) + F.mse_loss(two(taken), target)).backward()
-            of_critics.step()
-            of_actor.zero_grad()
-            (-one(torch.cat([b["state"], actor(b["state"]).tanh()], 1)).mean()).backward()
-            of_actor.step()
-            with torch.no_grad():
-                for kept, new in zip(
-                    targets.parameters(), (*actor.parameters(), *one.parameters(), *two.parameters()), strict=True
-                ):
-                    kept.lerp_(new, 0.01)
-
-    model = nn.ModuleDict({"actor": actor, "one": one, "two": two, "targets": targets})
-    batch = transitions() | {"move": torch.randn(8, 2).tanh()}
-    return TrainLoop(model=model, optimizer=[of_actor, of_critics], batch=batch, fit=fit, frozen=("targets.",))
 
 
 @odd(notes="advantage-weighted regression: an exponential of the advantage weighs logarithms of probabilities")
