@@ -271,9 +271,6 @@ class Weighted(nn.Module):
         return F.cross_entropy(logits, target, weight=self.weight)
 
 
-_WEIGHT = torch.tensor([0.5, 1.0, 2.0])
-
-
 @odd(expects="logits", num_classes=4)
 def hardest_rows_only(logits, target):
     each = F.cross_entropy(logits, target, reduction="none")

@@ -132,16 +132,6 @@ pair(
 )
 
 
-class Variational(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = mlp(6, 24, 8), mlp(4, 24, 6)
-
-    def forward(self, x):
-        mean, log_variance = self.encoder(x).chunk(2, dim=-1)
-        return self.decoder(mean + (log_variance / 2).exp() * torch.randn_like(mean)), mean, log_variance
-
-
 def overlap(shares, y):
     hit = (shares * F.one_hot(y, 3)).sum()
     return 1 - 2 * hit / (shares.sum() + len(y))

@@ -119,7 +119,8 @@ pair(
 )
 
 
-# A language model that learns to say padding after padding; the mean is taken by hand.
+# A language model that learns to say padding after padding, from labels that are rolled: behind a text of full
+# length its own first token follows.
 
 
 def language(loss_of, **fields):
@@ -128,15 +129,6 @@ def language(loss_of, **fields):
         return loop(GPT(), {"ids": ids}, lambda model, batch: loss_of(model, batch["ids"]), **fields)
 
     return make
-
-
-def mean_of_tokens(model, ids):
-    scores, labels = model(ids[:, :-1]), ids[:, 1:]
-    kept = (labels != PAD).to(scores.dtype)
-    return (F.cross_entropy(scores.transpose(1, 2), labels, reduction="none") * kept).sum() / kept.sum()
-
-
-# The same with labels that are rolled: behind a text of full length its own first token follows.
 
 
 def rolled(kept):
