@@ -148,5 +148,4 @@ def both(made, **fields):
 undivided = functools.partial(pair, check="accumulation_equivalence", cause="loss_not_divided", where="backward()")
 
 undivided("undivided_with_time_first", **both(time_first, batch_dim=1))
-undivided("undivided_sum_over_time_first", **both(frames))
 undivided("undivided_over_graphs_that_the_project_splits", **both(of_graphs))

@@ -42,19 +42,6 @@ class OfPacked(nn.Module):
         return F.mse_loss(self.head(last[0]).squeeze(1), y)
 
 
-class SeveralSamples(nn.Module):
-    """The mean over several draws of each latent, which lie in front of the rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode, self.decode = nn.Linear(4, 6), nn.Linear(3, 4)
-
-    def forward(self, x):
-        mean, spread = self.encode(x).chunk(2, dim=-1)
-        latents = mean + 0.1 * spread.exp() * torch.randn(3, len(x), 3)
-        return (self.decode(latents.tanh()) - x).square().mean()
-
-
 def loop_of(model_class, batch, divided, accumulate=1):
     model = model_class()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -90,4 +77,3 @@ undivided(
     "undivided_over_packed_sequences",
     **made(OfPacked, lambda: (pack_sequence(sequences(), enforce_sorted=False), torch.rand(6))),
 )
-undivided("undivided_with_several_samples_in_front", **made(SeveralSamples, lambda: (torch.randn(6, 4),)))

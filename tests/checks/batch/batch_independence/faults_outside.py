@@ -284,26 +284,6 @@ pair(
 )
 
 
-def mixed_one_hot(one_order):
-    def loss_of(model, batch):
-        x, y = batch
-        order = torch.randperm(len(x))
-        wanted = 0.7 * y + 0.3 * y[order if one_order else torch.randperm(len(y))]
-        return F.cross_entropy(model(0.7 * x + 0.3 * x[order]), wanted)
-
-    return lambda: loop(mlp(6, 24, 5), (data.labelled()[0], F.one_hot(torch.arange(16) % 5, 5).float()), loss_of)
-
-
-pair(  # https://github.com/xudonmao/VMT/issues/1
-    "one_hot_partners_of_another_permutation",
-    "batch_independence",
-    "labels_of_other_rows",
-    mentions=("is mixed into other rows",),
-    faulty=mixed_one_hot(one_order=False),
-    fixed=mixed_one_hot(one_order=True),
-)
-
-
 # Rows that interact on purpose, and are grouped by a size that the batch does not have.
 
 

@@ -74,52 +74,6 @@ pair(
 )
 
 
-class LitScorer(nn.Module):
-    """As a LightningModule would be written; a batch is a dict."""
-
-    def __init__(self, squeeze):
-        super().__init__()
-        self.net = mlp(6, 16, 1)
-        self.squeeze = squeeze
-
-    def training_step(self, batch, batch_idx):
-        logits = self.squeeze(self.net(batch["features"]))
-        return F.binary_cross_entropy_with_logits(logits, batch["label"])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def lit(squeeze):
-    def make():
-        module = LitScorer(squeeze)
-        optimizer = module.configure_optimizers()
-        x, y = data.labelled(rows=12, classes=2)
-
-        def fit(batches):
-            for index, batch in enumerate(batches):
-                loss = module.training_step(batch, index)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-
-        return TrainLoop(model=module, optimizer=optimizer, batch={"features": x, "label": y.float()}, fit=fit)
-
-    return make
-
-
-pair(
-    "one_score_is_no_vector",
-    CHECK,
-    "row_axis_squeezed",
-    level="advice",
-    culprits=("squeeze()",),
-    mentions=("(1, 1) becomes ()", "ValueError"),
-    faulty=lit(lambda x: torch.squeeze(x)),
-    fixed=lit(lambda x: torch.squeeze(x, -1)),
-)
-
-
 class Student(nn.Module):
     """As in transformers: the model gives its loss. The teacher's logits stand in the batch."""
 

@@ -6,7 +6,6 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from torch.distributions import Categorical
 
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp
@@ -61,35 +60,6 @@ def transitions(rows=24):
     }
 
 
-class Policy(Agent):
-    """PPO: the ratio is against the policy that acted."""
-
-    def gain(self, batch):
-        return batch["advantage"]
-
-    def loss(self, batch):
-        policy = Categorical(logits=self.model(batch["obs"]))
-        log_prob = policy.log_prob(batch["action"])
-        ratio = (log_prob - batch["old_log_prob"]).exp()
-        gain = torch.minimum(ratio * self.gain(batch), ratio.clamp(0.8, 1.2) * self.gain(batch))
-        return -gain.mean() - 0.01 * policy.entropy().mean()
-
-
-class PolicyWithoutAdvantage(Policy):
-    def gain(self, batch):
-        return 1.0
-
-
-def episode(rows=24):
-    g = generator()
-    return {
-        "obs": torch.randn(rows, 5, generator=g),
-        "action": torch.randint(3, (rows,), generator=g),
-        "advantage": torch.randn(rows, generator=g),
-        "old_log_prob": -1.1 + 0.2 * torch.randn(rows, generator=g),
-    }
-
-
 def trained(agent, batch):
     def make():
         made = agent()
@@ -105,12 +75,4 @@ pair(
     level="advice",
     faulty=trained(ValuesPastTheEnd, transitions),
     fixed=trained(Values, transitions),
-)
-pair(
-    "nothing_reads_advantage",
-    "input_dependence",
-    "input_ignored",
-    level="advice",
-    faulty=trained(PolicyWithoutAdvantage, episode),
-    fixed=trained(Policy, episode),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.loops.pairs import pair
 from tests.loops.plain import loop
@@ -81,44 +80,4 @@ pair(
     faulty=by_cumsum(each=False),
     fixed=by_cumsum(each=True),
     where="returns / GAMMA**steps",
-)
-
-
-class RecurrentPolicy(nn.Module):
-    """A recurrent policy over a rollout, whose state is cleared where an episode ended before the step, or never."""
-
-    def __init__(self, *, clears):
-        super().__init__()
-        self.cell, self.policy, self.clears = nn.GRUCell(4, 16), nn.Linear(16, 3), clears
-
-    def forward(self, obs, dones):
-        state, out = torch.zeros(obs.shape[1], 16, dtype=obs.dtype), []
-        for step in range(len(obs)):
-            if self.clears and step:
-                state = state * (1 - dones[step - 1])[:, None]
-            state = self.cell(obs[step], state)
-            out.append(self.policy(state))
-        return torch.stack(out)
-
-
-def recurrent(*, clears, **fields):
-    def loss_of(model, batch):
-        with torch.no_grad():
-            returns, running = torch.zeros_like(batch["rewards"]), torch.zeros_like(batch["rewards"][0])
-            for step in reversed(range(len(returns))):
-                running = batch["rewards"][step] + GAMMA * running * (1 - batch["dones"][step])
-                returns[step] = running
-        return -(action_logp(model(batch["obs"], batch["dones"]), batch["actions"]) * returns).mean()
-
-    return lambda: loop(RecurrentPolicy(clears=clears), rollout(), loss_of, **fields)
-
-
-pair(
-    "recurrent_state_goes_on_into_the_next_episode",
-    "segment_independence",
-    "segments_interact",
-    faulty=recurrent(clears=False),
-    fixed=recurrent(clears=True),
-    level="advice",
-    mentions=("episodes",),
 )

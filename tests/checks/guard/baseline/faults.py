@@ -34,25 +34,6 @@ def of_blocks(block, **options):
     return functools.partial(Decoder, functools.partial(block, **options))
 
 
-class DroppedBefore(Block):
-    def mlp(self, x):
-        return self.fc2(F.gelu(self.dropout(self.fc1(x))))
-
-
-class PostNorm(Block):
-    def forward(self, x):
-        x = self.norm1(x + self.attention(x))
-        return self.norm2(x + self.mlp(x))
-
-
-changed(
-    "dropout_moved_before_the_activation",
-    "steps_differ",
-    decoder(of_blocks(DroppedBefore, dropout=0.3)),
-    decoder(of_blocks(Block, dropout=0.3)),
-    "block.dropout",
-)
-changed("norm_after_the_branch", "steps_differ", decoder(of_blocks(PostNorm)), decoder(), "block.attention.q")
 changed(
     "tanh_in_place_of_relu",
     "steps_differ",
@@ -120,25 +101,6 @@ changed(
 )
 
 
-def right_padded():
-    ids = torch.tensor([[5, 6, 7, 0, 0, 0], [3, 4, 5, 6, 0, 0], [9, 8, 0, 0, 0, 0], [2, 3, 4, 5, 6, 7]])
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def left_padded():
-    ids, _ = right_padded()
-    whole = torch.cat([ids, torch.tensor([[0], [0], [0], [7]])], 1)
-    turned = torch.stack([torch.cat([row[row == 0], row[row != 0]]) for row in whole])
-    return turned[:, :-1].contiguous(), turned[:, 1:].contiguous()
-
-
-changed(
-    "padding_on_the_other_side",
-    "steps_differ",
-    decoder(batch=left_padded),
-    decoder(batch=right_padded),
-    "batch[0]",
-)
 changed(
     "fewer_rows",
     "setup_differs",
@@ -149,15 +111,10 @@ changed(
 )
 
 
-def unshifted(scores, targets):
-    return F.cross_entropy(scores.flatten(0, 1), targets.roll(1, 1).flatten())
-
-
 def summed(scores, targets):
     return F.cross_entropy(scores, targets, reduction="sum")
 
 
-changed("labels_shifted_once_more", "steps_differ", decoder(criterion=unshifted), decoder(), "loss")
 changed(
     "sum_in_place_of_mean",
     "steps_differ",
@@ -213,22 +170,6 @@ def schedule_first(model, optimizer, batches, scheduler):
         optimizer.step()
 
 
-def rate_by_hand(first):
-    def fit(model, optimizer, batches, criterion):
-        for number, batch in enumerate(batches):
-            optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (number + first) / 8)
-            train(model, optimizer, [batch], criterion)
-
-    return fit
-
-
-changed(
-    "rate_by_hand_one_step_late",
-    "steps_differ",
-    table(fit=rate_by_hand(0)),
-    table(fit=rate_by_hand(1)),
-    "fc1.weight",
-)
 changed(
     "another_rate",
     "steps_differ",
@@ -243,30 +184,6 @@ changed(
     decoder(fit=schedule_first, scheduler=warm_up(1)),
     decoder(scheduler=warm_up(1)),
     mentions=("between backward() and step()",),
-)
-
-
-class Scaled(torch.optim.SGD):
-    """Ours: the decay is taken by the rate twice."""
-
-    def __init__(self, parameters, lr, power):
-        super().__init__(parameters, lr=lr)
-        self.power = power
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(1 - 0.1 * group["lr"] ** self.power)
-        return super().step(closure)
-
-
-changed(
-    "decay_by_the_rate_squared",
-    "steps_differ",
-    table(optimizer=by(Scaled, lr=0.1, power=2)),
-    table(optimizer=by(Scaled, lr=0.1, power=1)),
-    "fc1.weight",
 )
 
 
@@ -288,14 +205,7 @@ changed(
     mentions=("weight_decay", "0.01"),
     quick=True,
 )
-changed("larger_eps_of_adam", "setup_differs", decoder(optimizer=by(adamw, eps=1e-6)), decoder(), mentions=("eps",))
 changed("without_betas", "setup_differs", table(optimizer=by(adamw, betas=(0.9, 0.95))), table(), mentions=("betas",))
-changed(
-    "adam_in_place_of_sgd",
-    "setup_differs",
-    table(optimizer=by(torch.optim.Adam, lr=0.1)),
-    table(optimizer=by(torch.optim.SGD, lr=0.1)),
-)
 changed(
     "head_not_in_the_optimizer",
     "setup_differs",

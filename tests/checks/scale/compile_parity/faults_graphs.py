@@ -142,45 +142,6 @@ pair(
 )
 
 
-# A function that the graph takes whole has a short cut for plain tensors, which no tracer shows it.
-
-
-@torch.compiler.allow_in_graph
-def sharpened(x):
-    return x.square() if type(x) is torch.Tensor else x
-
-
-@torch.compiler.allow_in_graph
-def squared(x):
-    return x.square()
-
-
-class Sharp(Classifier):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.head(self.function(self.encoder(x)))
-
-
-def sharp(function):
-    def make(compile=False):
-        model = Sharp(function)
-        return plain(model, torch.compile(model, backend=BACKEND) if compile else model)
-
-    return make
-
-
-pair(
-    "short_cut_by_the_type_of_a_tensor",
-    CHECK,
-    "compiled_code_differs",
-    faulty=sharp(sharpened),
-    fixed=sharp(squared),
-)
-
-
 # A backend of the project's own, with a pass that makes activations cheaper, for inference.
 
 

@@ -125,32 +125,6 @@ def evaluated(on_all):
     return make
 
 
-def saved_behind_a_barrier(on_all):
-    def make(ranks=1):
-        model = network()
-        if ranks > 1:
-            model = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        rank = dist.get_rank() if ranks > 1 else 0
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-            if rank == 0:
-                with tempfile.TemporaryDirectory() as folder:
-                    torch.save(model.state_dict(), Path(folder, "last.pt"))
-                if ranks > 1 and not on_all:
-                    dist.barrier()
-            if ranks > 1 and on_all:
-                dist.barrier()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
-
-    return make
-
-
 pair(
     "metric_reduced_on_rank_zero",
     "distributed_equivalence",
@@ -159,15 +133,6 @@ pair(
     fixed=evaluated(on_all=True),
     where="dist.all_reduce(error)",
     quick=True,
-)
-pair(
-    "barrier_on_rank_zero",
-    "distributed_equivalence",
-    "one_rank_waits",
-    faulty=saved_behind_a_barrier(on_all=False),
-    fixed=saved_behind_a_barrier(on_all=True),
-    where="dist.barrier()",
-    culprits=("barrier",),
 )
 
 

@@ -59,50 +59,6 @@ pair(
 )
 
 
-# A loader for the inputs and one for the labels.
-
-
-class Zipped:
-    def __init__(self, *loaders):
-        self.loaders = loaders
-
-    def __len__(self):
-        return len(self.loaders[0])
-
-    def __iter__(self):
-        return zip(*self.loaders, strict=True)
-
-
-# The same where the target is a number.
-
-
-def regression(shuffle):
-    def make():
-        model = mlp(6, 24, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        x, y = data.table(rows=ROWS)
-
-        def step(batch):
-            inputs, target = batch
-            optimizer.zero_grad()
-            F.mse_loss(model(inputs), target).backward()
-            optimizer.step()
-
-        loaders = Zipped(*(DataLoader(part, batch_size=8, shuffle=shuffle) for part in (x, y)))
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(rows=12), batches=loaders, step=step)
-
-    return make
-
-
-pair(
-    "two_shuffled_loaders_zipped_for_a_regression",
-    "data_order",
-    "labels_apart",
-    faulty=regression(shuffle=True),
-    fixed=regression(shuffle=False),
-)
-
-
 # A collate function that sorts sequences by length, and leaves the labels where they were.
 
 

@@ -184,39 +184,3 @@ for name, validating in (("load_counted_in_validation", validate), ("load_counte
         faulty=counting(False, validating),
         fixed=counting(True, validating),
     )
-
-
-# A recurrent model whose state goes on from batch to batch, and from the validation into the next epoch.
-
-
-class Carrying(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head, self.hidden = nn.GRUCell(6, 12), nn.Linear(12, 3), None
-
-    def forward(self, x):
-        hidden = self.cell(x, self.hidden)
-        self.hidden = hidden.detach()
-        return self.head(hidden)
-
-
-def carried(restoring):
-    def validating(model, held_out):
-        hidden = model.hidden
-        loss = validate(model, held_out)
-        if restoring:
-            model.hidden = hidden
-        return loss
-
-    return lambda: epochs(Carrying(), data.labelled(seed=5), validating=validating)
-
-
-pair(
-    "hidden_state_of_validation_inside_fit",
-    CHECK,
-    "state_left",
-    culprits=("model.hidden",),
-    where="self.hidden = hidden.detach()",
-    faulty=carried(restoring=False),
-    fixed=carried(restoring=True),
-)

@@ -93,49 +93,6 @@ pair(
 )
 
 
-# `state_dict()` keeps the live tensors: loading the average over them, and "back", leaves the average.
-
-
-def stashed(keep):
-    def make():
-        model = relu_mlp(6, 16, 3)
-        average = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8)
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        held_out = data.labelled(seed=5)
-
-        def validate():
-            kept = keep(model.state_dict())
-            model.load_state_dict(average.module.state_dict())
-            try:
-                return accuracy(model, held_out)
-            finally:
-                model.load_state_dict(kept)
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.labelled(),
-            fit=lambda batches: train(model, optimizer, batches, after=lambda: average.update_parameters(model)),
-            evaluate=validate,
-        )
-
-    return make
-
-
-pair(
-    "stashed_without_a_copy",
-    CHECK,
-    "weights_left",
-    culprits=("model.2.bias",),
-    where="model.load_state_dict(average",
-    mentions=("average.module",),
-    faulty=stashed(keep=lambda state: state),
-    fixed=stashed(keep=copy.deepcopy),
-)
-
-
 # Test-time adaptation: the entropy of predictions is minimised on the test batch.
 
 

@@ -444,29 +444,6 @@ def projected(persistent):
     return model, lambda x, y: F.cross_entropy(model(x), y)
 
 
-class Coded(nn.Module):
-    """Replaces rows by the nearest of fixed codes, and hashes them into a table."""
-
-    def __init__(self, persistent):
-        super().__init__()
-        codes, factor = F.normalize(torch.randn(5, 6), dim=1), random.randrange(1, 97)
-        self.table, self.head = nn.Embedding(16, 6), nn.Linear(12, 3)
-        if persistent:
-            self.register_buffer("codes", codes)
-            self.register_buffer("factor", torch.tensor(factor))
-        else:
-            self.codes, self.factor = codes, factor
-
-    def forward(self, x):
-        nearest = torch.cdist(x, self.codes.to(x)).argmin(1)
-        return self.head(torch.cat([self.codes.to(x)[nearest], self.table((nearest + 1) * self.factor % 97 % 16)], 1))
-
-
-def coded(persistent):
-    model = Coded(persistent)
-    return model, lambda x, y: F.cross_entropy(model(x), y)
-
-
 def trained(build, hold, lr=0.1):
     def make():
         model, loss = build(hold)
@@ -493,16 +470,6 @@ pair(
     quick=True,
     faulty=trained(projected, False),
     fixed=trained(projected, True),
-)
-
-pair(
-    "codes_and_hash_drawn_at_every_build",
-    "resume_equivalence",
-    "drawn_from_seed",
-    level="advice",
-    culprits=("model.codes", "model.factor"),
-    faulty=trained(coded, False),
-    fixed=trained(coded, True),
 )
 
 

@@ -92,16 +92,6 @@ def freeze_listed(patterns):
     return freeze
 
 
-two(
-    "last_layer_under_a_segment_too_many",
-    culprits=("bert.encoder.layer.1.0.weight",),
-    where="any(pattern in name",
-    mentions=("'bert.encoder.model.layer.1.'",),
-    faulty=tagged(freeze_listed(["final", "bert.encoder.model.layer.1."])),
-    fixed=tagged(freeze_listed(["final", "bert.encoder.layer.1."])),
-)
-
-
 # A name of another model's part, in the only filter of the function.
 
 
@@ -144,29 +134,6 @@ two(
 )
 
 
-# The names of the children of the model, where the part lies one level further down.
-
-
-def freeze_children(*parts):
-    def freeze(model):
-        for name, child in model.named_children():
-            if name in parts:
-                for parameter in child.parameters():
-                    parameter.requires_grad = False
-
-    return freeze
-
-
-two(
-    "a_child_of_a_child",
-    culprits=("bert", "classifier"),
-    where="if name in parts",
-    mentions=("'embeddings'",),
-    faulty=tagged(freeze_children("embeddings")),
-    fixed=tagged(freeze_children("bert")),
-)
-
-
 # The names of a part, asked for as those of the whole model are.
 
 
@@ -186,26 +153,4 @@ two(
     mentions=("write 'embeddings.'",),
     faulty=tagged(freeze_part("bert.embeddings.")),
     fixed=tagged(freeze_part("embeddings.")),
-)
-
-
-# Parts of the model, which are compared with whole names.
-
-
-def freeze_named(*names):
-    def freeze(model):
-        for name, parameter in model.named_parameters():
-            if name in names:
-                parameter.requires_grad = False
-
-    return freeze
-
-
-two(
-    "parts_compared_with_whole_names",
-    culprits=("bert.embeddings.word.weight",),
-    where="if name in names",
-    mentions=("name.startswith('bert.embeddings')",),
-    faulty=tagged(freeze_named("bert.embeddings", "bert.final")),
-    fixed=tagged(freeze_below("bert.embeddings", "bert.final")),
 )

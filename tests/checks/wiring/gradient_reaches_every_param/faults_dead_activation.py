@@ -73,34 +73,6 @@ dead(
 )
 
 
-# The output itself is rectified and starts below zero for every row.
-
-
-class Rectified(nn.Module):
-    def __init__(self, start):
-        super().__init__()
-        self.body = mlp(6, 24, 1)
-        nn.init.constant_(self.body[-1].bias, start)
-
-    def forward(self, x):
-        return F.relu(self.body(x))
-
-
-def positive_targets():
-    x, y = data.table()
-    return x, y.abs() + 0.5
-
-
-dead(
-    "output_below_zero",
-    ("body.0.weight", "body.2.bias"),
-    lambda: Rectified(-20.0),
-    lambda: Rectified(1.0),
-    positive_targets,
-    regress,
-)
-
-
 # A softmax over a single output.
 
 
@@ -143,33 +115,6 @@ dead(
     binary,
     bce_with_logits,
     broken_loss=brier,
-)
-
-
-# Attention pooling: the softmax runs over the last axis, which has length one.
-
-
-class Pooled(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.dim = dim
-        self.rnn = nn.GRU(1, 16, batch_first=True)
-        self.score = nn.Linear(16, 1)
-        self.out = nn.Linear(16, 1)
-
-    def forward(self, x):
-        states, _ = self.rnn(x)
-        weights = F.softmax(self.score(states), dim=self.dim)
-        return self.out((weights * states).sum(1))
-
-
-dead(
-    "pooling_over_the_wrong_axis",
-    ("score.weight", "score.bias"),
-    lambda: Pooled(dim=-1),
-    lambda: Pooled(dim=1),
-    data.series,
-    regress,
 )
 
 

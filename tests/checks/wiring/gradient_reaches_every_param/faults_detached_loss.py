@@ -72,22 +72,6 @@ def total_from_numbers(model, batch):
     return torch.tensor(total, requires_grad=True)
 
 
-def second_task_as_number(model, batch):
-    losses = model.losses(batch)
-    return losses["value"] + 0.5 * float(losses["sign"])
-
-
-def only_first_task_alive(model, batch):
-    losses = model.losses(batch)
-    logged = {name: loss.detach() for name, loss in losses.items()}
-    return losses["value"] + sum(loss for name, loss in logged.items() if name != "value")
-
-
-def weighted_total(model, batch):
-    losses = model.losses(batch)
-    return losses["value"] + 0.5 * losses["sign"]
-
-
 def plain_total(model, batch):
     return sum(model.losses(batch).values())
 
@@ -100,24 +84,6 @@ cut(
     plain_total,
     culprits=("trunk.0.weight", "value.weight", "sign.weight"),
     where="total += loss.item()",
-)
-cut(
-    "second_task_as_number",
-    TwoTasks,
-    data.table,
-    second_task_as_number,
-    weighted_total,
-    culprits=("sign.weight", "sign.bias"),
-    where='float(losses["sign"])',
-)
-cut(
-    "logged_losses_summed",
-    TwoTasks,
-    data.table,
-    only_first_task_alive,
-    plain_total,
-    culprits=("sign.weight", "sign.bias"),
-    where="loss.detach()",
 )
 
 
@@ -157,12 +123,6 @@ def error_rate(model, batch):
     return loss
 
 
-def error_rate_as_is(model, batch):
-    images, labels = batch
-    predicted = torch.argmax(model(images), dim=1)
-    return (predicted != labels).to(images.dtype).mean()
-
-
 def cross_entropy(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -175,59 +135,6 @@ cut(
     cross_entropy,
     culprits=("head.weight", "features.0.weight"),
     where="argmax(dim=1)",
-)
-cut(
-    "error_rate_backpropagated",
-    ConvNet,
-    data.images,
-    error_rate_as_is,
-    cross_entropy,
-    culprits=("head.weight",),
-    where="torch.argmax(model(images), dim=1)",
-    raises="does not require grad",
-)
-
-
-# Segmentation: dice of the thresholded mask.
-
-
-class Segmenter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
-        self.out = nn.Conv2d(8, 1, 1)
-
-    def forward(self, x):
-        return self.out(self.body(x))
-
-
-def masks():
-    images, _ = data.images(rows=4)
-    return {"image": images, "mask": (images > 0).to(images.dtype)}
-
-
-def dice(predicted, mask):
-    overlap = 2 * (predicted * mask).sum((1, 2, 3)) + 1
-    return 1 - (overlap / (predicted.sum((1, 2, 3)) + mask.sum((1, 2, 3)) + 1)).mean()
-
-
-def hard_dice_loss(model, batch):
-    predicted = (torch.sigmoid(model(batch["image"])) > 0.5).to(batch["mask"].dtype)
-    return dice(predicted, batch["mask"]).requires_grad_()
-
-
-def soft_dice_loss(model, batch):
-    return dice(torch.sigmoid(model(batch["image"])), batch["mask"])
-
-
-cut(
-    "dice_of_hard_mask",
-    Segmenter,
-    masks,
-    hard_dice_loss,
-    soft_dice_loss,
-    culprits=("out.weight", "body.0.weight"),
-    where="> 0.5)",
 )
 
 

@@ -82,26 +82,11 @@ class UnrolledIntoMemory(Unrolled):
         return memory
 
 
-class UnrolledIntoNewTensor(Unrolled):
-    def states(self, x):
-        states = super().states(x)
-        return torch.stack([torch.tensor(states[:, t].tolist()) for t in range(x.shape[1])], dim=1)
-
-
 cut(
     "states_written_through_data",
     "memory.data[:, t] = state",
     ("cell.weight_ih", "cell.weight_hh"),
     UnrolledIntoMemory,
-    Unrolled,
-    data.series,
-    forecast,
-)
-cut(
-    "states_wrapped_again",
-    "torch.tensor(states[:, t].tolist())",
-    ("cell.weight_ih", "cell.weight_hh"),
-    UnrolledIntoNewTensor,
     Unrolled,
     data.series,
     forecast,

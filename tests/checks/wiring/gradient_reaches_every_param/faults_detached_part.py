@@ -9,7 +9,7 @@ from torch.distributions import Normal
 
 from pytest_trainloop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import TwoTower, lm_loss, mlp
+from tests.loops.nets import TwoTower, mlp
 from tests.loops.pairs import pair
 
 CHECK = "gradient_reaches_every_param"
@@ -43,65 +43,6 @@ def trained(network, batch, loss, lr=3e-3):
         return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=batch(), fit=fit)
 
     return make
-
-
-# Attention with separate projections.
-
-
-class Attention(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, width)
-        self.v = nn.Linear(width, width)
-        self.o = nn.Linear(width, width)
-
-    def weights(self, x):
-        scores = self.q(x) @ self.k(x).transpose(1, 2) / x.shape[-1] ** 0.5
-        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return scores.masked_fill(hidden, float("-inf")).softmax(-1)
-
-    def values(self, x):
-        return self.v(x)
-
-    def forward(self, x):
-        return self.o(self.weights(x) @ self.values(x))
-
-
-class AttentionWithDetachedValues(Attention):
-    def values(self, x):
-        return self.v(x).detach()
-
-
-class AttentionLM(nn.Module):
-    def __init__(self, attention, vocab=16, width=24):
-        super().__init__()
-        self.token = nn.Embedding(vocab, width)
-        self.position = nn.Embedding(12, width)
-        self.norm = nn.LayerNorm(width)
-        self.attention = attention(width)
-        self.head = nn.Linear(width, vocab)
-        nn.init.normal_(self.token.weight, std=0.3)
-        nn.init.normal_(self.position.weight, std=0.3)
-
-    def forward(self, ids):
-        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
-        return self.head(x + self.attention(self.norm(x)))
-
-
-def attention_lm(attention):
-    return trained(lambda: AttentionLM(attention), data.tokens, lm_loss, lr=5e-3)
-
-
-pair(
-    "attention_values_detached",
-    CHECK,
-    "graph_cut",
-    culprits=("attention.v.weight", "attention.v.bias"),
-    where="return self.v(x).detach()",
-    faulty=attention_lm(AttentionWithDetachedValues),
-    fixed=attention_lm(Attention),
-)
 
 
 # A learned temperature, taken as a number.

@@ -173,44 +173,6 @@ def classify(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-# A recurrent regressor that returns what came before its projection.
-
-
-class Projected(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(1, 16, batch_first=True)
-        self.project = nn.Linear(16, 16)
-        self.out = nn.Linear(16, 1)
-
-    def forward(self, x):
-        last = self.rnn(x)[0][:, -1]
-        projected = torch.tanh(self.project(last))
-        return self.out(projected)
-
-
-class ProjectedForNothing(Projected):
-    def forward(self, x):
-        last = self.rnn(x)[0][:, -1]
-        projected = torch.tanh(self.project(last))
-        self.features = projected.detach()
-        return self.out(last)
-
-
-def forecast(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-unused(
-    "projection_only_kept",
-    ("project.weight", "project.bias"),
-    ProjectedForNothing,
-    Projected,
-    data.series,
-    forecast,
-)
-
-
 # An auxiliary classifier that is built and never called: advice.
 
 
@@ -226,15 +188,6 @@ class AuxiliaryCalled(Auxiliary):
         return self.head(hidden) + 0.3 * self.auxiliary(hidden)
 
 
-unused(
-    "auxiliary_never_called",
-    ("auxiliary.weight", "auxiliary.bias"),
-    Auxiliary,
-    AuxiliaryCalled,
-    data.images,
-    classify,
-    level="advice",
-)
 unused(
     "auxiliary_never_called_and_not_frozen",
     ("auxiliary.weight", "auxiliary.bias"),

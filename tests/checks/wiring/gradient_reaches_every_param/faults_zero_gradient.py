@@ -51,16 +51,6 @@ class RoundedStraightThrough(Coded):
         return straight_through(torch.round(h * 4) / 4, h)
 
 
-class Hashed(Coded):
-    def code(self, h):
-        return torch.sign(h)
-
-
-class HashedStraightThrough(Coded):
-    def code(self, h):
-        return straight_through(torch.sign(h), h)
-
-
 class HardStep(Coded):
     def code(self, h):
         return torch.clamp(h * 1e7, 0, 1)
@@ -74,7 +64,6 @@ class SoftStep(Coded):
 ENCODER = ("encoder.weight", "encoder.bias")
 
 vanished("code_rounded", "torch.round(h * 4)", ENCODER, Rounded, RoundedStraightThrough)
-vanished("code_signed", "torch.sign(h)", ENCODER, Hashed, HashedStraightThrough)
 vanished("code_clamped_to_a_step", "torch.clamp(h * 1e7, 0, 1)", ENCODER, HardStep, SoftStep)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, CharLSTM, ConvNet, TwoTower, lm_loss, mlp
+from tests.loops.nets import CharLSTM, ConvNet, mlp
 from tests.loops.pairs import pair
 
 CHECK = "optimizer_holds_every_param"
@@ -58,44 +58,10 @@ def adamw(decay, no_decay):
     return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
 
 
-def configure_and_for_or(model):
-    decay = [p for name, p in model.named_parameters() if name.endswith("weight") and "norm" not in name]
-    no_decay = [p for name, p in model.named_parameters() if name.endswith("bias") and "norm" in name]
-    no_decay += [p for name, p in model.named_parameters() if name.endswith("weight") and "norm" in name]
-    return adamw(decay, no_decay)
-
-
 def configure(model):
     decay = [p for p in model.parameters() if p.ndim >= 2]
     no_decay = [p for p in model.parameters() if p.ndim < 2]
     return adamw(decay, no_decay)
-
-
-def gpt(configure):
-    def make(accumulate=1):
-        model = GPT()
-        optimizer = configure(model)
-
-        def fit(batches):
-            for i, batch in enumerate(batches, start=1):
-                (lm_loss(model, batch) / accumulate).backward()
-                if i % accumulate == 0 or i == len(batches):
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(rows=8), loss=lm_loss, fit=fit)
-
-    return make
-
-
-pair(
-    "gpt_biases_fall_through",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("blocks.0.qkv.bias", "blocks.0.proj.bias", "blocks.0.mlp.0.bias", "blocks.0.mlp.2.bias"),
-    faulty=gpt(configure_and_for_or),
-    fixed=gpt(configure),
-)
 
 
 # A projection that is built in the first forward pass, when its width is known.
@@ -140,44 +106,6 @@ pair(
     culprits=("project.weight", "project.bias"),
     faulty=lazy(build_first=False),
     fixed=lazy(build_first=True),
-)
-
-
-# A temperature that belongs to the model, beside its towers.
-
-
-class CLIP(TwoTower):
-    def __init__(self):
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(1.0))
-
-    def loss(self, left, right):
-        scores = self(left, right) * self.log_scale.exp()
-        labels = torch.arange(len(scores))
-        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
-
-
-def clip(trained):
-    def make():
-        model = CLIP()
-        optimizer = torch.optim.AdamW(trained(model), lr=5e-3)
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.views(),
-            fit=lambda batches: train(lambda batch: model.loss(*batch), optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "clip_temperature_forgotten",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("log_scale",),
-    faulty=clip(lambda model: [*model.left.parameters(), *model.right.parameters()]),
-    fixed=clip(lambda model: model.parameters()),
 )
 
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 CHECK = "optimizer_holds_every_param"
@@ -68,52 +67,4 @@ pair(
     culprits=("backbone.0.weight", "backbone.0.bias", "backbone.1.weight", "backbone.1.bias"),
     faulty=fine_tuning(FineTunerForgettingTheGroup),
     fixed=fine_tuning(FineTuner),
-)
-
-
-# A GAN: the discriminator has two parts, only the first is trained.
-
-
-class Critic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(2, 24), nn.LeakyReLU(0.2))
-        self.score = nn.Linear(24, 1)
-
-    def forward(self, x):
-        return self.score(self.body(x))
-
-
-def gan(trained):
-    def make():
-        generator, critic = mlp(3, 24, 2), Critic()
-        opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
-        opt_c = torch.optim.Adam(trained(critic), lr=2e-3, betas=(0.5, 0.999))
-
-        def step(real):
-            fake = generator(torch.randn(len(real), 3))
-            opt_c.zero_grad()
-            (F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()).backward()
-            opt_c.step()
-            opt_g.zero_grad()
-            F.softplus(-critic(fake)).mean().backward()
-            opt_g.step()
-
-        return TrainLoop(
-            model={"generator": generator, "critic": critic},
-            optimizer={"generator": opt_g, "critic": opt_c},
-            batch=data.ring(),
-            step=step,
-        )
-
-    return make
-
-
-pair(
-    "gan_score_layer_forgotten",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("critic.score.weight", "critic.score.bias"),
-    faulty=gan(lambda critic: critic.body.parameters()),
-    fixed=gan(lambda critic: critic.parameters()),
 )

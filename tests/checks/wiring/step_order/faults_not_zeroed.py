@@ -59,65 +59,6 @@ def cnn(epoch):
 pair("cnn_never_zeroed", "step_order", "not_zeroed", faulty=cnn(train_epoch_unzeroed), fixed=cnn(train_epoch))
 
 
-# A GAN: the discriminator's gradients pile up, the generator's own and those of the generator's loss too.
-
-
-def train_gan_discriminator_unzeroed(generator, discriminator, opt_g, opt_d, batches):
-    bce = F.binary_cross_entropy_with_logits
-    for real in batches:
-        ones, zeros = real.new_ones(len(real), 1), real.new_zeros(len(real), 1)
-        fake = generator(torch.randn(len(real), 3))
-        loss_d = bce(discriminator(real), ones) + bce(discriminator(fake.detach()), zeros)
-        loss_d.backward()
-        opt_d.step()
-
-        opt_g.zero_grad()
-        loss_g = bce(discriminator(fake), ones)
-        loss_g.backward()
-        opt_g.step()
-
-
-def train_gan(generator, discriminator, opt_g, opt_d, batches):
-    bce = F.binary_cross_entropy_with_logits
-    for real in batches:
-        ones, zeros = real.new_ones(len(real), 1), real.new_zeros(len(real), 1)
-        fake = generator(torch.randn(len(real), 3))
-        opt_d.zero_grad()
-        loss_d = bce(discriminator(real), ones) + bce(discriminator(fake.detach()), zeros)
-        loss_d.backward()
-        opt_d.step()
-
-        opt_g.zero_grad()
-        loss_g = bce(discriminator(fake), ones)
-        loss_g.backward()
-        opt_g.step()
-
-
-def gan(train):
-    def make():
-        generator, discriminator = mlp(3, 24, 2), mlp(2, 24, 1)
-        opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
-        opt_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
-        return TrainLoop(
-            model={"generator": generator, "discriminator": discriminator},
-            optimizer=[opt_g, opt_d],
-            batch=data.ring(),
-            fit=lambda batches: train(generator, discriminator, opt_g, opt_d, batches),
-        )
-
-    return make
-
-
-pair(
-    "gan_discriminator_never_zeroed",
-    "step_order",
-    "not_zeroed",
-    culprits=("discriminator.0.weight",),
-    faulty=gan(train_gan_discriminator_unzeroed),
-    fixed=gan(train_gan),
-)
-
-
 # The optimizer's step fused into backward, one optimizer per parameter.
 
 

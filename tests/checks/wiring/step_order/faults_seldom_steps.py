@@ -43,22 +43,6 @@ class TrainerWithTurnedCondition(Trainer):
                 self.optimizer.zero_grad()
 
 
-class TrainerCountingExamples(Trainer):
-    """Its window is counted in examples, and its knob is taken for micro-batches of 4,096."""
-
-    def fit(self, batches):
-        seen = 0
-        self.optimizer.zero_grad()
-        for x, y in batches:
-            loss = F.cross_entropy(self.model(x), y) / self.accumulate
-            loss.backward()
-            seen += len(x)
-            if self.accumulate == 1 or seen >= self.accumulate * 4096:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                seen = 0
-
-
 def accumulating(trainer, default):
     def build(accumulate):
         made = trainer(mlp(8, 24, 3), accumulate)
@@ -80,14 +64,6 @@ pair(
     where="loss.backward()",
     faulty=accumulating(TrainerWithTurnedCondition, 4),
     fixed=accumulating(Trainer, 4),
-)
-pair(
-    "window_counted_in_examples",
-    "step_order",
-    "step_missing",
-    where="loss.backward()",
-    faulty=accumulating(TrainerCountingExamples, 1),
-    fixed=accumulating(Trainer, 1),
 )
 
 
