@@ -1,4 +1,4 @@
-"""Undivided losses over batches that are no plain tensors: samples, packed sequences, noise with rows behind."""
+"""Undivided losses over batches that are no plain tensors: samples, packed sequences."""
 
 from __future__ import annotations
 

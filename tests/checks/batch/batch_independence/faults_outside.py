@@ -234,20 +234,6 @@ def sorted_inputs(both):
     return make
 
 
-def shuffled(together):
-    def make():
-        def loss_of(model, batch):
-            x, y = batch
-            order = torch.randperm(len(x))
-            logp = model(x[order]).log_softmax(-1)
-            wanted = F.one_hot(y[order] if together else y[torch.randperm(len(x))], 3)
-            return -(logp * wanted).sum(-1).mean()
-
-        return loop(mlp(6, 24, 3), data.labelled(), loss_of)
-
-    return make
-
-
 pair(
     "inputs_sorted_and_targets_not",
     "batch_independence",

@@ -46,7 +46,7 @@ def cut(name, network, batch, broken, whole, *, culprits=(), where=None, raises=
     )
 
 
-# Two tasks: the total is rebuilt from numbers, or one task enters as a number.
+# Two tasks: the total is rebuilt from numbers.
 
 
 class TwoTasks(nn.Module):
@@ -112,7 +112,7 @@ cut(
 )
 
 
-# Classification: one minus the accuracy is backpropagated, with and without the line that silences torch.
+# Classification: one minus the accuracy is backpropagated, behind a line that silences torch.
 
 
 def error_rate(model, batch):

@@ -1,4 +1,4 @@
-"""The graph is cut inside the model: data, lists, an index in the middle."""
+"""The graph is cut inside the model: data, an index in the middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph is cut for a part of the model: attention, a temperature, a sampled code, a hand-written gradient."""
+"""The graph is cut for a part of the model: a temperature, a sampled code, a hand-written gradient."""
 
 from __future__ import annotations
 

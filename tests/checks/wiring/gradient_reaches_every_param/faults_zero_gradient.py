@@ -1,4 +1,4 @@
-"""The graph is whole, but the gradient is exactly zero although the loss depends: rounding, signs, steps."""
+"""The graph is whole, but the gradient is exactly zero although the loss depends: rounding, steps."""
 
 from __future__ import annotations
 

@@ -50,20 +50,6 @@ pair(
 )
 
 
-# Decay groups by name: the filters leave something out.
-
-
-def adamw(decay, no_decay):
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
-
-
-def configure(model):
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
-    return adamw(decay, no_decay)
-
-
 # A projection that is built in the first forward pass, when its width is known.
 
 

@@ -1,4 +1,4 @@
-"""Parameters that drop out of the optimizer as a project goes through its phases, or between two optimizers."""
+"""Parameters that drop out of the optimizer as a project goes through its phases."""
 
 from __future__ import annotations
 
