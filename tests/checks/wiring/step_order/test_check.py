@@ -29,23 +29,6 @@ def test_weights_that_change_in_other_ways_have_no_order_of_calls():
         list(step_order(evidence))
 
 
-def test_zero_grad_that_is_never_called():
-    build = RecordBuilder([0, 1])
-    assert found(run(build.backward, build.step, build=build)) == [("not_zeroed", "fault", ("p0", "p1"))]
-
-
-def test_zero_grad_of_other_parameters():
-    build = RecordBuilder([0, 1])
-    calls = (lambda: build.zero(1), build.backward, build.step)
-    assert found(run(*calls, build=build)) == [("wrong_object_zeroed", "fault", ("p0",))]
-
-
-def test_zero_grad_between_backward_and_step():
-    build = RecordBuilder([0])
-    calls = (build.backward, build.zero, build.step)
-    assert found(run(*calls, build=build)) == [("zeroed_before_step", "fault", ("zero_grad", "p0"))]
-
-
 def test_zeros_written_between_backward_and_step():
     build = RecordBuilder([0])
 
@@ -56,12 +39,6 @@ def test_zeros_written_between_backward_and_step():
     (finding,) = step_order(FakeEvidence(run(build.zero, build.backward, overflow, build.step, build=build).record()))
     assert (finding.cause, finding.culprits) == ("zeroed_before_step", ("mul_()", "p0"))
     assert "float16" in finding.repair
-
-
-def test_step_before_backward():
-    build = RecordBuilder([0])
-    calls = (build.zero, build.step, build.backward)
-    assert found(run(*calls, build=build)) == [("step_before_backward", "fault", ("optimizer.step()", "p0"))]
 
 
 def test_a_backward_after_the_step_that_follows_its_forward_pass():
