@@ -23,6 +23,7 @@ ROOT = Path(pytest_trainloop.__file__).parent
 
 READERS = {
     "frontends.api": "how long an observed block took, for the report",
+    "frontends.plugin.deaths": "the names of signals only",
     "frontends.plugin.progress": "when a line of progress is due",
     "runs.budget": "what the checks of a loop took, for the report; where it is too much, the rest is not looked at",
     "runs.threads": "the time of the first steps and of an operation: how many threads torch takes, and no verdict",

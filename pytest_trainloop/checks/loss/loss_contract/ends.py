@@ -57,7 +57,8 @@ class Ends:
         self._trained |= {*torch.unique(target[counts]).tolist()}
         labels = torch.full(at.shape, -1, device=target.device)
         labels[at.row, at.position] = torch.where(counts, target, -1)
-        counted, following = labels[:, :-1] >= 0, [e.ids for e in call.embedded if tuple(e.ids.shape) == at.shape]
+        counted = labels[:, :-1] >= 0  # a model over two devices looks its ids up on the other one
+        following = [e.ids.to(target.device) for e in call.embedded if tuple(e.ids.shape) == at.shape]
         following = [ids for ids in following if torch.equal(ids[:, 1:][counted], labels[:, :-1][counted])]
         padded = padded_positions(call.step, at.shape, inputs_of(call)) if following and bool(counted.any()) else None
         if padded is not None and padded.any and padded.source != "id":
