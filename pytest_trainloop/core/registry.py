@@ -240,7 +240,7 @@ def check(
     property of a loss function. ``instrument`` names what must record during the single run of ``observe()``, as
     ``module:class``, and ``listener`` what listens to the second run. ``names`` says what a culprit is that is no
     parameter, buffer, module, input or call: "attribute" of the state of a loop. ``steps`` is what the check costs
-    on a right loop beside the watched run, in bare optimizer steps: with the number of its causes it says what is
+    on a right loop besides the watched run, in bare optimizer steps: with the number of its causes it says what is
     left out first where time is short. ``absent`` is asked where the check found nothing: a function from evidence
     to the reason why the loop has nothing of the check's kind ("no GradScaler is called"), or to an empty text if
     it has. With a reason the check does not apply; without one it passed. Raises ``ValueError`` for a name that

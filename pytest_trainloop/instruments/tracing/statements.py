@@ -1,6 +1,6 @@
 """The statement next to another one, by the source: what is called, ends, encloses or overwrites.
 
-A call at the wrong place is repaired where the function that needs it stands, and not in the helper that it calls.
+A call at the wrong place is repaired in the function that needs it, and not in the helper that it calls.
 These questions take a line as findings have it, ``file:line   source``, and give one, or an empty text.
 """
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop.checks.learning.weight_decay_groups.causes import found
-from pytest_trainloop.core.places import syntax_of
+from pytest_trainloop.core import members
+from pytest_trainloop.instruments.tracing.syntax import source_of
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import place_of, user_frames
 
@@ -25,26 +25,10 @@ FILLS = frozenset({"append", "extend", "insert"})
 OPTIONS = ("weight_decay", "lr")
 
 
-@dataclass(frozen=True, slots=True)
-class Unused:
-    name: str
-    """Of the variable."""
-    optimizer: str
-    place: str
-    """The line that builds the optimizer."""
-    groups: int
-    option: str
-    """The one that differs."""
-    given: float
-    wanted: tuple[float, ...]
-    tensors: tuple[torch.Tensor, ...]
-    """Those with another value in the groups than in the optimizer."""
-
-
 def unused_groups(evidence: Evidence) -> Iterator[Finding]:
     """The loop is built once more. A variable next to the optimizer holds just the optimizer's parameters, in groups
     with other options than the optimizer's, and no code reads it."""
-    seen: list[Unused] = []
+    seen: list[tuple[str, list[torch.Tensor], dict[str, Any]]] = []
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -57,40 +41,36 @@ def unused_groups(evidence: Evidence) -> Iterator[Finding]:
     with Patches() as patches:
         patches.put(torch.optim.Optimizer, "__init__", around)
         loop = evidence.fresh_loop()
-    names = {
-        id(p): n if not root else f"{root}.{n}" for root, m in loop.modules.items() for n, p in m.named_parameters()
-    }
-    for unused in seen[:1]:
-        culprits = tuple(names[id(t)] for t in unused.tensors if id(t) in names)
-        facts: dict[str, Any] = {"groups": unused.groups, "variable": unused.name, "optimizer": unused.optimizer}
-        facts |= {"option": unused.option, "given": unused.given}
-        facts["wanted"] = " or ".join(f"{value:g}" for value in unused.wanted)
-        facts["repair"] = f"{unused.optimizer}({unused.name}, ...)"
-        yield found("groups_not_given", unused.place, culprits, **facts)
+    own = [(root, n, p) for root, module in loop.modules.items() for n, p in members.named_parameters(module)]
+    names = {id(p): f"{root}.{n}" if root else n for root, n, p in own}
+    for place, tensors, facts in seen[:1]:
+        facts["repair"] = "{optimizer}({variable}, ...)".format_map(facts)
+        yield found("groups_not_given", place, tuple(names[id(t)] for t in tensors if id(t) in names), **facts)
 
 
-def _unused(optimizer: torch.optim.Optimizer, frame: FrameType) -> Unused | None:
+def _unused(
+    optimizer: torch.optim.Optimizer, frame: FrameType
+) -> tuple[str, list[torch.Tensor], dict[str, Any]] | None:
+    """The line that builds the optimizer, the parameters with another option in the variable, and the facts."""
     held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, value in list(frame.f_locals.items()):
         groups = value if isinstance(value, list | tuple) else ()
         if not groups or not all(isinstance(group, dict) and "params" in group for group in groups):
             continue
-        members = [(p, group) for group in groups for p in _tensors(group["params"])]
-        if {id(p) for p, _ in members} != held.keys() or _is_read(frame, name):
+        given = [(p, group) for group in groups for p in _tensors(group["params"])]
+        if {id(p) for p, _ in given} != held.keys() or _is_read(frame, name):
             continue
         for option in OPTIONS:
-            other = [(p, group[option]) for p, group in members if _differ(group.get(option), held[id(p)].get(option))]
+            other = [(p, group[option]) for p, group in given if _differ(group.get(option), held[id(p)].get(option))]
             if other:
-                return Unused(
-                    name=name,
-                    optimizer=type(optimizer).__name__,
-                    place=str(place_of(frame.f_code.co_filename, frame.f_lineno)),
-                    groups=len(groups),
-                    option=option,
-                    given=float(held[id(other[0][0])][option]),
-                    wanted=tuple(dict.fromkeys(float(wanted) for _, wanted in other)),
-                    tensors=tuple(p for p, _ in other),
-                )
+                wanted = dict.fromkeys(f"{value:g}" for _, value in other)
+                facts = {"groups": len(groups), "variable": name, "optimizer": type(optimizer).__name__}
+                facts |= {
+                    "option": option,
+                    "given": float(held[id(other[0][0])][option]),
+                    "wanted": " or ".join(wanted),
+                }
+                return str(place_of(frame.f_code.co_filename, frame.f_lineno)), [p for p, _ in other], facts
     return None
 
 
@@ -107,14 +87,9 @@ def _differ(wanted: Any, given: Any) -> bool:
 
 def _is_read(frame: FrameType, name: str) -> bool:
     """Whether the code around a frame reads a variable for more than to add to it; true without its source."""
-    tree: ast.AST = syntax_of(frame.f_code.co_filename)
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.name == frame.f_code.co_name
-            and node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
-        ):
-            tree = node
+    source = source_of(frame.f_code.co_filename)
+    statement = source.statement(frame.f_lineno)
+    tree: ast.AST = (None if statement is None else source.function(statement)) or source.tree
     filled = {
         statement.value.func.value
         for statement in ast.walk(tree)

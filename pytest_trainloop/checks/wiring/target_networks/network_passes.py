@@ -16,11 +16,11 @@ import torch
 
 from pytest_trainloop.checks.wiring.target_networks.causes import found
 from pytest_trainloop.core import members
-from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.syntax import nodes_within, source_of
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_modules, before_modules
-from pytest_trainloop.recording.source import here, place_of, user_frames
+from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.runs.further_runs import longer_run
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 
@@ -132,7 +132,8 @@ def target_rebound(seen: NetworkPasses, held: frozenset[str]) -> Iterator[Findin
             continue
         since = next(n for n, p in enumerate(passes) if p.network == networks[1])
         steps = {p.step for p in passes[since:]}
-        again = any(p.network == networks[0] for p in (*passes[since:], *_elsewhere(seen, line, passes[since].step)))
+        later = [p for p in seen.without_gradients if p.line != line and p.step > passes[since].step]
+        again = any(p.network == networks[0] for p in (*passes[since:], *later))
         assigned = _assigned(line, passes[0].file)
         if len(networks[0]) != len(networks[1]) or again or len(steps) < LEAST_STEPS or not assigned:
             continue  # a function that evaluates whichever network it is given
@@ -142,31 +143,23 @@ def target_rebound(seen: NetworkPasses, held: frozenset[str]) -> Iterator[Findin
         yield found("target_rebound", line, networks[0], change=assigned[0] if len(assigned) == 1 else "", **facts)
 
 
-def _elsewhere(seen: NetworkPasses, line: str, step: int) -> list[Pass]:
-    return [p for p in seen.without_gradients if p.line != line and p.step > step]
-
-
 def _assigned(line: str, file: str) -> list[str]:
     """The statements that give the network's name at this line the value of another name: of an attribute all in the
     file, of a variable those in the function around the line."""
-    number = int(line.partition("   ")[0].rpartition(":")[2])
-    tree: ast.AST = syntax_of(file)
-    holders = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _spans(n, number)]
-    called = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call) and _spans(n, number)]
-    scopes: dict[str, ast.AST] = {f.attr: tree for f in called if isinstance(f, ast.Attribute)}
-    scopes |= {f.id: max(holders, key=lambda n: n.lineno) for f in called if isinstance(f, ast.Name) and holders}
+    source = source_of(file)
+    statement = source.statement(int(line.partition("   ")[0].rpartition(":")[2]))
+    function = None if statement is None else source.function(statement)
+    called = [] if statement is None else [n.func for n in nodes_within(statement) if isinstance(n, ast.Call)]
+    scopes: dict[str, ast.AST] = {f.attr: source.tree for f in called if isinstance(f, ast.Attribute)}
+    scopes |= {f.id: function for f in called if isinstance(f, ast.Name) and function is not None}
     return [
-        str(place_of(file, node.lineno))
+        source.text(node)
         for name, scope in scopes.items()
         for node in ast.walk(scope)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Name | ast.Attribute)
         and any(name == (getattr(target, "attr", "") or getattr(target, "id", "")) for target in node.targets)
     ]
-
-
-def _spans(node: ast.FunctionDef | ast.Call, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def target_left_behind(

@@ -14,6 +14,16 @@ from tests.loops.pairs import pair
 # Float16 weights under Adam with its default eps: small gradients have no second moment.
 
 
+def trained(model, optimizer):
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
 def regression(dtype):
     def make():
         model = mlp(6, 32, 32, 1).to(dtype)
@@ -123,14 +133,7 @@ def configured(config):
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), weight_decay=0.01
         )
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+        return trained(model, optimizer)
 
     return make
 
@@ -187,14 +190,7 @@ def resumed(small):
             counted = torch.tensor(200.0, dtype=torch.bfloat16 if small else torch.float32)
             moments = {"exp_avg": torch.full_like(p, 1e-3), "exp_avg_sq": torch.full_like(p, 1e-5)}
             optimizer.state[p] = {"step": counted, **moments}
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+        return trained(model, optimizer)
 
     return make
 
@@ -260,14 +256,7 @@ def stepped_by(kind):
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
         optimizer = kind([{"params": matrices, "weight_decay": 1e-2}, {"params": vectors}])
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+        return trained(model, optimizer)
 
     return make
 
