@@ -74,7 +74,11 @@ def test_an_iterator_that_is_used_up_is_known_again_and_warned_of_once_on_the_li
         first, second = calls(clip)
     assert (first.given, second.given) == ([0, 1], [])
     assert first.iterator == second.iterator == 0
-    assert [(w.filename, "empty generator" in str(w.message)) for w in caught] == [(__file__, True)]
+    with warnings.catch_warnings(record=True) as without_us:
+        warnings.simplefilter("always")
+        clip_grad_norm_((p for p in ()), 0.5)
+    places = [(w.filename, "empty generator" in str(w.message)) for w in caught]
+    assert places == [(__file__, True)] * len(without_us)  # torch 2.6 warns of none
 
 
 def test_a_tensor_that_a_later_step_makes_known():

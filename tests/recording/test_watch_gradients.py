@@ -70,6 +70,7 @@ def test_gradients_taken_by_autograd_grad_are_seen_and_accumulate_nowhere(door):
     assert model[0].weight.grad is None
 
 
+@pytest.mark.skipif("overridable_args" not in imported_backward.__code__.co_varnames, reason="modes do not see it")
 def test_backward_imported_by_name_is_seen_with_its_root_and_line():
     model = net()
     with Watch({"": model}) as watch:

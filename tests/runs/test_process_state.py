@@ -20,6 +20,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop, UsageError, check_loop
 from pytest_trainloop.frontends.api import observe
 from pytest_trainloop.recording.autocast import open_blocks
+from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.process_state import preserved, seed_all
 
 FP32 = (
@@ -40,7 +41,7 @@ def process() -> dict[str, Any]:
         "numpy": (kind, keys.tobytes(), *rest),
         "torch": torch.get_rng_state().numpy().tobytes(),
         "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
+        "device": default_device(),
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "threads": torch.get_num_threads(),
         "deterministic": torch.get_deterministic_debug_mode(),
@@ -107,6 +108,8 @@ DISTURBANCES = {
     "folder-that-goes": into_a_folder_that_goes,
     "warnings": lambda: warnings.simplefilter("error"),
 }
+if not hasattr(torch.backends, "fp32_precision"):  # up to torch 2.8
+    del DISTURBANCES["fp32-by-operation"], DISTURBANCES["fp32-of-all"]
 
 
 @pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=list(DISTURBANCES))
@@ -120,6 +123,7 @@ def test_each_is_put_back(disturb, leave):
     assert changed(before) == []
 
 
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has one precision for all")
 def test_precisions_that_were_set_by_operation_are_no_trouble():
     setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")  # noqa: B010  mypy knows no such attribute
     before = process()

@@ -97,6 +97,11 @@ def test_a_loss_of_torch_used_right_breaks_nothing(name, dtype):
         model = nn.Linear(6, CLASSES).to(dtype)
         return loop(model, torch.randn(ROWS, 6), lambda model, x: criterion(*arguments(model(x.to(dtype)))))
 
+    if name == "SmoothL1Loss" and dtype is torch.float16:
+        try:
+            criterion(*arguments(torch.zeros(ROWS, CLASSES, dtype=dtype, requires_grad=True))).backward()
+        except RuntimeError as error:
+            pytest.skip(f"this torch has no such loss: {error}")  # torch 2.6 on a CPU
     calls = Evidence(make).shared(LossCalls.of)
     assert [finding.cause for finding in calls.findings()] == []
     assert calls.unread == []
