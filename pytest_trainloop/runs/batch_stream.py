@@ -82,6 +82,8 @@ class Batches(Sequence[Any]):
         self._ended = False
         self._part: Batches | None = None
         self.taken = 0
+        self.counted = False
+        """Whether their number was asked for."""
         self.passes: list[int] = []
         """Batches taken in each of the first passes."""
         self.cut_short = False
@@ -90,6 +92,7 @@ class Batches(Sequence[Any]):
         """Whether a pass ended because no step had been made."""
 
     def __len__(self) -> int:
+        self.counted = True
         return self._count
 
     def __getattr__(self, name: str) -> Any:

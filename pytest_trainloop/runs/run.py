@@ -179,6 +179,8 @@ def _run(make: Make, plan: RunPlan) -> Record:
                 error = guard.call(lambda: fit(batches), lambda: record.steps, lambda: batches.at_end)
             except UsageError as refusal:
                 raise loop.located(refusal) from None
+        if batches.counted and not batches.taken and record.steps:  # as many steps, on data of the loop's own
+            batches.taken = len(batches)
         record.items = batches.taken
         record.passes = tuple(filter(None, batches.passes))
         record.double = wide is not None and not wide.lower
@@ -204,7 +206,10 @@ def _run(make: Make, plan: RunPlan) -> Record:
     if error is None and not batches.taken and plan.further:
         raise CannotDecide("fit came back without taking a batch when it was run again")
     if error is None and not batches.taken:
-        how = "fit came back without taking a batch; it must iterate over the batches it is given"
+        how = (
+            "fit came back without taking a batch; it must iterate over the batches it is given, or make len(batches) "
+            "steps on data of its own"
+        )
         raise loop.located(UsageError(how))
     return record
 

@@ -98,7 +98,8 @@ FUNCTIONS = {
             return None
         return TrainLoop(model=mlp(), batch=rows(), fit=fit)
         """,
-        "fit came back without taking a batch; it must iterate over the batches it is given",
+        "fit came back without taking a batch; it must iterate over the batches it is given, or make len(batches) "
+        "steps on data of its own",
     ),
     "fit-exits": (
         """

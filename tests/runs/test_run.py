@@ -52,6 +52,14 @@ def test_a_plain_run():
     assert [p.name for p in record.parameters] == ["weight", "bias"]
 
 
+def test_a_loop_of_its_own_data_may_take_the_number_of_batches_alone():
+    def work(model, optimizer, batches):
+        train(model, optimizer, [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(len(batches))])
+
+    record = run(making(work), RunPlan(count=5))
+    assert (record.steps, record.items, record.ended) == (5, 5, True)
+
+
 def test_fit_is_seeded_whatever_building_drew():
     drawn = []
 
