@@ -177,7 +177,7 @@ _SHORT_LINE = re.compile(r"(?P<file>\S+):(?P<line>\d+) in \S+")
 def _failed(found: Any) -> tuple[str, tuple[str, int]]:
     """The guard that failed, and the user's line that it comes from: torch writes it as a traceback, older ones as a
     comment with the end of the path only."""
-    said = found.recompile_reason or ""
+    said = getattr(found, "recompile_reason", None) or ""  # torch 2.6 keeps none
     guard = _GUARD.sub("", " ".join(said.partition("\n")[0].partition("  #")[0].split()))
     long = list(_USER_LINE.finditer(said))
     if long:

@@ -67,12 +67,17 @@ def booked(caught):
     return {(str(w.message)[:30], w.category, w.filename, w.lineno) for w in caught}
 
 
-@pytest.mark.parametrize("act", ALL)
-def test_a_warning_is_booked_where_it_is_without_the_plugin(act):
-    with warnings.catch_warnings(record=True) as bare:
+def without_the_plugin(act):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = loop(act)()
         made.fit([made.batch])
+    return caught
+
+
+@pytest.mark.parametrize("act", ALL)
+def test_a_warning_is_booked_where_it_is_without_the_plugin(act):
+    bare = without_the_plugin(act)
     with warnings.catch_warnings(record=True) as ours:
         warnings.simplefilter("always")
         Evidence(loop(act)).run()
@@ -82,6 +87,8 @@ def test_a_warning_is_booked_where_it_is_without_the_plugin(act):
 
 @pytest.mark.parametrize("act", ALL)
 def test_filters_by_module_act_as_without_the_plugin(act):
+    if {w.filename for w in without_the_plugin(act)} != {__file__}:
+        pytest.skip("this torch books the warning in a file of its own")  # torch 2.6
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", module=THIS)

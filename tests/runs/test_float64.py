@@ -156,6 +156,8 @@ MADE = {
 @pytest.mark.parametrize("make", MADE.values(), ids=list(MADE))
 def test_a_loop_runs_wholly_in_float64(make):
     record = run(make, RunPlan(double=True))
+    if record.raised is not None and "MKL FFT" in record.raised.summary:
+        pytest.skip("this torch was built without these transforms")
     assert record.raised is None
     assert record.steps == 12
     assert record.double

@@ -196,15 +196,15 @@ class ScoreRecorder(WatchingMode):
         offset = next(self._counts[path, site, made_by, any(t.requires_grad for t in tensors)])
         call = ScoreCall(path, owner, made_by, not all(tags), offset, place)
         self.calls.append(call)
-        moved = output
-        if isinstance(output, torch.Tensor) and not _is_bounded(output):
-            moved = output + OFFSETS[offset]
-            self._tag([moved], self._of([output]))
-            scores = [moved]
+        moved = {}
         for number, tensor in enumerate(scores):
-            if tensor.requires_grad and tensor.is_floating_point():
-                on_gradient(tensor, self._pushing(call, number))
-        return moved
+            if not tensor.requires_grad or not tensor.is_floating_point():
+                continue
+            if not _is_bounded(tensor):
+                moved[id(tensor)] = tensor + OFFSETS[offset]
+                self._tag([moved[id(tensor)]], self._of([tensor]))
+            on_gradient(moved.get(id(tensor), tensor), self._pushing(call, number))
+        return nested.mapped(output, lambda _, tensor: moved.get(id(tensor), tensor), torch.is_tensor)
 
     def _pushing(self, call: ScoreCall, number: int) -> Callable[[torch.Tensor | None], None]:
         def pushed(gradient: torch.Tensor | None) -> None:
