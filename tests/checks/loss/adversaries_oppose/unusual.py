@@ -72,6 +72,31 @@ def auxiliary_classes_are_shared():
     return two(relu_mlp(7, 16, 8), TwoHeads(), auxiliary)
 
 
+class ScoreWithFeatures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2))
+        self.head = nn.Linear(16, 1)
+        nn.init.constant_(self.head.bias, -3.0)
+
+    def forward(self, x):
+        h = self.trunk(x)
+        return self.head(h), [h]
+
+
+def matched(generator, critic, opt_g, opt_d, batches):
+    for x in batches:
+        made = generator(torch.randn(len(x), 4))
+        stepped(opt_d, (1 - critic(x)[0]).square().mean() + critic(made.detach())[0].square().mean())
+        (score, of_made), (_, of_data) = critic(made), critic(x)
+        stepped(opt_g, (1 - score).square().mean() + (of_made[0].mean(0) - of_data[0].mean(0).detach()).abs().sum())
+
+
+@odd(notes="least squares from scores far below both targets, given with features (HiFi-GAN)")
+def critic_that_gives_features_too():
+    return two(relu_mlp(4, 16, 8), ScoreWithFeatures(), matched)
+
+
 def three_labels(generator, critic, opt_g, opt_d, batches):
     for x in batches:
         made = generator(torch.randn(len(x), 4))
