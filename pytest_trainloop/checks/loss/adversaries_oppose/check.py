@@ -92,10 +92,16 @@ def _no_adversaries(evidence: Evidence) -> str:
 def adversaries_oppose(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.adversaries_oppose.scores import ScoreRecorder
 
+    named = set()  # critics: one that gives several outputs gets each finding once
     for output, pushed in evidence.shared(ScoreRecorder.of).items():
+        if output.critic in named:
+            continue
+        findings = list(_mixed(evidence, output, pushed))
         if pushed.keys() >= {"given", "made", "back"}:
-            yield from _one_way(evidence, output.critic, pushed["given"], pushed["made"], pushed["back"])
-        yield from _mixed(evidence, output, pushed)
+            findings += _one_way(evidence, output.critic, pushed["given"], pushed["made"], pushed["back"])
+        if findings:
+            named.add(output.critic)
+        yield from findings
 
 
 def _one_way(evidence: Evidence, critic: str, given: Pushed, made: Pushed, back: Pushed) -> Iterator[Finding]:
