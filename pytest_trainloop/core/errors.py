@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TrainLoopError(Exception):
-    """Base of what this package raises to its users."""
+    """Base of the exceptions that this package raises to its users: ``except TrainLoopError`` catches them all."""
 
 
 class UsageError(TrainLoopError):
@@ -54,7 +54,10 @@ class UserCodeError(TrainLoopError):
 
 
 class CheckFailed(TrainLoopError, AssertionError):
-    """At least one check failed; ``results`` has them all."""
+    """At least one check failed, or met an exception of the loop's. The message has the failure texts.
+
+    ``results`` are the ``Result`` objects of all checks, also of those that passed.
+    """
 
     def __init__(self, message: str, results: Sequence[Result] = ()) -> None:
         super().__init__(message)

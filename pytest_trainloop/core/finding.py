@@ -35,7 +35,9 @@ class Finding:
     summary: str
     """One sentence, with the number that matters."""
     check: str = ""
+    """The name of the check that found it."""
     level: Level = "fault"
+    """A fault fails the test; advice fails it under ``--trainloop-strict``; a note never does."""
     measured: str = ""
     """What was measured, with the limit."""
     shown_by: str = ""
@@ -113,12 +115,16 @@ class Result:
     """The result of one check on one loop."""
 
     check: str
+    """The name of the check."""
     outcome: Outcome
+    """What came of it; docs/quickstart.md#results has what each word means."""
     reason: str = ""
     """One sentence, for a skip, an xfail, an unreliable run or an error."""
     findings: tuple[Finding, ...] = ()
+    """Faults, advice and notes, in the order in which they were found."""
     seconds: float = 0.0
-    """The time that the check took, with the evidence that it was the first to need."""
+    """Seconds that the check took, with the evidence that it was the first to need; without the time in which other
+    processes of a busy machine ran."""
     steps: int = 0
     """The loop's own optimizer steps that the check caused."""
     error: UserError | None = None
@@ -138,17 +144,21 @@ class Result:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
+        """The findings that fail the test."""
         return tuple(f for f in self.findings if f.level == "fault")
 
     @property
     def advice(self) -> tuple[Finding, ...]:
+        """The findings on code that may be intentional."""
         return tuple(f for f in self.findings if f.level == "advice")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
+        """The findings that never fail a test."""
         return tuple(f for f in self.findings if f.level == "note")
 
     def to_json(self) -> dict[str, Any]:
+        """The result as plain data, as in the JSON report."""
         return {
             "check": self.check,
             "outcome": self.outcome,
@@ -167,6 +177,7 @@ class Result:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
+        """The result that :meth:`to_json` wrote."""
         error = data.get("error")
         return cls(
             check=data["check"],
@@ -185,4 +196,5 @@ class Result:
         )
 
     def with_outcome(self, outcome: Outcome, reason: str = "") -> Result:
+        """The same result with another outcome, and with this reason if it is given."""
         return replace(self, outcome=outcome, reason=reason or self.reason)

@@ -107,7 +107,10 @@ DEFAULT_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One fault that a check can name."""
+    """One fault that a check can name.
+
+    >>> never_zeroed = Cause(proof="no zero_grad() between two steps", repair="optimizer.zero_grad()")
+    """
 
     proof: str
     """The observation that separates this cause from its neighbours."""
@@ -124,6 +127,7 @@ class Cause:
     summary: str = ""
     """The first sentence of its findings: a template over their facts (``wording.filled``), as the next two are."""
     measured: str = ""
+    """What was measured, with the limit."""
     shown_by: str = ""
     """The proof, where it is empty."""
     variants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -235,19 +239,38 @@ def check(
 
     Its keyword-only parameters are options that a project may set, as in ``overfit_one_batch={"steps": 400}``.
 
-    ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a
-    finding of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a
-    property of a loss function. ``instrument`` names what must record during the single run of ``observe()``, as
-    ``module:class``, and ``listener`` what listens to the second run. ``names`` says what a culprit is that is no
-    parameter, buffer, module, input or call: "attribute" of the state of a loop. ``steps`` is what the check costs
-    on a right loop besides the watched run, in bare optimizer steps: with the number of its causes it says what is
-    left out first where time is short. ``absent`` is asked where the check found nothing: a function from evidence
-    to the reason why the loop has nothing of the check's kind ("no GradScaler is called"), or to an empty text if
-    it has. With a reason the check does not apply; without one it passed. Raises ``ValueError`` for a name that
-    another module has registered, and for no causes.
-
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
     ... def steps_at_all(evidence): ...
+
+    Parameters
+    ----------
+    causes
+        each cause that the check may name: a ``Cause``, or the observation that proves it. A finding of any other
+        cause is an error
+    needs
+        fields of the ``TrainLoop`` without which the check is skipped; "fit" is met by ``fit`` or ``step``
+    rank
+        the place among the checks of one family, lowest first
+    subject
+        "loop", or "loss" for a property of a loss function
+    instrument, listener
+        what must record during the single run of ``observe()``, and what listens to the second run: ``module:class``
+    names
+        what a culprit is that is no parameter, buffer, module, input or call: "attribute" of the state of a loop
+    long
+        whether the check makes long runs: it is not asked what made ``fit`` raise
+    steps
+        what the check costs on a right loop besides the watched run, in bare optimizer steps. Where time is short,
+        checks with few causes for their cost are left out first
+    absent
+        a function from evidence to the reason why the loop has nothing of the check's kind ("no GradScaler is
+        called"), or to an empty text if it has. It is asked where the check found nothing: with a reason the check
+        does not apply, without one it passed
+
+    Raises
+    ------
+    ValueError
+        there are no causes, or another module has registered a check of this name
     """
     if not causes:
         raise ValueError("a check needs at least one cause: causes={'slug': 'the observation that proves it'}")

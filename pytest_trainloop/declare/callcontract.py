@@ -45,16 +45,16 @@ GIVES = ("loss", "similarity")
 class CallContract:
     """What a function takes, argument by argument, for ``register_contract``.
 
-    >>> CallContract(arguments={"scores": "logits", "mask": "binary"})
+    >>> contract = CallContract(arguments={"scores": "logits", "mask": "binary"})
 
     Parameters
     ----------
     arguments
         by the name of a parameter of the function (of ``forward`` for a module) what it holds: ``"logits"``,
         ``"class_logits"``, ``"probabilities"``, ``"log_probabilities"``, ``"values"``, ``"variance"``,
-        ``"embeddings"``, ``"boxes"`` (x1, y1, x2, y2), ``"images"``; of targets ``"index"``, ``"one_hot"``,
-        ``"distribution"``, ``"binary"``, ``"value"``, ``"labels"`` (one for each embedding). Scores are over classes
-        next to an index, a one-hot or a distribution, else each is a yes or no
+        ``"embeddings"`` (rows, dim), ``"boxes"`` (boxes, 4) as x1, y1, x2, y2, ``"images"``; of targets
+        ``"index"``, ``"one_hot"``, ``"distribution"``, ``"binary"``, ``"value"``, ``"labels"`` (embeddings,). Scores
+        are over classes next to an index, a one-hot or a distribution, else each is a yes or no
     when
         flags, by the name of another parameter of the function or of an attribute of the module, and the values with
         which this contract holds; several contracts may be registered for one function, and the first that fits counts

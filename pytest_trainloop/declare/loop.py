@@ -24,9 +24,9 @@ Parts = Callable[[Any, Any], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """How a batch is padded.
+    """How a batch is padded, for ``TrainLoop(padding=...)``.
 
-    >>> TrainLoop(..., padding=Padding(pad_id=0, ignore_index=-100))
+    >>> padding = Padding(pad_id=0, ignore_index=-100)
 
     Parameters
     ----------
@@ -41,6 +41,11 @@ class Padding:
         the tensors of the batch that are padded so, by their keys or by paths as in findings, together with their mask
         or lengths: ``("src", "src_mask")``. Not given: read from the values. A batch with several sequences, as source
         and target, takes a list: ``padding=[Padding(of=("src", "src_mask")), Padding(of=("tgt", "tgt_mask"))]``
+
+    Raises
+    ------
+    UsageError
+        a number is not a whole one, or ``of`` holds something other than names
     """
 
     pad_id: int | None = None
@@ -86,29 +91,36 @@ class Padding:
 @refusing_slips({"mask": "the name of a tensor of the batch is needed"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """What tensors of the batch are, each by its key or by a path as in findings; several as a tuple.
+    """What the tensors of a batch are, for ``TrainLoop(roles=...)``: each by its key or by a path as in findings,
+    several as a tuple.
 
-    >>> TrainLoop(..., roles=Roles(mask="attention_mask", weights="sample_weight"))
+    >>> roles = Roles(mask="attention_mask", weights="sample_weight")
 
-    Each declaration is a promise that ``batch_roles_hold`` tests: the gradient depends on the tensor, and not on what a
-    mask or lengths leave out.
+    ``batch_roles_hold`` tests each declaration: the gradient depends on the tensor, and not on what a mask or lengths
+    leave out.
 
     Parameters
     ----------
     mask
-        two values: where it is 0 (or, added to scores, far below 0) nothing counts, whatever other tensors hold there
+        (rows, positions), of two values: positions where it is 0 do not count, whatever other tensors hold there. A
+        mask that is added to scores is far below 0 at such positions
     padding_mask
-        the same the other way round: where it is 1 or True nothing counts (``key_padding_mask``)
+        (rows, positions): positions where it is 1 or True do not count (``key_padding_mask``)
     lengths
-        whole numbers, one for each row: positions from there on do not count
+        (rows,), whole numbers: positions from there on do not count
     weights
-        how much each row, or each position, counts in the loss; a mask of the loss alone is such a tensor
+        (rows,) or (rows, positions): how much each counts in the loss. A mask that only the loss reads is such a tensor
     segments
-        whole numbers: which graph, document or episode each entry belongs to. What is in one must not depend on another
+        whole numbers: the graph, document or episode of each entry. Entries of one must not depend on another
     graph
-        edges (2, edges), or an adjacency
+        edges (2, edges), or an adjacency (nodes, nodes)
     inputs
         what else must be read: a condition, a timestep, positions
+
+    Raises
+    ------
+    UsageError
+        no name is given, or something other than a name
     """
 
     mask: str | Sequence[str] | None = None
@@ -191,7 +203,7 @@ class TrainLoop:
     batch_dim
         the dimension along which rows lie in every tensor of the batch, where it is not 0
     split_batch
-        ``split_batch(batch, k)``, the project's own way to split a batch into k micro-batches
+        ``split_batch(batch, k)``, the project's own way to split a batch: a list of k micro-batches
     rows_interact
         True: the examples of a batch should interact (contrastive losses, batch statistics); False: they must not
     ordered
@@ -201,14 +213,14 @@ class TrainLoop:
         True: two runs under one seed may differ, and ``determinism`` is left out; False: they must not, whatever the
         reason
     expected_init_loss
-        the expected first loss; more than a factor of 1.5 away is a fault
+        the expected first loss, as the loop computes it; more than a factor of 1.5 away is a fault
     scheduler, scaler
         the loop's own; both are found from what runs as well
     steps
         the optimizer steps of the whole training, as in ``len(loader) * epochs // accumulate``: the schedule is judged
         by them. Read again for each setting of the function's keywords
     epochs
-        the passes over the data of the whole training, for a scheduler that is called once a pass
+        the epochs of the whole training, for a scheduler that is called once an epoch
     pretrained
         the parts that begin with loaded weights, by their paths; True for the whole model. Loaded values that are
         initialised again before training are then a fault
@@ -303,6 +315,7 @@ class TrainLoop:
         return self._kept
 
     def built_under(self, seed: int, kept: Any = None) -> None:
+        """Set ``seed`` and ``kept``."""
         self._seed, self._kept = seed, kept
 
     @property
@@ -318,6 +331,7 @@ class TrainLoop:
 
     @staticmethod
     def field_names() -> tuple[str, ...]:
+        """The names that the constructor takes."""
         return tuple(f.name for f in fields(TrainLoop) if f.init)
 
 

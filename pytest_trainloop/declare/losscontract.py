@@ -40,7 +40,12 @@ REDUCTIONS = ("mean", "sum", "none")
 class LossContract:
     """What a loss function promises, for ``@pytest.mark.trainloop_loss``.
 
-    >>> LossContract(criterion=FocalLoss(gamma=2.0), expects="logits", target="index", num_classes=10)
+    >>> contract = LossContract(criterion=FocalLoss(gamma=2.0), expects="logits", target="index", num_classes=10)
+
+    Outputs are floating-point tensors: scores and probabilities ``(rows, classes, *shape)``, or ``(rows, *shape)`` with
+    a binary target; values ``(rows, *shape)``; embeddings ``(rows, embedding_dim)``. Targets are ``(rows, *shape)``:
+    class indices int64, all others of the outputs' dtype. A distribution and the second of a pair have the shape of
+    the output.
 
     Parameters
     ----------
@@ -58,7 +63,7 @@ class LossContract:
     ignore_index
         the target whose positions do not count
     reduction
-        what a call gives. None: what the criterion's own ``reduction`` says, else the mean
+        what a call returns. None: what the criterion's own ``reduction`` says, else the mean
     shape
         the sizes of one row's positions: ``()`` for a class per row, ``(6,)`` for tokens, ``(4, 4)`` for pixels
     class_dim

@@ -71,7 +71,7 @@ def check_loop(
         as Hypothesis' option ``--hypothesis-seed``, for the search of a smallest batch: a number, or "random"; default:
         ``seed``
     timeout
-        seconds that one run of ``fit`` may take
+        seconds that one run of ``fit`` may take; checks that need a longer run are skipped
     budget
         seconds that all checks may take: those that name most for their time go first, and the report says which were
         not looked at; default: ``timeout``, and at least 120
@@ -83,9 +83,9 @@ def check_loop(
     update
         whether the check records the loop in this file instead: True in any case, "new" where there is no file yet
     strict
-        whether advice fails
+        whether advice fails the loop
     preview
-        whether causes are reported too that are a preview
+        whether to report preview causes too
     raises
         whether a failure raises ``CheckFailed``
 
@@ -276,7 +276,12 @@ def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:
 
 
 class Observation:
-    """What ``observe`` recorded; complete once its block is left."""
+    """What ``observe`` recorded; complete once its block is left.
+
+    >>> with observe(model, optimizer) as record:
+    ...     train(model, optimizer, batches)
+    >>> report = record.check("step_order", raises=False)
+    """
 
     def __init__(self, watch: Watch, instruments: Mapping[Callable[..., Any], Any]) -> None:
         self._watch = watch
@@ -299,11 +304,21 @@ class Observation:
         strict: bool = False,
         raises: bool = True,
     ) -> Report:
-        """Judge the observed block by the named checks, or by all; ``skip``, ``xfail``, ``options`` and ``strict`` as
-        for ``check_loop``.
+        """Judge the observed block by the named checks, or by all. Checks that must run the loop again are skipped.
 
-        Checks that must run the loop again are skipped. Returns the report. Raises ``CheckFailed`` with the failure
-        texts unless ``raises=False``, and ``UsageError`` for an unknown name and where nothing trained in the block.
+        Parameters
+        ----------
+        names
+            names or patterns of checks
+        skip, xfail, options, strict, raises
+            as for ``check_loop``
+
+        Raises
+        ------
+        CheckFailed
+            a check failed, unless ``raises=False``; the message has the failure texts
+        UsageError
+            there is no such check, nothing trained in the block, or the block has not been left yet
         """
         from pytest_trainloop.core.registry import of
 
@@ -393,7 +408,7 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
 
     >>> with observe() as record:
     ...     main(["--config", "tiny.yaml"])
-    >>> record.check()
+    >>> report = record.check()
 
     Parameters
     ----------
@@ -406,6 +421,11 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
     ------
     Observation
         to be judged by its ``check()`` after the block
+
+    Raises
+    ------
+    UsageError
+        ``model`` is no module or dict of modules, or ``optimizer`` is no optimizer
     """
     from pytest_trainloop.recording.watch import Watch
 

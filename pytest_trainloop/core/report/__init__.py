@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of all checks on all loops; ``str()`` is the closing section."""
+    """The results of all checks on all loops; ``str()`` is the closing section.
+
+    >>> report = check_loop(make_loop, raises=False)
+    >>> failed = [result.check for result in report.results if result.outcome == "failed"]
+    """
 
     entries: tuple[Entry, ...]
+    """One for each loop and check, with ``loop``, ``nodeid`` (the test) and ``result``."""
 
     @classmethod
     def of(cls, loop: str, results: Iterable[Result]) -> Report:
@@ -32,6 +37,7 @@ class Report:
 
     @property
     def results(self) -> tuple[Result, ...]:
+        """The results of all entries, in their order."""
         return tuple(entry.result for entry in self.entries)
 
     def in_causal_order(self, checks: Sequence[str]) -> Report:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.declare.losscontract import LossContract
 
 MOST_ROWS = 6
+"""Rows of a drawn call at most, by default."""
 
 
 @st.composite
@@ -27,7 +28,7 @@ def cases(
     least_rows: int = 1,
     most_rows: int = MOST_ROWS,
 ) -> Case:
-    """Calls of a loss function as data, of which ``outputs`` and ``targets`` make tensors.
+    """Calls of a loss function as data, without tensors; ``calls``, ``outputs`` and ``targets`` draw the tensors.
 
     Parameters
     ----------
@@ -37,7 +38,12 @@ def cases(
         the special properties that may be drawn, at most one per call: "ordinary", "one_row", "one_class",
         "no_partner", "tied", "zero", "right", "large", "saturated", "some_ignored", "all_ignored"
     least_rows, most_rows
-        bounds of the number of rows
+        bounds of the number of rows; where a property needs more rows than ``most_rows``, it gets them
+
+    Raises
+    ------
+    hypothesis.errors.InvalidArgument
+        when drawn from: no property in ``only`` is one that this contract can have
     """
     known = traits(contract)
     trait = draw(st.sampled_from([t for t in known if only is None or t in only]))
@@ -56,7 +62,8 @@ def cases(
 def calls(
     contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
 ) -> st.SearchStrategy[tuple[torch.Tensor, ...]]:
-    """The arguments of one call of the contract's criterion: its outputs, then its target.
+    """The arguments of one call of the contract's criterion: its outputs, then its target. Shapes and dtypes are as in
+    ``LossContract``; with ``target="pair"`` there is no separate target.
 
     Parameters
     ----------
@@ -65,7 +72,12 @@ def calls(
     only
         the special properties that may be drawn, as for ``cases``
     dtype
-        of the floating tensors
+        of the floating-point tensors
+
+    Raises
+    ------
+    hypothesis.errors.InvalidArgument
+        when drawn from: no property in ``only`` is one that this contract can have
     """
 
     def tensors(case: Case) -> tuple[torch.Tensor, ...]:
@@ -78,7 +90,8 @@ def calls(
 def outputs(
     contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
 ) -> st.SearchStrategy[torch.Tensor]:
-    """Outputs of a model as the contract's ``expects`` describes them: ordinary, tied, large, zero, saturated.
+    """Outputs of a model as the contract's ``expects`` describes them: ordinary, tied, large, zero, saturated. The
+    first one where a call takes several.
 
     Arguments as for ``calls``.
     """

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 SEEDS = 2**16
+"""Seeds of values are below it."""
 
 
 def seeds() -> SearchStrategy[int]:

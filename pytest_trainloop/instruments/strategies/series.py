@@ -60,6 +60,11 @@ def sequences(
         whether rows are dimension 0
     dtype
         of the values
+
+    Raises
+    ------
+    UsageError
+        there are no features, no rows, or no length between the bounds
     """
     if features < 1:
         raise UsageError(f"sequences of {features} features: at least 1 is needed")
@@ -81,6 +86,9 @@ def packed_sequences(
     max_rows: int = 4,
     dtype: torch.dtype = torch.float32,
 ) -> SearchStrategy[PackedSequence]:
-    """As ``sequences``, as a ``PackedSequence`` for recurrent layers; rows are not sorted by length."""
+    """Sequences of different lengths as a ``PackedSequence``, for recurrent layers; rows are not sorted by length.
+
+    Arguments and exceptions as for ``sequences``.
+    """
     drawn = sequences(features, max_length=max_length, min_length=min_length, max_rows=max_rows, dtype=dtype)
     return drawn.map(lambda s: pack_padded_sequence(s.values, s.lengths, batch_first=True, enforce_sorted=False))

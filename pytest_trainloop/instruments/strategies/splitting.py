@@ -30,6 +30,11 @@ def splits(n: int, parts: int | None = None) -> SearchStrategy[tuple[int, ...]]:
         rows
     parts
         micro-batches; default: 1 to ``n``
+
+    Raises
+    ------
+    UsageError
+        ``n`` is no whole number from 1 on, or ``parts`` is not between 1 and ``n``
     """
     if not is_whole(n):
         given = nested.describe(n)

@@ -53,6 +53,11 @@ def token_batches(
     mask_id
         None: labels are the ids, not shifted, as causal models of transformers take them. An id: a masked model's
         batches, in which some ids are replaced by it and only these have labels
+
+    Raises
+    ------
+    UsageError
+        the vocabulary has no token besides padding, an id is not in it, or no length is between the bounds
     """
     tokens = [i for i in range(vocab_size) if i not in (pad_id, mask_id)]
     if not tokens:
