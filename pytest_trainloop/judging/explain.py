@@ -42,7 +42,7 @@ def table() -> str:
 def _rows(title: str, known: Mapping[str, registry.Check]) -> str:
     if not known:
         return ""
-    rows = [(title, "family", "holds that"), *((c.name, c.family, c.headline) for c in known.values())]
+    rows = [(title, "family", "checks that"), *((c.name, c.family, c.headline) for c in known.values())]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     return "".join(f"{name.ljust(widths[0])}  {family.ljust(widths[1])}  {text}\n" for name, family, text in rows)
 
@@ -115,7 +115,7 @@ def rule(check: str, cause: str) -> Rule | None:
     lines = [f"{_sentence(_inline(about.proof, ()))}\n"]
     lines += [f"*Repair*: {_sentence(_inline(about.repair, ()))}\n"] if about.repair else []
     lines += [f"*If it may be intended*: {_sentence(_inline(about.settle, ()))}\n"] if about.settle else []
-    lines.append(f"The check `{check}` holds that: {_inline(found.headline, ())}.\n")
+    lines.append(f"`{check}` checks that: {_inline(found.headline, ())}.\n")
     lines += [f"## {heading}\n\n{_section(heading, body, ())}" for heading, body in _sections(found.page)]
     name = f"{check}:{cause}"
     return Rule(proof=_sentence(about.proof), page=page(name), markdown="\n".join(lines), family=found.family)
@@ -125,7 +125,7 @@ def markdown_table(subject: registry.Judged, folder: str = "") -> str:
     """A Markdown table of the checks of loops or of losses: name with a link into ``folder``, family, headline."""
     checks = registry.of(subject).values()
     rows = [f"| [`{c.name}`]({folder}{c.name}.md) | {c.family} | {c.headline}. |" for c in checks]
-    return "\n".join(["| check | family | holds that |", "|---|---|---|", *rows])
+    return "\n".join(["| check | family | checks that |", "|---|---|---|", *rows])
 
 
 def markdown_causes(subject: registry.Judged) -> str:

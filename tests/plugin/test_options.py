@@ -10,7 +10,7 @@ def test_list(run):
     result = run("--trainloop-list")
     assert result.ret == 0
     assert result.outlines[-4:] == [
-        "check         family    holds that",
+        "check         family    checks that",
         "step_order    wiring    Steps read fresh gradients",
         "accumulation  batch     Splits give one gradient",
         "overfit       learning  One batch can be learnt",

@@ -56,21 +56,27 @@ def read(args: Sequence[str]) -> Options:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-m", dest="module", action="store_true", help="what follows is the name of a module: -m package.train")
+    add("-m", dest="module", action="store_true", help="run a module by its name: -m package.train")
     add(
         "--steps",
         type=int,
         default=WATCHED_STEPS,
         metavar="N",
-        help=f"steps to watch (default {WATCHED_STEPS}); 0: to its own end",
+        help=f"stop after N optimizer steps (default: {WATCHED_STEPS}; 0: run to the end of the script)",
     )
-    add("--write-test", default="", metavar="FILE", help="write a test that hands this loop to all checks")
+    add("--write-test", default="", metavar="FILE", help="write a test that runs all checks on this loop")
     add("--torchrun", action="store_true", help="set what torchrun sets for one process: RANK, WORLD_SIZE, ...")
-    add("--trainloop-only", action="append", default=[], metavar="NAME,...", help="judge by these checks only")
+    add(
+        "--trainloop-only",
+        action="append",
+        default=[],
+        metavar="NAME,...",
+        help="run these checks only, by name or pattern",
+    )
     add(
         "--trainloop-skip", action="append", default=[], metavar="'NAME: why'", help="leave out a check, or check:cause"
     )
-    add("--trainloop-strict", action="store_true", help="advice fails")
+    add("--trainloop-strict", action="store_true", help="advice fails the run, too")
     add("--trainloop-json", default="", metavar="FILE", help="write all results to FILE")
     add("--trainloop-sarif", default="", metavar="FILE", help="write the findings to FILE for code scanning (SARIF)")
     add("--trainloop-report", default="", metavar="FILE.html", help="write a page with all results to FILE.html")

@@ -35,7 +35,7 @@ CAUSES = {
         summary="no gradient depends on {tensor}, which is declared as {role}",
         measured="the gradient of the first step is the same with {edit} in {tensor}, float64",
         shown_by="roles=Roles({role}=...) declares it; all other tensors, the weights and the seed were the same",
-        repair="read {tensor} in the model or in the loss, weights as (loss * w).sum() / w.sum(); or leave it out of "
+        repair="read the tensor in the model or in the loss, weights as (loss * w).sum() / w.sum(); or leave it out of "
         "roles=",
         variants={
             "mask": {
@@ -51,7 +51,7 @@ CAUSES = {
         summary="{tensor} leaves out everything: all of its {entries} entries are {value}",
         measured="{tensor} has shape {shape} and one value",
         shown_by="roles=Roles({role}=...) declares it",
-        repair="look at what makes {tensor}: it is cast, divided or inverted before it reaches the batch",
+        repair="look at what makes the tensor: it is cast, divided or inverted before it reaches the batch",
         explains=LEARNING,
         source="https://github.com/huggingface/trl/pull/4201",
         change=("data",),
