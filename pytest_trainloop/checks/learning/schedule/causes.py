@@ -383,7 +383,7 @@ CAUSES = {
         source="https://github.com/ildoonet/pytorch-gradual-warmup-lr/issues/26",
     ),
     "counts_something_else": _plan(
-        proof="the schedule ends after as many calls as there are of one unit, and is called once for each of another",
+        proof="the schedule is built for calls in one unit (epochs), and is called in another (steps)",
         summary="{kind} is built for {length}, and is called once a {unit}{more:?: {more}|}",
         measured="{numbers}",
         shown_by="{why}",

@@ -105,7 +105,7 @@ def _finds(one: Projected, cause: str, variant: str = "", **facts: Any) -> Findi
 
 def _otherwise(one: Projected, built: Unit | str, numbers: str, why: str, repair: str = "", **facts: Any) -> Finding:
     """Built for the calls of one unit, and called in another."""
-    length = built if built not in UNITS else f"as many calls as there are {count(2, built)[2:]}"
+    length = built if built not in UNITS else f"one call a {built}"
     repair = repair or f"build it for {CALLS_IN[one.unit]}, or call it once a {built}"
     facts = {"unit": one.unit, "more": "", **facts}
     # called too often or too seldom, the call moves; else the length is another one, where it is given

@@ -46,7 +46,7 @@ def finding(divide=undivided, *, rows=8, counts=None, fewest=1, window=lambda k:
     ("divide", "given", "cause", "text"),
     [
         (lambda loss, k, number: loss / (number % k + 1), {}, "loss_not_divided", "divided by its place in the window"),
-        (undivided, {"counts": COUNTS}, "loss_not_divided", "all weigh the same, and in the mean 2.00 times"),
+        (undivided, {"counts": COUNTS}, "loss_not_divided", "weigh 2.00 times what they should on average"),
         (lambda loss, k, number: loss / min(k, 2), {}, "update_differs", "3 micro-batches give 1.5 times"),
         (undivided, {"window": lambda k: 1}, "stepped_inside_window", "the knob does not reach it"),
     ],
