@@ -1,15 +1,17 @@
 """What every check says of every loop and loss of the corpora, stored, and what a change of the code changes in it.
 
-python scripts/verdicts.py run [--only CHECK,...] [--changed [COMMIT]] [-k TEXT] [--missing] [--share I/N] [--minutes M]
-                               [--store]
+python scripts/verdicts.py run [--only CHECK,...] [--own] [--changed [COMMIT]] [-k TEXT] [--missing] [--share I/N]
+                               [--minutes M] [--store]
 python scripts/verdicts.py compare [COMMIT]
 
 ``run`` judges loops and prints every verdict that differs from the stored ones (tests/verdicts.tsv), then four
-counts: faults lost, correct loops accused or advised, other verdicts changed. It ends with 1 where any differs.
-``--only`` runs some checks on all loops. ``--changed`` runs the checks whose own files differ from a commit (default:
-the last one that changed the stored verdicts), and on every tenth loop, drawn by the commit, the checks that import
-changed code. ``--share`` and ``--minutes`` leave loops out, drawn by the commit too, and say how many. ``--store``
-writes what differs into the stored file. ``compare`` compares the stored file with that of a commit.
+counts: faults lost, correct loops accused or advised, other verdicts changed. It ends with 1 where any differs. It
+also names the faulty loops whose finding has another text than the stored one (tests/texts).
+``--only`` runs some checks on all loops. ``--own`` runs on each faulty loop of the pairs the check that names its
+fault, and no other. ``--changed`` runs the checks whose own files differ from a commit (default: the last one that
+changed the stored verdicts), and on every tenth loop, drawn by the commit, the checks that import changed code.
+``--share`` and ``--minutes`` leave loops out, drawn by the commit too, and say how many. ``--store`` writes what
+differs into the stored files. ``compare`` compares the stored verdicts with those of a commit.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from pytest_trainloop.core import registry  # noqa: E402
 from scripts.imports import checks_touched  # noqa: E402
+from tests.helpers import texts  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -113,6 +116,15 @@ def subjects() -> dict[str, Callable[..., Any]]:
     return found
 
 
+@cache
+def pairs() -> dict[str, Any]:
+    """The pairs by the names of their faulty loops and losses."""
+    from tests.loops.corpus import PAIRS
+    from tests.losses.corpus import PAIRS as LOSS_PAIRS
+
+    return {f"faulty {name}": p for name, p in PAIRS.items()} | {f"faulty loss {n}": p for n, p in LOSS_PAIRS.items()}
+
+
 def shown(result: Any) -> str:
     """One check's verdict in a line, without what a machine decides (seconds) or the number of a line."""
     from pytest_trainloop.core.finding import code_of
@@ -125,15 +137,17 @@ def shown(result: Any) -> str:
     return "; ".join([outcome, *found])
 
 
-def judge(job: tuple[str, tuple[str, ...] | None]) -> tuple[str, Verdicts]:
-    """One loop's verdicts by some checks, None for all."""
+def judge(job: tuple[str, tuple[str, ...] | None]) -> tuple[str, Verdicts, str]:
+    """One loop's verdicts by some checks, None for all; and of a pair the text of the finding that it is for."""
     name, only = job
     warnings.simplefilter("ignore")
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return name, {r.check: shown(r) for r in _subjects()[name](only).results}
+            report = _subjects()[name](only)
+            text = texts.text_of(report, pairs()[name]) if name in pairs() else ""
+            return name, {r.check: shown(r) for r in report.results}, text
     except Exception as error:  # a loop that cannot be judged at all is a difference too
-        return name, dict.fromkeys(only or ("all",), f"not judged; {type(error).__name__}")
+        return name, dict.fromkeys(only or ("all",), f"not judged; {type(error).__name__}"), ""
 
 
 _subjects = cache(subjects)
@@ -169,6 +183,8 @@ def jobs(given: argparse.Namespace, stored: Stored) -> Iterator[tuple[str, tuple
     for name in sorted(_subjects(), key=drawn):
         mine = of_losses if " loss " in name else of_loops
         chosen = tuple(c for c in mine if c in whole or (c in part and drawn(name) < 0.1))
+        if given.own:
+            chosen = (pairs()[name].check,) if name in pairs() and pairs()[name].check in chosen else ()
         if stored.loops and not given.store and not given.k and name not in stored.loops:
             continue  # nothing to compare with: --missing --store judges it
         known = given.missing and name in stored.loops
@@ -188,9 +204,13 @@ def run(given: argparse.Namespace) -> int:
     with concurrent.futures.ProcessPoolExecutor(given.processes, mp_context=forks) as pool:
         waiting = [pool.submit(judge, job) for job in todo]
         for ended in concurrent.futures.as_completed(waiting):
-            (name, found), done = ended.result(), done + 1
+            (name, found, text), done = ended.result(), done + 1
             for check, verdict in found.items():
                 differs.note(name, check, stored.of(name, check), verdict)
+            if text and text != texts.stored(pairs()[name].check).get(pairs()[name].name):
+                print(f"{name}: another text", flush=True)
+                if given.store:
+                    texts.store(pairs()[name], text, {pair.name for pair in pairs().values()})
             if given.store:
                 stored.put(name, found)
                 if done % 50 == 0:
@@ -282,6 +302,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     running = commands.add_parser("run")
     running.add_argument("--only", default="", help="checks, separated by commas")
+    running.add_argument("--own", action="store_true", help="each faulty loop by the check that names its fault")
     running.add_argument("--changed", nargs="?", const="", help="checks whose code differs from a commit")
     running.add_argument("-k", default="", help="only loops whose name contains this")
     running.add_argument("--missing", action="store_true", help="only loops that have no stored verdicts yet")

@@ -12,7 +12,9 @@ from pytest_trainloop.core import registry
 from pytest_trainloop.frontends.api import check_loop
 from tests.helpers.every_pair import number, parametrized_eighth, parametrized_in_corpus, parametrized_quick
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
+from tests.helpers.texts import FOLDER, assert_stored, stored
 from tests.loops.corpus import FAULTS, ODD, PAIRS, judged
+from tests.losses.corpus import PAIRS as LOSS_PAIRS
 
 SEEDS = 3
 """Seeds over which the odd loops are spread, each under one of them (scripts/seeds.py runs more)."""
@@ -65,7 +67,9 @@ def assert_named(pair, report):
 
 @eighth_of_the_pairs
 def test_the_fault_is_named_by_its_check(pair):
-    assert_named(pair, judged(pair, pair.faulty, only=[pair.check]))
+    report = judged(pair, pair.faulty, only=[pair.check])
+    assert_named(pair, report)
+    assert_stored(report, pair)
 
 
 @quick_pairs
@@ -117,3 +121,11 @@ def assert_silent(name, only):
 def test_one_quick_pair_a_cause():
     causes = [(p.check, p.cause) for p in PAIRS.values() if p.quick]
     assert len(causes) == len(set(causes))
+
+
+def test_every_stored_text_has_its_pair():
+    PAIRS.load_all()
+    LOSS_PAIRS.load_all()
+    for check in (file.stem for file in FOLDER.glob("*.txt")):
+        known = {p.name for p in (*PAIRS.values(), *LOSS_PAIRS.values()) if p.check == check}
+        assert set(stored(check)) <= known, f"python scripts/verdicts.py run --own --store --only {check}"

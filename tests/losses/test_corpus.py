@@ -13,6 +13,7 @@ from torch import nn
 from pytest_trainloop import LossContract, check_loss
 from tests.helpers.every_pair import parametrized, parametrized_in_corpus
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
+from tests.helpers.texts import assert_stored
 from tests.losses.corpus import MODULES, ODD, PAIRS
 
 every_pair = parametrized(PAIRS)
@@ -47,6 +48,7 @@ def assert_named(pair):
     assert pair.level == "advice" or not report.ok
     assert "row" in findings[0].smallest
     assert findings[0].culprits == (getattr(pair.faulty.criterion, "__name__", None),)
+    assert_stored(report, pair)
 
 
 def assert_passes(pair):

@@ -16,9 +16,7 @@ _MEASURED = "|g_{k}| / |g_1| = {ratio:.3f}, {direction}, all {parameters} parame
 _MOVED = "after the last step weights differ by {updates:share} of how far they moved, {precision}"
 _AGREE = "windows and one batch give the same gradients and the same weights"
 _TIMES = "{k} micro-batches give {factor:.2f} times the gradient of the same examples in one batch"
-_UNEQUAL = (
-    "{k} micro-batches weigh {factor:.2f} times what they should on average, and short ones as much as long ones"
-)
+_UNEQUAL = "{k} micro-batches weigh {factor:.2f} times what they should on average, and short ones as much as long ones"
 _DONE = "the step comes after {done} of {k} micro-batches"
 _ABSENT = "{absent} of {k} micro-batches {several:?do|does} not count: "
 _HELD = "with the optimizer's options held as they were at the start, " + _AGREE

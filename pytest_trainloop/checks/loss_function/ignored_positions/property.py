@@ -74,7 +74,7 @@ def _outputs_changed(loss: Loss, inputs: LossInputs, start: CallResult) -> Findi
         return Finding(
             cause="gradient_at_ignored",
             summary="a gradient reaches ignored positions, whose outputs do not change the value",
-            measured=f"largest entry {largest:.4g} at {ignored} ignored entries of the output",
+            measured=f"largest entry {largest:.4g} for {ignored} of {entries} output entries",
             shown_by="changing these outputs does not change the value",
         )
     return None

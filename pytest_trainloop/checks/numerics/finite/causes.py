@@ -30,7 +30,7 @@ CAUSES = {
     "nonfinite_parameter": _cause(
         proof="a weight is not finite before the first step, and nothing sets it before it is used",
         summary="{names} {names:are} not finite before the first step",
-        measured="{count} parameters hold NaN or inf when training begins, and still when it ends",
+        measured="NaN or inf in {count:parameter} when training begins, and still when it ends",
         shown_by="read before fit was called",
         repair="initialise it: torch.empty and nn.Parameter(torch.Tensor(n)) hold what was in memory before",
         change=("module",),
