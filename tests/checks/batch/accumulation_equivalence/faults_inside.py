@@ -261,7 +261,6 @@ pair(
     "accumulation_equivalence",
     "update_differs",
     level="advice",
-    mentions=("not determined; ruled out", "a clip, a schedule of the rates", "the weight of a term"),
     faulty=annealed(each_micro_batch=True),
     fixed=annealed(each_micro_batch=False),
     quick=True,

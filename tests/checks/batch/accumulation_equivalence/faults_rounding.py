@@ -39,7 +39,6 @@ pair(
     "accumulation_equivalence",
     "count_rounded_down",
     level="advice",
-    mentions=("32 does not divide by 3",),
     faulty=loop(lambda x, accumulate: (BATCH_SIZE // accumulate) / BATCH_SIZE),
     fixed=loop(lambda x, accumulate: 1 / accumulate),
     quick=True,

@@ -253,7 +253,6 @@ pair(
     "scale_taken_off_after_every_micro_batch",
     "accumulation_equivalence",
     "divided_twice",
-    mentions=("divided by 512 again",),
     faulty=scaled(inside=True),
     fixed=scaled(inside=False),
 )

@@ -60,7 +60,6 @@ pair(
     "term_grows_with_rows",
     culprits=("sum",),
     where="return -0.5 * torch.sum",
-    mentions=("mse_loss", "number of micro-batches"),
     faulty=autoencoder(summed_divergence),
     fixed=autoencoder(mean_divergence),
     quick=True,

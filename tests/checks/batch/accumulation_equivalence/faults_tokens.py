@@ -121,7 +121,6 @@ pair(
     "unknown_targets_mean_of_means",
     "accumulation_equivalence",
     "mean_of_means",
-    mentions=("unequal numbers of valid targets",),
     faulty=several(lambda squares, count, _everything: squares.mean() / count),
     fixed=several(lambda squares, _count, everything: squares.sum() / everything),
     quick=True,

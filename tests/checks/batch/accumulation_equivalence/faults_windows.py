@@ -66,7 +66,6 @@ pair(
     "only_last_counts",
     culprits=("loss.backward()",),
     where="loss.backward()",
-    mentions=("1 of 2", "backward() is not called"),
     faulty=classifier(train_backward_in_the_if),
     fixed=classifier(train),
 )
@@ -135,7 +134,6 @@ pair(
     "stepped_inside_window",
     culprits=("optimizer.step()",),
     where="optimizer.step()",
-    mentions=("after 1 of 2",),
     faulty=classifier(train_stepping_on_the_first),
     fixed=classifier(train),
     quick=True,

@@ -265,7 +265,6 @@ pair(
     "batch_independence",
     "labels_of_other_rows",
     where="return F.cross_entropy(scores.flatten(0, 1), labels.flatten())",
-    mentions=("scores.transpose(0, 1)", "outputs of several rows"),
     faulty=per_step(restores=False),
     fixed=per_step(restores=True),
 )

@@ -264,7 +264,6 @@ pair(
     "batch_independence",
     "labels_of_other_rows",
     where="0.7 * F.cross_entropy(scores, y) + 0.3 * F.cross_entropy(scores, partner)",
-    mentions=("is mixed into other rows",),
     faulty=mixed_up(one_order=False),
     fixed=mixed_up(one_order=True),
 )
@@ -295,7 +294,6 @@ pair(
     "batch_independence",
     "order_matters",
     where="advantage[group] = advantage[group] - advantage[group].mean()",
-    mentions=("prompt says which rows belong together",),
     faulty=answers_by_prompt(False),
     fixed=answers_by_prompt(True),
 )

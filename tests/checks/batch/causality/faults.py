@@ -349,7 +349,6 @@ pair(
     "a_forecaster_that_looks_one_step_ahead",
     "causality",
     "convolution_sees_ahead",
-    mentions=("the next input",),
     where="self.conv(x)",
     faulty=forecast(left=2),
     fixed=forecast(left=3),

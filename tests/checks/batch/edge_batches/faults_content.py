@@ -61,7 +61,6 @@ pair(
     "nan_when_all_ignored",
     culprits=("div",),
     where="return -chosen.sum() / kept.sum()",
-    mentions=("1 of 6 rows", "weights NaN"),
     faulty=finetuning(mean_of_answers),
     fixed=finetuning(mean_of_answers_if_any),
 )
@@ -72,7 +71,6 @@ pair(
     level="advice",
     culprits=("cross_entropy",),
     where="return F.cross_entropy(model(batch",
-    mentions=("the loss NaN",),
     faulty=finetuning(mean_by_torch),
     fixed=finetuning(mean_of_answers_if_any),
 )
@@ -117,7 +115,6 @@ pair(
     "nan_when_all_ignored",
     culprits=("div",),
     where="return (errors * mask).sum() / mask.sum()",
-    mentions=("2 of 8 rows",),
     faulty=recognition(mean_of_frames),
     fixed=recognition(mean_of_frames_if_any),
     quick=True,
@@ -180,7 +177,6 @@ pair(
     "nan_at_length_one",
     level="advice",
     culprits=("std",),
-    mentions=("row 2",),
     faulty=metering(by_spread),
     fixed=metering(by_spread_about_zero),
 )
@@ -223,7 +219,6 @@ pair(
     "index_out_of_table",
     culprits=("embed",),
     where="x = self.embed(input_ids)",
-    mentions=("16",),
     faulty=classifying(16),
     fixed=classifying(17),
 )

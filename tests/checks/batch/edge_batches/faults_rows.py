@@ -68,7 +68,6 @@ pair(
     level="advice",
     culprits=("squeeze()",),
     where="return x.squeeze()",
-    mentions=("(1, 8, 1, 1) becomes (8,)", "RuntimeError"),
     faulty=pooled(squeeze_all),
     fixed=pooled(lambda x: x.squeeze(-1).squeeze(-1)),
 )
@@ -112,7 +111,7 @@ pair(
     CHECK,
     "row_axis_squeezed",
     culprits=("squeeze()",),
-    mentions=("nothing is raised", "0.2 times as long"),
+    mentions=("0.2 times as long",),
     faulty=distilled(squeeze_all),
     fixed=distilled(lambda x: x.squeeze(1)),
 )
@@ -144,7 +143,6 @@ pair(
     CHECK,
     "row_axis_squeezed",
     culprits=("squeeze(0)",),
-    mentions=("(1, 12) becomes (12,)",),
     faulty=summed(lambda losses: losses.squeeze(0)),
     fixed=summed(lambda losses: losses),
 )
@@ -180,7 +178,6 @@ pair(
     CHECK,
     "leftover_batch",
     culprits=("DataLoader",),
-    mentions=("1 row", "401 rows of data in batches of 8"),
     faulty=with_batch_norm(drop_last=False),
     fixed=with_batch_norm(drop_last=True),
 )
@@ -217,7 +214,6 @@ pair(
     "leftover_batch",
     culprits=("DataLoader", "std"),
     where="return (advantages - advantages.mean())",
-    mentions=("not finite",),
     faulty=policy(by_deviation),
     fixed=policy(lambda a: by_deviation(a) if len(a) > 1 else a),
 )

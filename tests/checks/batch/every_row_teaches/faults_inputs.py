@@ -102,7 +102,6 @@ pair(
     "every_row_teaches",
     "weights_cut_to_zero",
     where="* weights[y]",
-    mentions=("12 of 16 weights",),
     faulty=balanced(lambda _rows, counts: 5 // counts, in_the_call=False),
     fixed=balanced(lambda _rows, counts: 5 / counts, in_the_call=False),
 )
@@ -118,7 +117,6 @@ pair(
     "one_target_for_all_rows",
     culprits=("batch[1]",),
     where="(output - y[0])",
-    mentions=("row 0 of batch[1]",),
     faulty=regressed(lambda output, y: (output - y[0]).square().mean()),
     fixed=regressed(lambda output, y: (output - y).square().mean()),
     quick=True,
@@ -129,7 +127,6 @@ pair(
     "every_row_teaches",
     "one_target_for_all_rows",
     where="F.l1_loss(output, y[-1:].expand_as(output))",
-    mentions=("row 15 of batch[1]",),
     faulty=regressed(lambda output, y: F.l1_loss(output, y[-1:].expand_as(output))),
     fixed=regressed(F.l1_loss),
 )

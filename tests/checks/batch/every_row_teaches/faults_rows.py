@@ -84,7 +84,6 @@ pair(
     culprits=("batch",),
     where="F.cross_entropy(logits[:-1], y[:-1])",
     change="F.cross_entropy(logits[:-1], y[:-1])",
-    mentions=("the last of 16 rows", "row 15"),
     faulty=labelled_rows(all_but_the_last),
     fixed=labelled_rows(everything),
     quick=True,
@@ -125,7 +124,6 @@ pair(
     "every_row_teaches",
     "rows_left_out",
     where="model(batch.input_ids)[0]",
-    mentions=("the last 7 of 8 rows", "of 16 rows too, only the first one"),
     faulty=lambda: loop(Classifier(), texts(), of_one_row),
     fixed=lambda: loop(Classifier(), texts(), of_texts),
 )

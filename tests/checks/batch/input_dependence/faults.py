@@ -76,7 +76,6 @@ pair(
     "input_dependence",
     "input_ignored",
     culprits=("batch['kind']", "kind"),
-    mentions=("its submodule kind, which is trainable and takes such inputs, is never called",),
     faulty=conditioned(uses=False),
     fixed=conditioned(uses=True),
 )
@@ -109,7 +108,6 @@ pair(
     "input_dependence",
     "input_ignored",
     culprits=("batch['future_observed']",),
-    mentions=("with other values in batch['future_target'] where it is 0",),
     faulty=forecast(uses=False),
     fixed=forecast(uses=True),
 )
@@ -149,7 +147,6 @@ pair(
     "input_dependence",
     "input_ignored",
     culprits=("batch[2]",),
-    mentions=("with other values in batch[0] where it is 0",),
     faulty=chain(uses=False),
     fixed=chain(uses=True),
 )

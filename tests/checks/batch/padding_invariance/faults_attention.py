@@ -21,7 +21,6 @@ pair(
     "padding_invariance",
     "padded_keys_attended",
     culprits=("multi_head_attention_forward",),
-    mentions=("inverted",),
     faulty=encoder(lambda mask: mask == 1),
     fixed=encoder(lambda mask: mask == 0),
 )
@@ -56,7 +55,6 @@ pair(
     "padding_invariance",
     "padded_keys_attended",
     culprits=("softmax",),
-    mentions=("inverted",),
     where="scores.softmax(-1)",
     faulty=additive(lambda mask: mask == 1),
     fixed=additive(lambda mask: mask == 0),
@@ -111,7 +109,6 @@ pair(
     "left_padding_without_mask_and_positions",
     "padding_invariance",
     "padded_keys_attended",
-    mentions=("positions are counted from the left edge",),
     faulty=causal(False, from_the_edge),
     fixed=causal(True, from_the_first),
 )

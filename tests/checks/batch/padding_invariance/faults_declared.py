@@ -63,7 +63,6 @@ pair(
     "padding_invariance",
     "padding_counts",
     culprits=("conv1d",),
-    mentions=("not determined; ruled out",),
     faulty=declared(convolved(masked=False)),
     fixed=declared(convolved(masked=True)),
 )

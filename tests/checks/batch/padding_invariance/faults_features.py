@@ -55,7 +55,6 @@ pair(
     "padding_invariance",
     "padding_counts",
     where="self.conv(x",
-    mentions=("feats",),
     faulty=declared(masked=False),
     fixed=declared(masked=True),
 )

@@ -152,7 +152,6 @@ pair(
     "padding_invariance",
     "padding_pooled",
     where="self.embed(ids).mean(1)",
-    mentions=("ids_a",),
     faulty=lambda: trained(MeansOfAll(), two_sentences(), similarity("mask_b")),
     fixed=lambda: trained(Sentences(), two_sentences(), similarity("mask_b")),
 )
@@ -259,7 +258,6 @@ pair(  # https://github.com/hyunwoongko/transformer/pull/40
     "padding_invariance",
     "padded_keys_attended",
     level="advice",
-    mentions=("hides padded queries",),
     faulty=translation(2),
     fixed=translation(1),
 )

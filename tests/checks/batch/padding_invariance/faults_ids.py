@@ -49,7 +49,6 @@ pair(
     "rows_are_filled_with_another_id_than_the_models",
     "padding_invariance",
     "other_pad_id",
-    mentions=("takes the id 1 for padding, and rows are filled with 0",),
     quick=True,
     faulty=texts(0),
     fixed=texts(PAD),

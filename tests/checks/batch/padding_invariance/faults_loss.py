@@ -125,7 +125,6 @@ pair(
     "padding_counts",
     level="advice",
     culprits=("conv1d",),
-    mentions=("first through conv1d",),
     faulty=convolved(masked=False),
     fixed=convolved(masked=True),
 )

@@ -62,7 +62,6 @@ pair(
     "padding_invariance",
     "padding_pooled",
     level="advice",
-    mentions=("pooled",),
     faulty=lambda: filters(masked=False),
     fixed=lambda: filters(masked=True),
 )

@@ -50,7 +50,6 @@ pair(
     "padding_invariance",
     "pad_row_drawn",
     culprits=("items.weight",),
-    mentions=("padding_idx=0 in items.weight",),
     change="nn.init.xavier_uniform_(parameter)",
     quick=True,
     faulty=lambda: shopping(every_matrix),

@@ -125,7 +125,6 @@ pair(
     "padding_invariance",
     "padded_targets",
     where="return losses.mean() - 0.1 * entropies(scores).mean()",
-    mentions=("outputs at padded positions count in the loss", "divided by all positions"),
     faulty=with_second_term(over_all_entropies),
     fixed=with_second_term(over_real_entropies),
 )

@@ -23,7 +23,6 @@ pair(
     fixed=packed(within_documents),
     level="advice",
     where="softmax(-1)",
-    mentions=("documents",),
     quick=True,
 )
 
@@ -205,7 +204,6 @@ pair(
     fixed=by_numbers(first=27),
     level="advice",
     where="softmax(-1)",
-    mentions=("documents",),
 )
 
 pair(
@@ -215,7 +213,6 @@ pair(
     faulty=by_numbers(apart="in evaluation", rows_interact=False),
     fixed=by_numbers(rows_interact=False),
     where="softmax(-1)",
-    mentions=("in training",),
 )
 
 pair(

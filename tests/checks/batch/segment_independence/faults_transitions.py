@@ -51,5 +51,4 @@ pair(
     "target_past_the_end",
     faulty=q_learning(lambda b: b["dones"]),
     fixed=q_learning(lambda b: 1 - b["dones"]),
-    mentions=("inverted",),
 )

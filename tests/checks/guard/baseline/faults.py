@@ -58,7 +58,6 @@ changed(
     pictures(fit=left_in_evaluation),
     pictures(),
     "norm",
-    mentions=("evaluation",),
 )
 
 
@@ -97,7 +96,6 @@ changed(
     table(HeadFirst),
     table(wide),
     "fc1.weight",
-    mentions=("random numbers",),
 )
 
 
@@ -121,7 +119,6 @@ changed(
     table(criterion=summed),
     table(),
     "loss",
-    mentions=("16 times as large", "cross_entropy(sum)"),
 )
 
 
@@ -146,7 +143,6 @@ changed(
     decoder(DetachedEmbedding),
     decoder(),
     "embed.weight",
-    mentions=("no gradient",),
 )
 changed(
     "relu_whose_gradient_passes_straight_through",
@@ -202,10 +198,15 @@ changed(
     table(optimizer=decayed(0.01)),
     table(optimizer=decayed(0.0)),
     "fc1.bias",
-    mentions=("weight_decay", "0.01"),
+    mentions=("0.01",),
     quick=True,
 )
-changed("without_betas", "setup_differs", table(optimizer=by(adamw, betas=(0.9, 0.95))), table(), mentions=("betas",))
+changed(
+    "without_betas",
+    "setup_differs",
+    table(optimizer=by(adamw, betas=(0.9, 0.95))),
+    table(),
+)
 changed(
     "head_not_in_the_optimizer",
     "setup_differs",
@@ -251,7 +252,6 @@ changed(
     "setup_differs",
     decoder(scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20)),
     decoder(scheduler=cosine),
-    mentions=("T_max",),
 )
 changed(
     "other_momentum_of_running_statistics",
@@ -261,7 +261,13 @@ changed(
     "norm.running_mean",
 )
 changed("wider", "setup_differs", table(wide), table(), "fc1.weight")
-changed("head_untied", "setup_differs", decoder(Decoder), decoder(Tied), "head.weight", mentions=("tensor of its own",))
+changed(
+    "head_untied",
+    "setup_differs",
+    decoder(Decoder),
+    decoder(Tied),
+    "head.weight",
+)
 
 
 def in_bfloat16(model, optimizer, batches, criterion):
@@ -273,9 +279,7 @@ def in_bfloat16(model, optimizer, batches, criterion):
         optimizer.step()
 
 
-changed(
-    "autocast_added", "precision_differs", table(fit=in_bfloat16), table(), "fc1", mentions=("bfloat16",), quick=True
-)
+changed("autocast_added", "precision_differs", table(fit=in_bfloat16), table(), "fc1", quick=True)
 
 
 class Renamed(Table):
@@ -303,7 +307,6 @@ changed(
     "precision_differs",
     table(fit=through_bfloat16),
     table(),
-    mentions=("casts to bfloat16",),
 )
 
 
@@ -321,7 +324,6 @@ changed(
     table(fit=skipping),
     table(),
     "step()",
-    mentions=("2 of", "batches 4, 7"),
 )
 
 
@@ -342,7 +344,6 @@ changed(
     "steps_differ",
     table(fit=clipping(0.01, of=copy.deepcopy)),
     table(fit=clipping(0.01)),
-    mentions=("clip_grad_norm_() finds a norm of 0",),
 )
 
 
@@ -356,7 +357,6 @@ changed(
     table(fit=idle_schedule, scheduler=lambda own: torch.optim.lr_scheduler.StepLR(own, 5)),
     table(scheduler=lambda own: torch.optim.lr_scheduler.StepLR(own, 5)),
     "StepLR.step()",
-    mentions=("StepLR.step()", "no longer called"),
 )
 
 
@@ -373,7 +373,6 @@ changed(
     decoder(of_blocks(Block, dropout=0.2), fit=twice),
     decoder(of_blocks(Block, dropout=0.2)),
     "block.dropout",
-    mentions=("called twice", "other random numbers"),
 )
 
 
@@ -390,5 +389,4 @@ changed(
     decoder(fit=shifted),
     decoder(),
     "embed",
-    mentions=("the model is called with something else",),
 )

@@ -57,7 +57,6 @@ pair(
     culprits=("second",),
     where="self.activation(self.second(hidden))",
     change="self.second = nn.Linear(32, 32)",
-    mentions=("24 of 32", "27 in the first 6 steps"),
     quick=True,
     faulty=loop(lambda: Net(shift=1.0)),
     fixed=loop(Net),

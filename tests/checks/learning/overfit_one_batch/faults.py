@@ -82,7 +82,6 @@ pair(
     "lr_decays_too_early",
     culprits=("lr",),
     where="optimizer.step()",
-    mentions=("held at its peak",),
     change="StepLR(optimizer, step_size=1, gamma=0.5)",
     faulty=language_model(per_batch=True),
     fixed=language_model(per_batch=False),
@@ -178,7 +177,6 @@ pair(
     "overfit_one_batch",
     "not_learning",
     culprits=("optimizer",),
-    mentions=("up the gradient", "plain Adam"),
     faulty=own_optimizer(1.0),
     fixed=own_optimizer(-1.0),
 )

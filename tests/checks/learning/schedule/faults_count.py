@@ -50,7 +50,6 @@ pair(
     "called_twice",
     culprits=("MultiStepLR.step()",),
     where="self.scheduler.step()",
-    mentions=("once a step", "once a pass"),
     faulty=detector(each_step=True, each_epoch=True),
     fixed=detector(each_step=False, each_epoch=True),
 )
@@ -126,7 +125,6 @@ pair(
     "zero_for_good",
     culprits=("gamma",),
     where="scheduler.step()",
-    mentions=("gamma=0",),
     faulty=plain(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=4, gamma=0)),
     fixed=plain(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=4, gamma=1)),
 )

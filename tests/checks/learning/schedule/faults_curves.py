@@ -76,7 +76,6 @@ pair(
     "schedule",
     "factors_multiply",
     where="scheduler.step()",
-    mentions=("warm-up",),
     faulty=trained(lambda optimizer: WarmUp(optimizer, from_base=False)),
     fixed=trained(lambda optimizer: WarmUp(optimizer, from_base=True)),
     quick=True,
@@ -98,7 +97,6 @@ pair(
     "schedule",
     "factors_multiply",
     culprits=("poly()",),
-    mentions=("a decay",),
     faulty=trained(write=poly),
     fixed=trained(write=poly_of_the_base),
 )
@@ -152,7 +150,6 @@ pair(
     "schedule",
     "never_falls",
     where="scheduler.step()",
-    mentions=("200 calls",),
     faulty=trained(by(lambda step: max(0, 1 - step // 200) ** 0.9), steps=200),
     fixed=trained(by(lambda step: max(0, 1 - step / 200) ** 0.9), steps=200),
     quick=True,
@@ -175,7 +172,6 @@ pair(
     "midtraining_that_ramps_up",
     "schedule",
     "never_falls",
-    mentions=("rises from 0",),
     faulty=trained(write=writes_share(lambda progress: progress), steps=240),
     fixed=trained(write=writes_share(lambda progress: 1 - progress), steps=240),
 )
@@ -195,7 +191,6 @@ pair(
     "schedule",
     "group_falls_to_zero",
     culprits=("0.bias",),
-    mentions=("group 0",),
     faulty=trained(by(yolo(0.0)), groups=weights_and_biases, steps=200),
     fixed=trained(by(yolo(1.0)), groups=weights_and_biases, steps=200),
     quick=True,
@@ -245,7 +240,6 @@ pair(
     "one_call_at_the_first_rate",
     "schedule",
     "dips_for_one_call",
-    mentions=("at call 20 alone",),
     faulty=trained(by(handed_over(gap=True)), steps=200),
     fixed=trained(by(handed_over(gap=False)), steps=200),
     quick=True,
@@ -297,7 +291,6 @@ pair(
     "warmed_up_cosine_of_one_epoch",
     "schedule",
     "rises_again",
-    mentions=("60 of 180",),
     faulty=trained(cosine(60), steps=180, epochs=3),
     fixed=trained(cosine(180), steps=180, epochs=3),
 )
@@ -322,7 +315,6 @@ pair(
     "schedule",
     "plateau_mode",
     where="scheduler.step(accuracy(model))",
-    mentions=("given accuracy",),
     faulty=trained(plateau(), after=every_fourth),
     fixed=trained(plateau(mode="max"), after=every_fourth),
 )

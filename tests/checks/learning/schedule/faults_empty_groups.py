@@ -74,7 +74,7 @@ two(
     "backbone_of_a_policy",
     culprits=("model.backbone.0.weight",),
     where="name.startswith(prefix)",
-    mentions=("'backbone'", "'model.backbone'", "0.0001"),
+    mentions=("0.0001",),
     faulty=trained(by_prefix("backbone")),
     fixed=trained(by_prefix("model.backbone")),
     quick=True,
@@ -98,7 +98,6 @@ two(
     "backbone_in_another_spelling",
     culprits=("model.BackBone.0.weight",),
     where="if part in name",
-    mentions=("'BackBone'",),
     faulty=trained(by_part("backbone", 3e-4), lambda: Policy(Net("BackBone"))),
     fixed=trained(by_part("BackBone", 3e-4), lambda: Policy(Net("BackBone"))),
 )

@@ -123,7 +123,6 @@ pair(
     "schedule",
     "counts_something_else",
     where="self.scheduler.step()",
-    mentions=("fourth part",),
     faulty=pretrained(each_batch=False, micro_batches=True, declared=True),
     fixed=pretrained(each_batch=False, micro_batches=False, declared=True),
 )
@@ -174,7 +173,6 @@ pair(
     "one_cycle_shorter_than_the_plan",
     "schedule",
     "runs_out",
-    mentions=("call 501",),
     faulty=trained(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=500), steps=600, passes=1),
     fixed=trained(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=600), steps=600, passes=1),
     quick=True,
@@ -208,7 +206,6 @@ pair(
     "decay_over_a_third_of_the_plan",
     "schedule",
     "over_too_early",
-    mentions=("400 of 1200",),
     faulty=trained(warmed_up(20, 400), steps=1200, passes=1),
     fixed=trained(warmed_up(20, 1200), steps=1200, passes=1),
     quick=True,

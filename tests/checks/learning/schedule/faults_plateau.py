@@ -31,7 +31,6 @@ pair(
     culprits=("mode",),
     where="trainer.scheduler.step(val_acc)",
     change="lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=10, **options)",
-    mentions=("given val_acc, which is better the more it is",),
     faulty=trained(plateau(), give_accuracy),
     fixed=trained(plateau(mode="max"), give_accuracy),
 )

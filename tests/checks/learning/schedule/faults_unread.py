@@ -30,7 +30,7 @@ pair(
     culprits=('param_groups[1]["learning_rate"]',),
     where="return kind(groups, lr=rate), None",
     change="groups = [",
-    mentions=("lr=0.003 is in effect", '"lr": 0.01 in this group'),
+    mentions=("lr=0.003 is in effect",),
     faulty=trained(grouped(learning_rate=1e-2)),
     fixed=trained(grouped(lr=1e-2)),
     quick=True,
@@ -68,7 +68,10 @@ pair(
     "option_nobody_reads",
     culprits=('param_groups[0]["lr_scale"]', 'param_groups[2]["lr_scale"]'),
     where="torch.optim.AdamW(groups, lr=5e-3)",
-    mentions=("groups 0 and 1", "0.5625 and 0.75", "both learn at 0.005"),
+    mentions=(
+        "0.5625 and 0.75",
+        "both learn at 0.005",
+    ),
     faulty=layerwise(reads=False),
     fixed=layerwise(reads=True),
 )
@@ -128,7 +131,6 @@ pair(
     "schedule",
     "rate_written_to_copy",
     culprits=("state_dict()",),
-    mentions=("the 5 copies",),
     faulty=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.state_dict()["param_groups"])),
     fixed=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.param_groups)),
 )

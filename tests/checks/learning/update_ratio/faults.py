@@ -42,7 +42,6 @@ pair(
     "lr_too_low",
     culprits=("lr",),
     where="optimizer.step()",
-    mentions=("learn", "of their size"),
     faulty=language_model(1e-9),
     fixed=language_model(1e-3),
 )
@@ -109,7 +108,6 @@ pair(
     "update_ratio",
     "lr_too_high",
     culprits=("lr",),
-    mentions=("rises",),
     faulty=autoencoder(0.1),
     fixed=autoencoder(1e-3),
     quick=True,
@@ -171,7 +169,6 @@ pair(
     "update_ratio",
     "lr_too_low",
     culprits=("lr",),
-    mentions=("rate is 0",),
     faulty=warmed_up(lambda step: min(1, step // 1000)),
     fixed=warmed_up(lambda step: min(1, step / 10)),
     quick=True,

@@ -48,7 +48,6 @@ pair(
     "term_detached",
     culprits=("value_term",),
     where="value_term = -q.mean()",
-    mentions=("the gradient that it gives to critic", "no_grad()"),
     faulty=actor_near_the_data(False),
     fixed=actor_near_the_data(True),
 )

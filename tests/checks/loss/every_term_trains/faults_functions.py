@@ -49,7 +49,6 @@ pair(
     "z_loss_of_experts_in_a_function_that_is_only_called",
     "every_term_trains",
     "term_left_out",
-    mentions=("shares = WithTerm.apply(shares, z_loss)", "its value is thrown away"),
     change="WithTerm.apply(shares, z_loss)",
     faulty=experts(kept=False),
     fixed=experts(kept=True),

@@ -35,7 +35,6 @@ pair(
     CHECK,
     "weight_of_another_name",
     culprits=("loss_giou",),
-    mentions=("giou",),
     quick=True,
     faulty=weighted({"loss_ce": 1.0, "giou": 0.5, "loss_size": 0.01}),
     fixed=weighted({"loss_ce": 1.0, "loss_giou": 0.5, "loss_size": 0.01}),

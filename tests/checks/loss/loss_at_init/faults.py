@@ -46,7 +46,6 @@ pair(
     "too_high",
     culprits=("cross_entropy",),
     where="return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())",
-    mentions=("before the first step: head.weight is drawn too wide", "initialise head.weight with std=0.1"),
     change="nn.init.normal_(model.head.weight, std=std)",
     faulty=language_model(8.0),
     fixed=language_model(0.02),
@@ -81,7 +80,6 @@ pair(
     "inputs_too_large",
     level="advice",
     culprits=("cross_entropy",),
-    mentions=("inputs are of size",),
     faulty=image_model(lambda x: x),
     fixed=image_model(lambda x: (x - 128) / 640),
 )
@@ -263,7 +261,6 @@ pair(
     "loss_at_init",
     "prior_inverted",
     quick=True,
-    mentions=("lacks a minus", "log(p / (1 - p))"),
     faulty=rare_points(math.log(0.95 / 0.05)),
     fixed=rare_points(-math.log(0.95 / 0.05)),
 )

@@ -86,7 +86,6 @@ pair(
     "sigmoid_saturates_at_once",
     "loss_contract",
     "probabilities_saturated",
-    mentions=("before the first optimizer step",),
     faulty=spam(lambda y: y, F.binary_cross_entropy, lambda s: torch.sigmoid(1000 * s.squeeze(-1) + 300)),
     fixed=spam(lambda y: y, F.binary_cross_entropy, lambda s: torch.sigmoid(s.squeeze(-1))),
 )
@@ -95,7 +94,6 @@ pair(
     "loss_contract",
     "target_dtype",
     raises="Float",
-    mentions=("int64",),
     faulty=spam(lambda y: y.long(), F.binary_cross_entropy, lambda s: torch.sigmoid(s.squeeze(-1))),
     fixed=spam(lambda y: y, F.binary_cross_entropy, lambda s: torch.sigmoid(s.squeeze(-1))),
 )
@@ -104,7 +102,6 @@ pair(
     "loss_contract",
     "target_shape",
     raises="size",
-    mentions=("(16, 1)",),
     faulty=spam(lambda y: y, scores_of=lambda s: s),
     fixed=spam(lambda y: y[:, None], scores_of=lambda s: s),
 )
@@ -114,7 +111,6 @@ pair(
     "weight_shape",
     raises="broadcast",
     culprits=("weight",),
-    mentions=("each entry weighs every row",),
     faulty=spam(lambda y: y[:, None], scores_of=lambda s: s, weight=torch.linspace(0.5, 1.5, 16)),
     fixed=spam(lambda y: y[:, None], scores_of=lambda s: s, weight=torch.linspace(0.5, 1.5, 16)[:, None]),
 )
@@ -141,7 +137,6 @@ pair(
     "loss_contract",
     "classes_imbalanced",
     level="advice",
-    mentions=("no pos_weight",),
     faulty=rare(),
     fixed=rare(pos_weight=torch.tensor(29.0)),
 )

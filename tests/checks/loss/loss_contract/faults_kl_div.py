@@ -74,7 +74,6 @@ kl_pair(
     "probabilities_of_the_student_into_kl_div",
     "probabilities_as_log_probabilities",
     lambda s, t: kl(prob(s), prob(t)),
-    mentions=("sum to 1",),
 )
 kl_pair("scores_of_the_student_into_kl_div", "logits_as_log_probabilities", lambda s, t: kl(s, prob(t)))
 kl_pair(
@@ -82,7 +81,6 @@ kl_pair(
     "log_target_mismatch",
     lambda s, t: kl(log(s), log(t)),
     lambda s, t: kl(log(s), log(t), log_target=True),
-    mentions=("log_target=True",),
 )
 kl_pair(
     "probabilities_with_log_target",
@@ -98,7 +96,6 @@ kl_pair(
     "arguments_of_kl_div_swapped",
     "arguments_swapped",
     lambda s, t: kl(prob(t), log(s)),
-    mentions=("log-probabilities first",),
 )
 kl_pair(
     "mean_over_all_entries_of_kl_div",
@@ -111,7 +108,6 @@ kl_pair(
     "temperature_inverted",
     lambda s, t: kl(log(s * 4.0), prob(t * 4.0)) * 16,
     lambda s, t: kl(log(s / 4.0), prob(t / 4.0)) * 16,
-    mentions=("multiplied by 4",),
 )
 kl_pair(
     "student_over_rows_teacher_over_classes",
@@ -122,5 +118,4 @@ kl_pair(
     "both_sides_over_the_rows",
     "wrong_axis",
     lambda s, t: kl(F.log_softmax(s, dim=0), F.softmax(t, dim=0)),
-    mentions=("over the examples",),
 )

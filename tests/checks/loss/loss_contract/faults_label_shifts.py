@@ -53,7 +53,6 @@ pair(
     "loss_contract",
     "shifted_twice",
     culprits=("labels",),
-    mentions=("2 positions ahead",),
     where='return {"loss": F.cross_entropy(',
     faulty=causal(shifts=True, shifted=True),
     fixed=causal(shifts=True, shifted=False),
@@ -62,7 +61,6 @@ pair(
     "labels_shifted_by_nobody",
     "loss_contract",
     "not_shifted",
-    mentions=("asked for the token that it is given",),
     faulty=causal(shifts=False, shifted=False),
     fixed=causal(shifts=False, shifted=True),
 )

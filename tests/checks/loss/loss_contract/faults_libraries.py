@@ -71,7 +71,6 @@ pair(
     "monai_dice_softmax_of_one_channel",
     "loss_contract",
     "single_class",
-    mentions=("DiceLoss over one class",),
     faulty=masked(MonaiDice(softmax=True)),
     fixed=masked(MonaiDice(sigmoid=True)),
 )
@@ -79,7 +78,6 @@ pair(
     "smp_dice_from_probabilities_of_raw_scores",
     "loss_contract",
     "logits_as_probabilities",
-    mentions=("from_logits=False", "pass from_logits=True to DiceLoss"),
     faulty=masked(Dice("binary", from_logits=False)),
     fixed=masked(Dice("binary", from_logits=True)),
 )
@@ -88,7 +86,6 @@ pair(
     "loss_contract",
     "probabilities_as_logits",
     culprits=("sigmoid",),
-    mentions=("from_logits=False",),
     faulty=masked(Dice("binary"), torch.sigmoid),
     fixed=masked(Dice("binary", from_logits=False), torch.sigmoid),
 )
@@ -97,7 +94,6 @@ pair(
     "loss_contract",
     "target_outside_unit",
     culprits=("target",),
-    mentions=("255",),
     faulty=masked(Dice("binary"), labels=lambda mask: 255 * mask),
     fixed=masked(Dice("binary")),
 )
@@ -105,7 +101,6 @@ pair(
     "smp_focal_with_a_void_label",
     "loss_contract",
     "target_out_of_range",
-    mentions=("ignore_index=255",),
     faulty=classified(Focal("multiclass"), labels=lambda mask: torch.where(mask == 2, 255, mask)),
     fixed=classified(Focal("multiclass", ignore_index=255), labels=lambda mask: torch.where(mask == 2, 255, mask)),
 )
@@ -145,7 +140,6 @@ pair(
     "box_format",
     quick=True,
     culprits=("boxes2",),
-    mentions=("x2 < x1", "box_convert"),
     faulty=boxed(giou, convert_targets=lambda b: b),
     fixed=boxed(giou),
 )
@@ -154,7 +148,6 @@ pair(
     "loss_contract",
     "box_format",
     culprits=("boxes1",),
-    mentions=("cxcywh",),
     faulty=boxed(giou, convert_predictions=lambda b: b),
     fixed=boxed(giou),
 )
@@ -163,7 +156,6 @@ pair(
     "loss_contract",
     "broadcast",
     culprits=("generalized_box_iou",),
-    mentions=("64 results",),
     faulty=boxed(lambda p, t: (1 - torchvision.generalized_box_iou(p, t)).mean()),
     fixed=boxed(lambda p, t: (1 - torch.diag(torchvision.generalized_box_iou(p, t))).mean()),
 )
@@ -193,7 +185,6 @@ pair(
     "no_pairs",
     quick=True,
     culprits=("labels",),
-    mentions=("no two rows have one label",),
     faulty=triplets(lambda y: torch.arange(len(y))),
     fixed=triplets(lambda y: y),
 )
@@ -222,7 +213,6 @@ pair(
     "criterion_not_trained",
     quick=True,
     culprits=("W",),
-    mentions=("ArcFaceLoss",),
     faulty=arc_face(lambda net, _: net.parameters()),
     fixed=arc_face(lambda net, criterion: [*net.parameters(), *criterion.parameters()]),
 )
@@ -245,7 +235,6 @@ pair(
     "value_range",
     quick=True,
     culprits=("Y",),
-    mentions=("data_range=1",),
     faulty=restored(lambda p, t: 1 - pytorch_msssim.ssim(p, t)),
     fixed=restored(lambda p, t: 1 - pytorch_msssim.ssim(p, t, data_range=1)),
 )

@@ -58,7 +58,6 @@ pair(
     "sign_flipped",
     level="advice",
     culprits=("mse_loss",),
-    mentions=("subtracts it",),
     faulty=tasks(lambda kind, values: kind - 0.1 * values),
     fixed=tasks(lambda kind, values: kind + 0.1 * values),
 )
@@ -242,7 +241,6 @@ pair(
     "real_class_ignored",
     level="advice",
     culprits=("ignore_index=0",),
-    mentions=("share it",),
     faulty=tags(0),
     fixed=tags(-100),
 )
@@ -275,7 +273,6 @@ pair(
     "loss_contract",
     "real_class_ignored",
     culprits=("ignore_index=0",),
-    mentions=("only label 1 trains",),
     faulty=following(0),
     fixed=following(-100),
 )

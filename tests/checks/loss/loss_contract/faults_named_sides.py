@@ -48,7 +48,6 @@ pair(
     "sides_turned",
     quick=True,
     culprits=("pos_item", "neg_item"),
-    mentions=("scores of neg_item are raised",),
     faulty=ranking(lambda pos, neg: F.softplus(pos - neg).mean()),
     fixed=ranking(lambda pos, neg: F.softplus(neg - pos).mean()),
 )

@@ -60,7 +60,6 @@ pair(
     "real_class_ignored",
     level="advice",
     culprits=("ignore_index=0",),
-    mentions=("never learns to write 0",),
     faulty=painting(0),
     fixed=painting(-100),
 )
@@ -89,7 +88,6 @@ pair(
     "loss_contract",
     "padding_counted",
     level="advice",
-    mentions=("are divided by all 160 positions",),
     faulty=chunks(lambda each, keep: (each * keep).mean()),
     fixed=chunks(lambda each, keep: (each * keep).sum() / (keep.sum() * each.shape[-1])),
 )
@@ -132,7 +130,6 @@ pair(
     "loss_contract",
     "broadcast",
     level="advice",
-    mentions=("each prediction is compared with 3 targets",),
     faulty=soft_values(lambda log_prob: log_prob),
     fixed=soft_values(lambda log_prob: log_prob.sum(-1, keepdim=True)),
 )

@@ -67,7 +67,6 @@ pair(
     "loss_contract",
     "activation_on_logits",
     culprits=("relu in last",),
-    mentions=("no class can be given a score below 0",),
     faulty=classifier(nn.ReLU),
     fixed=classifier(nn.Identity),
 )
@@ -86,7 +85,6 @@ pair(
     "log_probabilities_as_logits",
     level="advice",
     culprits=("log_softmax in last",),
-    mentions=("harmless",),
     faulty=classifier(lambda: nn.LogSoftmax(dim=-1)),
     fixed=classifier(nn.Identity),
 )
@@ -124,7 +122,6 @@ pair(
     "loss_contract",
     "probabilities_as_logits",
     where="return F.cross_entropy(scores",
-    mentions=("all rows sum to 1",),
     faulty=segmenter(by_hand),
     fixed=segmenter(lambda scores: scores - scores.amax(1, keepdim=True)),
 )
@@ -261,7 +258,6 @@ pair(
     "nll_loss_on_a_log_softmax_over_rows",
     "loss_contract",
     "wrong_axis",
-    mentions=("axis 0",),
     faulty=lambda: nll(lambda s: F.log_softmax(s, dim=0)),
     fixed=lambda: nll(lambda s: F.log_softmax(s, dim=-1)),
 )

@@ -78,7 +78,6 @@ pair(
     "loss_contract",
     "start_token_twice",
     level="advice",
-    mentions=("begins with token 1 twice",),
     faulty=fine_tuning(add_special_tokens=True),
     fixed=fine_tuning(add_special_tokens=False),
     quick=True,
@@ -88,7 +87,6 @@ pair(
     "loss_contract",
     "start_token_twice",
     level="advice",
-    mentions=("learns to say it again",),
     faulty=captioning(strip=False),
     fixed=captioning(strip=True),
 )

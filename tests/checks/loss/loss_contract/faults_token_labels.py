@@ -89,11 +89,6 @@ pair(
     "another_label_is_ignored_than_that_of_padding",
     "loss_contract",
     "ignore_index_mismatch",
-    mentions=(
-        "ignore_index is -1",
-        "labelled 0",
-        "label padded positions -1: labels.masked_fill(attention_mask == 0, -1)",
-    ),
     faulty=tagging(as_they_are, ("attention_mask",), ignore_index=-1),
     fixed=tagging(
         lambda b: b["labels"].masked_fill(b["attention_mask"] == 0, -1), ("attention_mask",), ignore_index=-1
@@ -110,10 +105,6 @@ pair(
     "another_label_is_ignored_than_that_of_padding_alone",
     "loss_contract",
     "ignore_index_mismatch",
-    mentions=(
-        "labelled 0",
-        "ignore_index=0, or label padded positions -1: labels.masked_fill(attention_mask == 0, -1)",
-    ),
     faulty=tagging(tags_from_one, ("attention_mask",), ignore_index=-1),
     fixed=tagging(tags_from_one, ("attention_mask",), ignore_index=PAD),
 )
@@ -147,7 +138,6 @@ pair(
     "labels_rolled_over_declared_padding",
     "loss_contract",
     "padding_counted",
-    mentions=("labels of several values",),
     faulty=language(rolled(kept=False), padding=Padding(pad_id=PAD)),
     fixed=language(rolled(kept=True), padding=Padding(pad_id=PAD)),
 )
@@ -189,7 +179,6 @@ pair(
     "loss_contract",
     "labels_misplaced",
     culprits=("target",),
-    mentions=("have the labels of another row", "rows = sorted(rows"),
     faulty=tagging_texts(together=False),
     fixed=tagging_texts(together=True),
 )
@@ -197,7 +186,6 @@ pair(
     "texts_sorted_by_length_and_labels_filled_with_a_tag",
     "loss_contract",
     "labels_misplaced",
-    mentions=("in another order", "11 positions"),
     faulty=tagging_texts(together=False, filled=0),
     fixed=tagging_texts(together=True, filled=-100),
 )

@@ -86,7 +86,6 @@ pair(
     "loss_contract",
     "broadcast",
     level="advice",
-    mentions=("(16, 1)", "(16,)", "256"),
     faulty=squeezed_critic(clip=True),
     fixed=squeezed_critic(clip=True, keep=True),
 )
@@ -138,7 +137,6 @@ pair(
     "rates_where_their_logarithm_is_taken",
     "loss_contract",
     "rate_scale",
-    mentions=("log_input is True",),
     faulty=counts(torch.exp),
     fixed=counts(lambda s: s),
 )
@@ -205,20 +203,17 @@ ctc_pair(
     "ctc_normalised_over_time",
     "wrong_axis",
     prepare=lambda s: F.log_softmax(s.transpose(0, 1), 0),
-    mentions=("axis 0",),
 )
 ctc_pair(
     "blank_among_the_labels",
     "blank_in_targets",
     change=lambda b: b | {"label_lengths": torch.full_like(b["label_lengths"], 5)},
-    mentions=("which is the blank",),
 )
 ctc_pair(
     "frames_counted_after_too_much_pooling",
     "alignment_impossible",
     change=lambda b: b | {"frame_lengths": (b["frame_lengths"] // 8).int()},
     change_at='b["frame_lengths"] // 8',
-    mentions=("no alignment exists", "log_probs has 20 frames, input_lengths says 2", "input_lengths is too small"),
 )
 ctc_pair(
     "too_few_frames_left_by_the_model",
@@ -226,7 +221,6 @@ ctc_pair(
     prepare=lambda s: F.log_softmax(s[:, ::10], -1).transpose(0, 1),
     change=lambda b: b | {"frame_lengths": torch.full_like(b["frame_lengths"], 2)},
     change_at="return F.ctc_loss(",
-    mentions=("log_probs has 2 frames", "the model gives 2 frames, and 6 are needed: use fewer downsampling steps"),
 )
 
 pair(
@@ -234,7 +228,6 @@ pair(
     "loss_contract",
     "frames_left_out",
     level="advice",
-    mentions=("reads 10 of 20 frames",),
     change='change=lambda b: b | {"frame_lengths": b["frame_lengths"] // 2}',
     faulty=recognition(change=lambda b: b | {"frame_lengths": b["frame_lengths"] // 2}),
     fixed=recognition(),

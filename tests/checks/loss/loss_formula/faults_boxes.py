@@ -100,7 +100,6 @@ pair(
     "flipped_boxes_run_backwards",
     "loss_formula",
     "box_format",
-    mentions=("x1, x2 = width - x2, width - x1",),
     faulty=detector(giou_loss, changed=flipped([0, 2])),
     fixed=detector(giou_loss, changed=flipped([2, 0])),
 )

@@ -104,7 +104,6 @@ pair(
     "half_missing_before_the_squares",
     "loss_formula",
     "factor_missing",
-    mentions=("0.5",),
     faulty=autoencoder(of_a_tutorial(1.0)),
     fixed=autoencoder(of_a_tutorial(0.5)),
 )
@@ -114,7 +113,6 @@ pair(
     "deviation_in_a_divergence_by_its_logarithm",
     "loss_formula",
     "factor_missing",
-    mentions=("a variance of 2",),
     faulty=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp())),
     fixed=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp() ** 2)),
 )

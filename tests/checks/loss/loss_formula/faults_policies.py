@@ -184,7 +184,6 @@ pair(
     "patients_sorted_earliest_first",
     "loss_formula",
     "turned_round",
-    mentions=("the risk set of an event holds those whose time is over",),
     change="sort(descending=latest_first)",
     faulty=cox(up_to, latest_first=False),
     fixed=cox(up_to, latest_first=True),

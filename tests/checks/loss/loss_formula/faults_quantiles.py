@@ -181,7 +181,6 @@ pair(
     "scores_of_a_pixel_spread_over_several",
     "loss_formula",
     "entries_misaligned",
-    mentions=("(4, 3, 4, 5)", "(80, 3)"),
     where="gather(1, label.view(-1, 1))",
     faulty=pixels(lambda scores: scores.reshape(-1, 3)),
     fixed=pixels(lambda scores: scores.movedim(1, -1).reshape(-1, 3)),

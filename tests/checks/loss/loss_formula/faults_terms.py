@@ -29,7 +29,6 @@ pair(
     quick=True,
     culprits=("2",),
     where="return 1 - ((2 * both + 1) / (all_of_them + 1)).mean()",
-    mentions=("outputs.sigmoid()", "binary_cross_entropy_with_logits"),
     faulty=with_dice(lambda out: out),
     fixed=with_dice(torch.sigmoid),
 )
@@ -50,7 +49,6 @@ pair(
     "loss_formula",
     "terms_disagree",
     where="0.5 * F.l1_loss(read(out), depth)",
-    mentions=("outputs.exp()", "mse_loss"),
     faulty=depths(lambda out: out),
     fixed=depths(torch.exp),
 )

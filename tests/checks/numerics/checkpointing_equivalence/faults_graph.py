@@ -42,7 +42,6 @@ pair(
     CHECK,
     "inputs_need_grad",
     culprits=("blocks.0.qkv.weight", "blocks.0.mlp.0.weight"),
-    mentions=("a part of its gradient only",),
     where="x = self.run(self.blocks[0], x) + self.time[step]",
     faulty=language(Universal, run=reentrant),
     fixed=language(Universal, run=saved),

@@ -60,7 +60,6 @@ pair(
     "discriminator_stepped_between_forward_and_recomputation",
     "checkpointing_equivalence",
     "state_changed",
-    mentions=("call backward() before", "linear"),
     faulty=gan(late=True),
     fixed=gan(late=False),
 )

@@ -152,7 +152,6 @@ pair(
     "statistics_updated_twice",
     level="advice",
     culprits=("norm.running_mean", "norm.num_batches_tracked"),
-    mentions=("2 with checkpointing and 1 without",),
     faulty=pictures(norm_inside=True),
     fixed=pictures(norm_inside=False),
 )

@@ -81,7 +81,6 @@ pair(
     "scaled_gradients_stepped_directly_in_fp16_only",
     "grad_scaler",
     "not_unscaled",
-    mentions=("with precision='fp16'",),
     where="trainer.optimizer.step()",
     faulty=in_default("fp32", lambda t: stepped_directly(t)),
     fixed=in_default("fp32", lambda t: stepped_and_updated(t)),
@@ -102,7 +101,6 @@ pair(
     "scaler_for_cuda_on_a_cpu",
     "grad_scaler",
     "clip_before_unscale",
-    mentions=("with a scaler for this device",),
     faulty=on_cuda_only(clipped_first),
     fixed=on_cuda_only(unscaled_first),
 )

@@ -106,7 +106,6 @@ pair(
     "head_unscaled_again_after_update",
     "grad_scaler",
     "update_between",
-    mentions=("unscaled twice",),
     faulty=backbone(late=True),
     fixed=backbone(late=False),
 )

@@ -58,7 +58,6 @@ pair(
     "parameter_precision",
     "updates_lost",
     culprits=("0.weight", "2.weight"),
-    mentions=("overwritten", "once, before the loop"),
     where="self.optimizer.step()",
     faulty=mixed(refresh=True),
     fixed=mixed(refresh=False),
@@ -106,7 +105,6 @@ pair(
     "step_order",
     "gradient_kept",
     where="master.grad = p.grad.float()",
-    mentions=("before every step",),
     faulty=handing(fresh=False),
     fixed=handing(fresh=True),
 )

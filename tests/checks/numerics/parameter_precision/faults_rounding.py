@@ -40,7 +40,6 @@ pair(
     "parameter_precision",
     "updates_lost",
     culprits=("0.weight", "2.weight"),
-    mentions=("%", "bfloat16", "typical update"),
     where="optimizer.step()",
     faulty=regression(torch.bfloat16),
     fixed=regression(torch.float32),
@@ -72,7 +71,6 @@ pair(
     "parameter_precision",
     "updates_lost_in_part",
     level="advice",
-    mentions=("%",),
     faulty=reconstruction(torch.bfloat16),
     fixed=reconstruction(torch.float32),
 )

@@ -84,7 +84,6 @@ pair(
     fixed=attention(scale_first=True),
     culprits=("attention",),
     where="scores = (q @ k.transpose(-2, -1)) * scale",
-    mentions=("65504",),
 )
 
 
@@ -120,7 +119,6 @@ pair(
     "underflow",
     faulty=small_loss(scaled=False),
     fixed=small_loss(),
-    mentions=("float16", "the loop's GradScaler is disabled"),
     change='scaler = torch.amp.GradScaler("cpu", enabled=scaled',
 )
 pair(
@@ -129,7 +127,6 @@ pair(
     "underflow",
     faulty=small_loss(scale=1.0),
     fixed=small_loss(),
-    mentions=("the loop's GradScaler has the scale 1",),
     change='scaler = torch.amp.GradScaler("cpu", enabled=scaled',
 )
 
@@ -346,7 +343,6 @@ pair(
     faulty=backward_inside(inside=True),
     fixed=backward_inside(inside=False),
     where="loss.backward()",
-    mentions=("changes the gradient",),
 )
 pair(
     "backward_inside_autocast_that_changes_nothing_yet",
@@ -355,7 +351,6 @@ pair(
     faulty=backward_inside(inside=True, head=lambda: nn.Linear(32, 3)),
     fixed=backward_inside(inside=False, head=lambda: nn.Linear(32, 3)),
     where="loss.backward()",
-    mentions=("the same, bit for bit",),
     level="advice",
 )
 

@@ -243,7 +243,6 @@ pair(
     CHECK,
     "recompilations",
     level="advice",
-    mentions=("calls",),
     faulty=warm(in_python=True),
     fixed=warm(in_python=False),
     quick=True,
@@ -383,7 +382,6 @@ pair(
     "hooked_after_the_compiled_model_was_tried_out",
     CHECK,
     "stale_value",
-    mentions=("when the loop was built",),
     faulty=hooked(before=False),
     fixed=hooked(before=True),
 )

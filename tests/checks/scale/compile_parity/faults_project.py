@@ -123,7 +123,6 @@ pair(
     CHECK,
     "prefix_hides_parameters",
     culprits=("encoder.0.weight",),
-    mentions=("_orig_mod.",),
     faulty=frozen(before=False),
     fixed=frozen(before=True),
     quick=True,
@@ -150,7 +149,6 @@ pair(
     CHECK,
     "prefix_hides_parameters",
     culprits=("head.weight",),
-    mentions=("lr",),
     faulty=grouped(lambda name: name.split(".")[0]),
     fixed=grouped(lambda name: name.removeprefix("_orig_mod.").split(".")[0]),
 )
@@ -280,7 +278,6 @@ pair(
     "prefix_hides_parameters",
     where="model.load_state_dict(source, strict=False)",
     culprits=("encoder.0.weight",),
-    mentions=("strict=False",),
     faulty=fine_tuned(into_compiled=True),
     fixed=fine_tuned(into_compiled=False),
 )
@@ -386,7 +383,6 @@ pair(
     "trial_of_the_compiler_in_inference_mode",
     CHECK,
     "other_computation",
-    mentions=("Inference tensors",),
     faulty=tried_in(torch.inference_mode),
     fixed=tried_in(torch.no_grad),
 )

@@ -220,7 +220,6 @@ pair(
     "one_rank_waits",
     faulty=partly_bare(lambda step: dist.is_initialized() and (step + dist.get_rank()) % 2 == 0),
     fixed=partly_bare(lambda step: False),
-    mentions=("calls the bare model", "in no all_reduce"),
 )
 
 
@@ -258,7 +257,6 @@ pair(  # https://github.com/pytorch/pytorch/issues/104336
     faulty=replaced(first=False),
     fixed=replaced(first=True),
     culprits=("body.0.weight", "head.weight"),
-    mentions=("came into the model after it was wrapped",),
 )
 
 

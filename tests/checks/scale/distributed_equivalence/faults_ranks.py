@@ -188,7 +188,6 @@ pair(
     "rows_left_out",
     faulty=shared_by_a_sampler(one_seed=False),
     fixed=shared_by_a_sampler(one_seed=True),
-    mentions=("has the seeds 3, 4",),
     quick=True,
 )
 pair(
@@ -197,7 +196,6 @@ pair(
     "rows_left_out",
     faulty=half_of_a_half(cut_before=True),
     fixed=half_of_a_half(cut_before=False),
-    mentions=("0 rows in common",),
 )
 
 

@@ -283,7 +283,6 @@ pair(
     faulty=with_a_plateau(of_all=False),
     fixed=with_a_plateau(of_all=True),
     where="schedule.step(",
-    mentions=("the learning rates part at step",),
     quick=True,
 )
 pair(

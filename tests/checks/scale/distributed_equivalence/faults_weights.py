@@ -114,7 +114,6 @@ pair(
     "mean_of_means",
     faulty=over_tokens(of_all_ranks=False),
     fixed=over_tokens(of_all_ranks=True),
-    mentions=("valid targets",),
     quick=True,
 )
 pair(

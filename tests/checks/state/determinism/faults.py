@@ -50,7 +50,6 @@ pair(
     "numpy_generator_without_seed",
     "determinism",
     "unseeded_random",
-    mentions=("seed",),
     faulty=augmented(np.random.default_rng),
     fixed=augmented(lambda: np.random.default_rng(1234)),
 )

@@ -147,7 +147,6 @@ pair(
     "weights_left",
     culprits=("model.0.weight",),
     where="p.copy_(value)",
-    mentions=("average.shadow",),
     faulty=averaged(restoring=False),
     fixed=averaged(restoring=True),
 )

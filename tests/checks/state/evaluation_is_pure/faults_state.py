@@ -204,7 +204,6 @@ pair(
     "state_left",
     culprits=("model.table",),
     where="self.table = table",
-    mentions=("classes.weight", "not trained any more"),
     faulty=prototypes(asking=False),
     fixed=prototypes(asking=True),
 )
@@ -352,7 +351,6 @@ pair(
     CHECK,
     "evaluation_raised",
     where="if step % 500 == 0",
-    mentions=("TypeError",),
     faulty=passes_step(step_given=False),
     fixed=passes_step(step_given=True),
     quick=True,
@@ -433,7 +431,6 @@ pair(
     "state_left",
     culprits=("metric",),
     where="self.total + values.sum()",
-    mentions=("metric.reset()", "their mean"),
     faulty=evaluated_in_batches(reset=False),
     fixed=evaluated_in_batches(),
 )
@@ -443,7 +440,6 @@ pair(
     CHECK,
     "state_left",
     culprits=("held_out",),
-    mentions=("ZeroDivisionError",),
     faulty=evaluated_in_batches(loader=False),
     fixed=evaluated_in_batches(),
 )

@@ -86,7 +86,6 @@ pair(
     "weights_left",
     culprits=("model.0.weight",),
     where="p.data = self.shadow[name].clone()",
-    mentions=("ema.shadow",),
     faulty=averaged(restoring=False),
     fixed=averaged(restoring=True),
     quick=True,

@@ -60,6 +60,5 @@ pair(
     faulty=saved(lambda model: model.half()),
     fixed=saved(lambda model: model),
     culprits=("0.weight",),
-    mentions=("float16",),
     quick=True,
 )

@@ -51,7 +51,6 @@ pair(
     "every_param_moves",
     "written_to_a_copy",
     culprits=("0.weight",),
-    mentions=("contiguous",),
     faulty=descended(on_flat_weights),
     fixed=descended(on_the_weights),
 )

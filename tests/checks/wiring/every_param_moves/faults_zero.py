@@ -85,7 +85,6 @@ pair(
     "stays_at_zero",
     culprits=("0.bias", "2.bias"),
     where="optimizer.step()",
-    mentions=("norm",),
     quick=True,
     faulty=loop(Lamb),
     fixed=loop(lambda params: Lamb(params, at_zero=1.0)),

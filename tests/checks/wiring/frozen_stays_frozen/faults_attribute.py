@@ -50,7 +50,6 @@ pair(
     "freeze_sets_an_attribute",
     level="advice",
     culprits=("outc.weight", "outc.bias"),
-    mentions=("requires_grad_(False)",),
     faulty=adapted(by_an_attribute),
     fixed=adapted(lambda module: module.requires_grad_(False)),
 )

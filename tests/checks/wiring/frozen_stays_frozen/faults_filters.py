@@ -73,7 +73,6 @@ two(
     "embeddings_of_an_encoder_within_a_model",
     culprits=("bert.embeddings.word.weight", "bert.embeddings.position.weight"),
     where="if name.startswith(prefixes)",
-    mentions=("'embeddings.'", "'bert.embeddings.'"),
     faulty=tagged(freeze_below("embeddings.")),
     fixed=tagged(freeze_below("bert.embeddings.")),
     quick=True,
@@ -99,7 +98,6 @@ two(
     "backbone_of_another_name",
     culprits=("bert", "classifier"),
     where="if name.startswith(prefixes)",
-    mentions=("'backbone.'",),
     faulty=tagged(freeze_below("backbone.")),
     fixed=tagged(freeze_below("bert.")),
 )
@@ -128,7 +126,6 @@ two(
     "names_of_the_wrapped_model",
     culprits=("bert.embeddings.word.weight",),
     where="if name in frozen",
-    mentions=("module.bert.embeddings",),
     faulty=tagged(freeze_exactly),
     fixed=tagged(freeze_exactly, wrap=Wrapped),
 )
@@ -150,7 +147,6 @@ two(
     "whole_names_asked_of_a_part",
     culprits=("bert.embeddings.word.weight",),
     where="if name.startswith(prefix)",
-    mentions=("write 'embeddings.'",),
     faulty=tagged(freeze_part("bert.embeddings.")),
     fixed=tagged(freeze_part("embeddings.")),
 )

@@ -141,7 +141,6 @@ pair(
     "frozen_stays_frozen",
     "momentum",
     culprits=("encoder.0.weight",),
-    mentions=("momentum",),
     faulty=autoencoder(rebuild=False),
     fixed=autoencoder(rebuild=True),
 )

@@ -175,7 +175,6 @@ cut(
     simsiam,
     culprits=("predictor.0.weight", "predictor.2.bias"),
     where="p1.detach()",
-    mentions=("F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()",),
 )
 
 

@@ -61,7 +61,6 @@ pair(
     level="advice",
     culprits=("mask_token",),
     where="return F.mse_loss(predicted[where], patches[where])",
-    mentions=("leaves the result out",),
     faulty=reconstruction(lambda keep: keep),
     fixed=reconstruction(lambda keep: ~keep),
 )
@@ -102,7 +101,6 @@ pair(
     level="advice",
     culprits=("place.weight", "place.bias"),
     where="return (off * weight).mean() + F.binary_cross_entropy_with_logits(",
-    mentions=("mul",),
     faulty=landmarks(1),
     fixed=landmarks(2),
 )

@@ -102,7 +102,6 @@ pair(
     level="advice",
     culprits=("teacher",),
     change="loss.backward()",
-    mentions=("call teacher(x) under torch.no_grad()", "it was made at"),
     faulty=distilled(from_teacher=False),
     fixed=distilled(from_teacher=True),
 )

@@ -133,7 +133,6 @@ unused(
     clusters,
     label_and_radius,
     broken_loss=label_only,
-    mentions=("nothing reads radius",),
 )
 pair(
     "second_term_left_out",  # the head is unused because its term is dropped
@@ -165,7 +164,6 @@ unused(
     without_radius,
     label_only,
     frozen=(),
-    mentions=("frozen=() declares what does not train",),
 )
 
 
@@ -230,5 +228,4 @@ unused(
     largest_of_three,
     lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
     level="advice",
-    mentions=("table, made without gradients before training began",),
 )

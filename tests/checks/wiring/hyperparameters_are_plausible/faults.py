@@ -52,7 +52,6 @@ two(
     "norm_eps_too_large",
     culprits=("1",),
     change="nn.BatchNorm1d(width, 0.8)",
-    mentions=("momentum=0.2",),
     faulty=dense(lambda width: nn.BatchNorm1d(width, 0.8)),
     fixed=dense(lambda width: nn.BatchNorm1d(width, momentum=0.2)),
     quick=True,
@@ -79,7 +78,6 @@ two(
     "norm_eps_too_large",
     culprits=("norms.0", "norms.1"),
     change="nn.LayerNorm(24, eps=eps)",
-    mentions=("2 norms",),
     faulty=classifier(lambda: Mixer(1e-1)),
     fixed=classifier(lambda: Mixer(1e-6)),
 )
@@ -91,7 +89,6 @@ two(
     "momentum_of_tensorflow",
     "statistics_of_the_last_batch",
     culprits=("1",),
-    mentions=("momentum=0.01",),
     faulty=dense(lambda width: nn.BatchNorm1d(width, momentum=0.99)),
     fixed=dense(lambda width: nn.BatchNorm1d(width, momentum=0.01)),
     quick=True,
@@ -161,7 +158,6 @@ two(
     "everything_is_kept",
     "dropout_passes_nothing",
     culprits=("dropout",),
-    mentions=("1 - keep_prob",),
     faulty=classifier(lambda: TwoStreams(nn.Dropout(1.0))),
     fixed=classifier(lambda: TwoStreams(nn.Dropout(0.0))),
     quick=True,
@@ -194,7 +190,6 @@ two(
     "dropout_passes_nothing",
     culprits=("attention",),
     change="nn.MultiheadAttention(8, 2",
-    mentions=("dropout=1",),
     faulty=classifier(lambda: Attending(dropout=True)),
     fixed=classifier(lambda: Attending(dropout=0.1)),
 )
@@ -208,7 +203,6 @@ two(
     "leaky_relu_is_the_identity",
     culprits=("1", "3"),
     change="nn.LeakyReLU(True)",
-    mentions=("negative_slope=True",),
     faulty=classifier(
         lambda: nn.Sequential(
             nn.Linear(6, 24), nn.LeakyReLU(True), nn.Linear(24, 24), nn.LeakyReLU(True), nn.Linear(24, 3)
@@ -274,7 +268,6 @@ two(
     "weight_decay_given_as_momentum",
     culprits=("momentum",),
     change="PolyOptimizer(",
-    mentions=("weight_decay=0.0005",),
     faulty=stepped_by(lambda p: PolyOptimizer(p, 0.1, 5e-4, 500)),
     fixed=stepped_by(lambda p: PolyOptimizer(p, 0.1, 5e-4, 500, named=True)),
 )

@@ -47,7 +47,6 @@ pair(
     "leaks_into_next",
     where="(F.cross_entropy(model(x), y) / size).backward()",
     culprits=("optimizer.step()",),
-    mentions=("the loader has 10 batches",),
     quick=True,
     faulty=by_loader(last_too=False),
     fixed=by_loader(last_too=True),
@@ -83,7 +82,6 @@ pair(
     "leaks_into_next",
     level="advice",
     where="(F.cross_entropy(model(x), y) / 5).backward()",
-    mentions=("pass over the data",),
     faulty=epochs_inside(whole=False),
     fixed=epochs_inside(whole=True),
 )

@@ -115,7 +115,6 @@ pair(
     "step_taken_back",
     where="p.data.mul_(1 - self.decay).add_(a.data, alpha=self.decay)",
     culprits=("model.0.weight",),
-    mentions=("average.0.weight",),
     quick=True,
     faulty=averaged(0.99, reversed_sides=True),
     fixed=averaged(0.99, reversed_sides=False),
@@ -160,7 +159,6 @@ pair(
     level="advice",
     where="q.copy_(tau * p + (1 - tau) * q)",
     culprits=("online.0.weight",),
-    mentions=("target.",),
     faulty=soft_target(reversed_sides=True),
     fixed=soft_target(reversed_sides=False),
 )

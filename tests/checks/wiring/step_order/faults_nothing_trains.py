@@ -93,7 +93,6 @@ pair(
     "every_batch_left_out_as_bad",
     "step_order",
     "nothing_trains",
-    mentions=("it swallows RuntimeError",),
     faulty=images(channels_last=True),
     fixed=images(channels_last=False),
 )
@@ -130,7 +129,6 @@ pair(
     "step_order",
     "step_missing",
     where="backward()",
-    mentions=("no optimizer is given, and none was seen",),
     faulty=regression(0.0),
     fixed=regression(0.1),
 )

@@ -182,7 +182,6 @@ pair(
     "not_zeroed",
     culprits=("zero_grad()",),
     where=".backward()",
-    mentions=("not finite", "left out"),
     faulty=own_scaler(early=False),
     fixed=own_scaler(early=True),
 )

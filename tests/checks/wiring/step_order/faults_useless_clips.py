@@ -49,7 +49,6 @@ pair(
     "clips_nothing",
     where="clip_grad_norm_(model.parameters(), 1.0)",
     culprits=("clip_grad_norm_",),
-    mentions=("no gradient is there yet",),
     quick=True,
     faulty=lstm(clip_early=True),
     fixed=lstm(),
@@ -103,7 +102,6 @@ pair(
     "step_order",
     "clips_nothing",
     where="clip_grad_norm_(self.parameters_to_clip(), 0.5)",
-    mentions=("is used up",),
     faulty=autoencoder(Trainer, trained),
     fixed=autoencoder(Trainer, as_list),
 )
@@ -114,7 +112,6 @@ pair(
     "step_order",
     "clips_nothing",
     where="clip_grad_norm_(self.parameters_to_clip(), 0.5)",
-    mentions=("views of weights",),
     faulty=autoencoder(TrainerClippingStateDict, as_list),
     fixed=autoencoder(Trainer, as_list),
 )
@@ -266,7 +263,6 @@ pair(
     "step_order",
     "clips_one_group",
     where='clip_grad_norm_(params if all_groups else optimizer.param_groups[0]["params"], 1.0)',
-    mentions=("group 1 of 2",),
     quick=True,
     faulty=gpt(train_gpt_by_groups, by_decay, all_groups=False),
     fixed=gpt(train_gpt_by_groups, by_decay, all_groups=True),

@@ -391,7 +391,6 @@ pair(
     "target_networks",
     "statistics_left_behind",
     level="advice",
-    mentions=("statistics of the start",),
     faulty=normed_average(teaches=True, started=True),
     fixed=normed_average(buffers_along, teaches=True, started=True),
 )

@@ -66,7 +66,6 @@ pair(
     "trained_in_eval",
     culprits=("dropout",),
     where="model(ids)",
-    mentions=("from the first step",),
     faulty=tagger(train),
     fixed=tagger(train_in_mode),
 )
@@ -159,7 +158,6 @@ pair(
     "eval_left_on",
     culprits=("2",),
     where="model.eval()",
-    mentions=("optimizer step 5",),
     faulty=classifier(lambda model: None),
     fixed=classifier(lambda model: model.train()),
 )
@@ -307,7 +305,6 @@ pair(
     "train_mode",
     "evaluated_in_train",
     culprits=("1",),
-    mentions=("evaluate",),
     faulty=regression(evaluate),
     fixed=regression(evaluate_in_mode),
 )

@@ -78,7 +78,6 @@ pair(
     "dropout_stays_on",
     where="h = F.dropout(h, 0.5)",
     culprits=("AlwaysDropping",),
-    mentions=("training=self.training",),
     faulty=graph(AlwaysDropping),
     fixed=graph(DroppingByMode),
     quick=True,
@@ -133,7 +132,6 @@ pair(
     "dropout_stays_on",
     where="dropout_p=self.dropout)",
     culprits=("layers.0",),
-    mentions=("if self.training else 0.0",),
     faulty=decoder(by_mode=False),
     fixed=decoder(by_mode=True),
 )
