@@ -71,11 +71,11 @@ def holds_alone(thing: Any, ignored: tuple[int, ...] = ()) -> bool:
     level = [thing]
     seen = {id(thing), *ignored}
     for _ in range(MOST_LEVELS):
-        asked = {id(one) for one in level}
+        asked, given = {id(one) for one in level}, tuple(level)  # Python 3.13 finds the arguments of a call, too
         held: set[int] = set()
         above = []
-        for holder in gc.get_referrers(*level):
-            if id(holder) in seen or holder is level:
+        for holder in gc.get_referrers(*given):
+            if id(holder) in seen or holder is level or holder is given:
                 continue
             if is_ours(holder):
                 held |= asked.intersection(map(id, gc.get_referents(holder)))

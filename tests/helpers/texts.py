@@ -28,7 +28,7 @@ TORCH = "2.13."
 UNSTABLE = {
     "eps_of_zero_and_rows_without_gradient": "which gradients are exactly 0 depends on the processor",
     "state_that_cannot_be_pickled": "it quotes Python, whose 3.13 words it otherwise",
-    "gradient_hook_added_each_step": "from Python 3.13 on the tuple of a function's defaults is named as the holder",
+    "futures_with_graphs": "Python 3.11 counts a tensor more than 3.13",
 }
 """Pairs without a stored text, and why."""
 

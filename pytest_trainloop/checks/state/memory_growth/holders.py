@@ -370,8 +370,9 @@ class Names:
 
 def referrers(values: list[Any], ignored: Iterable[int] = ()) -> list[Any]:
     """The objects that refer to these, but for frames, for what is ours and for what was made on the way."""
-    left_out = {id(values), *ignored}
-    found = gc.get_referrers(*values)
+    given = tuple(values)  # Python 3.13 finds the arguments of a call, too
+    left_out = {id(values), id(given), *ignored}
+    found = gc.get_referrers(*given)
     return [o for o in found if id(o) not in left_out and not isinstance(o, FrameType) and not is_ours(o)]
 
 
