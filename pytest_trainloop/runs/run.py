@@ -20,6 +20,7 @@ from pytest_trainloop.recording.mode_stack import modes_kept
 from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
 from pytest_trainloop.runs.build import Make, build
+from pytest_trainloop.runs.ctc_labels import ctc_labels_checked
 from pytest_trainloop.runs.float64 import double_precision, widen
 from pytest_trainloop.runs.guard import Guard, let_go
 from pytest_trainloop.runs.loader_workers import workers_ended
@@ -127,6 +128,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
     with preserved(), modes_kept(), noted_on(mistakes), contextlib.ExitStack() as precision:
         if plan.further:
             _show_no_warnings(plan)
+            precision.enter_context(ctc_labels_checked())
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
         precision.enter_context(plan.around())
