@@ -148,6 +148,7 @@ class Edit:
         if mine is None or other is None:
             return
         theirs = [n for n in ast.walk(other[1]) if isinstance(n, ast.Call)]
+        self._wrapped(faulty, mine[1], other[1])
         ours = [n for n in ast.walk(mine[1]) if isinstance(n, ast.Call)]
         names = [{ast.dump(n.func) for n in calls} for calls in (ours, theirs)]
         alone = [
@@ -176,6 +177,15 @@ class Edit:
                 self._passed(mine[0], call, name, faulty)
             for i in range(len(call.args), len(same.args)):
                 self._passed(mine[0], call, i, faulty)
+
+    def _wrapped(self, faulty: Any, mine: Any, other: Any) -> None:
+        """Where the repair only changes the result of a function, ``1 - f(x)`` for ``f(x)``: what that returns."""
+        for result in (n.body if isinstance(n, ast.Lambda) else n.value for n in _results(mine)):
+            called = _value(faulty, result.func) if isinstance(result, ast.Call) else None
+            inside = [n for r in _results(other) for n in ast.walk(r) if ast.dump(n) == ast.dump(result)]
+            found = _node(called) if isinstance(called, types.FunctionType) and inside else None
+            for returned in _results(found[1]) if found is not None else ():
+                self._add(found[0].file, range(returned.lineno, returned.end_lineno + 1))
 
     def _arguments(self, within: Source, call: ast.Call, place: Any, mine: Any, other: Any) -> None:
         if other[1] is None or ast.dump(mine[1]) != ast.dump(other[1]):
@@ -348,6 +358,12 @@ def _blocks(parent: Any) -> list[list[ast.stmt]]:
     return [block for block in found if isinstance(block, list)]
 
 
+def _results(function: Any) -> list[Any]:
+    """What gives the result of a function: its ``return`` statements, or a lambda itself."""
+    returns = [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
+    return [function] if isinstance(function, ast.Lambda) else returns
+
+
 def _names(node: ast.AST) -> set[str]:
     """The variables that a statement uses, with the first attribute of each: ``self.optimizer``."""
     held = {n.value: n for n in ast.walk(node) if isinstance(n, ast.Attribute)}
@@ -377,7 +393,12 @@ def _assigned(statement: ast.stmt, use: ast.AST) -> list[ast.expr]:
 
 
 def _chooses(value: ast.expr, use: ast.AST) -> bool:
-    return any(isinstance(n, ast.IfExp) and use in ast.walk(n.test) for n in ast.walk(value))
+    """Whether a value is chosen by a name, or is a condition that has it."""
+    condition = isinstance(value, (ast.BoolOp, ast.Compare)) or (
+        isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)
+    )
+    chosen = any(isinstance(n, ast.IfExp) and use in ast.walk(n.test) for n in ast.walk(value))
+    return chosen or (condition and use in ast.walk(value))
 
 
 def _bound(node: Any) -> set[str]:
@@ -435,9 +456,17 @@ def _node(function: Any) -> tuple[Source, Any] | None:
     kind = ast.Lambda if function.__name__ == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [n for n in within.at(code.co_firstlineno, kind) if _first(n) == code.co_firstlineno]
     if kind is ast.Lambda and len(found) > 1:  # several in one line
-        names = {*code.co_names, *code.co_freevars, *code.co_varnames}
+        names = set(_named(code))
         found = [n for n in found if {i.id for i in ast.walk(n) if isinstance(i, ast.Name)} <= names]
     return (within, found[0]) if found else None
+
+
+def _named(code: types.CodeType) -> Iterator[str]:
+    """The names in a function, and in the functions that lie in it."""
+    yield from (*code.co_names, *code.co_freevars, *code.co_cellvars, *code.co_varnames)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _named(inner)
 
 
 def _value(function: Any, node: ast.AST | None) -> Any:

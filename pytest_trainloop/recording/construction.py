@@ -81,6 +81,8 @@ class Construction:
         """The last line that loaded the module of a parameter from a state dict."""
         self.switched = Lines()
         """The last line that put a module into training mode by a call of ``train()`` on it."""
+        self.attributes: dict[tuple[int, str], Place] = {}
+        """The last line that set an attribute of a module, or registered a buffer, by ``id`` and name."""
         self._switching = 0
         self.prepared: Place | None = None
         """The line of Accelerate's ``prepare``."""
@@ -89,7 +91,8 @@ class Construction:
 
     @contextlib.contextmanager
     def watching(self, *, freezes: bool = True) -> Iterator[None]:
-        """Note what is made in this block; ``freezes`` adds a function mode, which sees ``requires_grad = False``."""
+        """Note what is made in this block; ``freezes`` adds a function mode, which sees ``requires_grad = False``,
+        and the attributes of modules."""
         with Patches() as patches, contextlib.ExitStack() as modes:
             for kind in (nn.Module, Optimizer, LRScheduler, GradScaler, DataLoader):
                 patches.put(kind, "__init__", self._noting)
@@ -105,6 +108,8 @@ class Construction:
             if trainer is not None:
                 patches.put(trainer, "__init__", self._noting_trainer)
             if freezes:
+                patches.put(nn.Module, "__setattr__", self._setting)
+                patches.put(nn.Module, "register_buffer", self._setting)
                 modes.enter_context(_Freezes(self))
             yield
 
@@ -153,6 +158,15 @@ class Construction:
             return result
 
         return load_state_dict
+
+    def _setting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setting(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
+            if place := maker(None):
+                self.attributes[id(module), name] = place
+            original(module, name, *args, **kwargs)
+
+        return setting
 
     def _switching_on(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -65,7 +65,7 @@ class Mistake:
     repair: str
     """What to write."""
     at: frozenset[str] = frozenset()
-    """Functions whose call is to change, where just one of them lies between the arguments and the value."""
+    """Functions whose call is to change, where all of them between the arguments and the value are in one line."""
     shown_by: str = ""
     """What the corrected form shows, besides its agreement."""
     shifted: bool = False

@@ -77,6 +77,7 @@ _TURNED = Mistake(
     "turned_round",
     "the ratio is the old probability over the new one: what has an advantage is made less likely",
     "ratio = (new_log_prob - old_log_prob).exp()",
+    at=SUBTRACTIONS,
     shifted=True,
 )
 _AROUND_ZERO = Mistake(

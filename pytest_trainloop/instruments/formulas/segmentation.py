@@ -33,6 +33,7 @@ FACTOR_MISSING = Mistake(
     "factor_missing",
     "the overlap of a perfect prediction with its target is {perfect:.3g}, not 1",
     "dice = 2 * (p * t).sum() / (p.sum() + t.sum()); or jaccard = i / (p.sum() + t.sum() - i) with i = (p * t).sum()",
+    at=MULTIPLICATIONS,
     shown_by="in the limit without smoothing the fraction is {perfect:.3g} where prediction and target are equal masks",
     level="advice",
 )

@@ -49,6 +49,7 @@ class MadeAt:
         self._modules: dict[str, Place] = {}
         self._forwards: dict[str, Place] = {}
         self._attributes: dict[str, Place] = {}
+        self._set: dict[str, Place] = {}
         self._plain: dict[str, PlainObject] = {}
         self._frozen: dict[str, Place] = {}
         self._thawed: dict[str, Place] = {}
@@ -133,6 +134,10 @@ class MadeAt:
         owner = name.rpartition(".")[0]
         return _text(self._attributes.get(name)) or (self.module(owner) if owner else "")
 
+    def set_at(self, name: str) -> str:
+        """The last line that set an attribute of a module, or registered it as a buffer, by its path."""
+        return _text(self._set.get(name))
+
     def plain_object(self, name: str) -> PlainObject | None:
         """The object that is no module and carries the parameter of this name."""
         return next((plain for path, plain in self._plain.items() if f"{name}.".startswith(f"{path}.")), None)
@@ -182,12 +187,15 @@ class MadeAt:
         for index, optimizer in watch.optimizers.indexed():
             _put(self._optimizers, index, noted.made.of(optimizer) or noted.trainer)
             _put(self._groups, index, noted.groups.of(optimizer))
-            _put(self._steps, index, _own_method(optimizer, "step"))
+            _put(self._steps, index, own_method(optimizer, "step"))
         modules = dict(watch.table.named_modules())
         for path, module in modules.items():
             _put(self._modules, path, noted.made.of(module))
-            _put(self._forwards, path, _own_method(module, "forward"))
+            _put(self._forwards, path, own_method(module, "forward"))
             _put(self._switched, path, noted.switched.of(module))
+            for (owner, attribute), place in noted.attributes.items():
+                if owner == id(module):
+                    self._set[f"{path}.{attribute}".lstrip(".")] = place
             self._plain.update(plain_objects(module, path))
         for entry in watch.table.entries:
             if entry.role == "unregistered" or not entry.layer:
@@ -305,6 +313,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return made.attribute(own[0]) if own else made.module(owner) if owner else ""
         case "layer":
             return made.layer_of(finding)
+        case "attribute":
+            return next(filter(None, map(made.set_at, names)), "")
         case "drawn":
             return made.drawn([*own, *(name for name, p in known.items() if p.owner in names)])
     forward = made.forward([known[name].owner for name in own])
@@ -348,8 +358,8 @@ def class_line(kind: type) -> str:
     return ""
 
 
-def _own_method(thing: Any, name: str) -> Place | None:
-    """The line that defines a method, in a class of the project's own."""
+def own_method(thing: Any, name: str) -> Place | None:
+    """The line that defines a method of an object, in a class of the project's own."""
     method = inspect.getattr_static(type(thing), name, None)  # of a script, to read it raises
     code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
     if code is None or layer(code.co_filename) != 2:

@@ -115,7 +115,8 @@ def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterato
     if unused and runs.blind:
         names = tuple(tensor.name for tensor in unused)
         listed = " and ".join(", ".join(names).rsplit(", ", 1))
-        yield found("inputs_ignored", at, names, own_data=runs.own_data, listed=listed)
+        change = runs.to_change(*unused)
+        yield found("inputs_ignored", at, names, own_data=runs.own_data, listed=listed, change=change)
         return
     for tensor, differ in runs.hardly_varying():
         facts = {"mean": tensor.mean, "deviation": tensor.deviation, "differ": differ}
@@ -145,6 +146,7 @@ def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterato
             variant,
             level="fault" if layer or behind or declared else "advice",
             repair=repair,
+            change=runs.to_change(tensor) if variant != "not passed" else "",
             name=name,
             layer=layer,
             hidden=behind,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.checks.batch.input_dependence.lost_at import CallsSeen, lost_at
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.ours import is_ours
 from pytest_trainloop.declare import nested
@@ -27,8 +28,10 @@ from pytest_trainloop.instruments.batches.values import binary, constant
 from pytest_trainloop.instruments.gradients.dependence import moved_a_little
 from pytest_trainloop.instruments.tracing.arguments import named_arguments
 from pytest_trainloop.instruments.tracing.forward_pass import LONGEST
+from pytest_trainloop.instruments.tracing.made_at import own_method
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import name_of
+from pytest_trainloop.instruments.tracing.statements import use_of
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules
@@ -121,6 +124,8 @@ class _Run(WatchingMode):
         """The line of the first call of a model."""
         self.arguments: dict[int, str] = {}
         """The names of the model's arguments by address."""
+        self.forwards: dict[int, str] = {}
+        """The ``forward``, of the project's own, that is given each of them."""
         self._copies: dict[int, tuple[torch.Tensor, int]] = {}
         self._stepped = 0, 0
         """Steps, and backward passes before the latest of them."""
@@ -164,7 +169,10 @@ class _Run(WatchingMode):
             self.place = self.place or str(call.place)
             self.passed |= {address(t) for t in nested.tensors((args, kwargs))} & {*self.addresses} - {0}
             given = named_arguments(module, args, kwargs).items()
-            self.arguments |= {address(t): name for name, t in given if isinstance(t, torch.Tensor) and address(t)}
+            named = {address(t): name for name, t in given if isinstance(t, torch.Tensor) and address(t)}
+            self.arguments |= named
+            if forward := own_method(module, "forward"):
+                self.forwards |= dict.fromkeys(named, str(forward))
             outputs = [t.detach().clone() for t in nested.tensors(output) if has_values(t)]
             if record.begun:
                 self.later += [(t, self._stepped[1]) for t in outputs]
@@ -269,6 +277,20 @@ class InputRuns:
 
         return self._run(fill).roots != self.unchanged.roots
 
+    def to_change(self, *tensors: Input) -> str:
+        """The line at which these inputs stop to matter. Where no call of torch is given them, what the ``forward``
+        returns that is: to use them there."""
+        runs = []
+        for rows in (False, True):
+            seen = CallsSeen()
+            next(self._with_equal_rows(*(tensors if rows else ()), seen=seen))
+            runs.append(seen.calls)
+        if any(mine.given != theirs.given for mine, theirs in zip(*runs, strict=False)):
+            return lost_at(*runs)
+        places = [] if self.own_data else [self.unchanged.addresses[t.number] for t in tensors]
+        forward = next((self.unchanged.forwards[p] for p in places if p in self.unchanged.forwards), "")
+        return use_of(forward, ())
+
     def _look(self) -> None:
         """The run as it is, and the inputs whose rows differ."""
         kept: dict[int, torch.Tensor] = {}
@@ -309,7 +331,7 @@ class InputRuns:
 
         self.inputs = [tensor_of(n, t) for n, t in kept.items() if run.addresses or self.own_data]
 
-    def _with_equal_rows(self, *tensors: Input) -> Iterator[_Run]:
+    def _with_equal_rows(self, *tensors: Input, seen: CallsSeen | None = None) -> Iterator[_Run]:
         """The runs in which all rows of these inputs are the first one, and the last one."""
         numbers = {tensor.number for tensor in tensors}
         for row in (0, -1):
@@ -319,9 +341,9 @@ class InputRuns:
                     if number in numbers:
                         write(tensor, tensor[row].clone().expand_as(tensor))
 
-            yield self._run(repeat_row)
+            yield self._run(repeat_row, seen)
 
-    def _run(self, prepare: Prepare) -> _Run:
+    def _run(self, prepare: Prepare, seen: CallsSeen | None = None) -> _Run:
         """A run over one batch, whose tensors ``prepare`` is given first; where the loop makes its own data, those that
         a model is called with."""
         run, first = _Run(), list[Any]()
@@ -339,9 +361,13 @@ class InputRuns:
             if number == 0:
                 first.append(item)  # no tensor that the loop makes may get its place in memory
                 run.addresses = [address(t) for t in nested.tensors(item)]
+                if seen is not None:
+                    seen.begun = True
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
             yield from run.contexts(watch)
+            if seen is not None:
+                yield from seen.contexts(watch)
             if self.own_data:
                 yield self._changing_arguments(watch, prepare)
 

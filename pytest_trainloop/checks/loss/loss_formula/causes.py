@@ -100,6 +100,7 @@ CAUSES = {
                 "repair": "between this line and backward() the sign is turned: leave that minus out",
             },
         },
+        change=("use of the score", "seen"),
         source="https://github.com/IAmSuyogJadhav/3d-mri-brain-tumor-segmentation-using-autoencoder-regularization/issues/7",
     ),
     "factor_missing": _of_form(

@@ -22,7 +22,9 @@ from pytest_trainloop.instruments.formulas.catalogue import FORMS
 from pytest_trainloop.instruments.formulas.roles import class_axes, predicts, violates
 from pytest_trainloop.instruments.formulas.search import Match, Ruled, maker, matches
 from pytest_trainloop.instruments.formulas.trial import Aim, Step
+from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.instruments.tracing.loss_tape import Tapes
+from pytest_trainloop.recording.torch_names import CASTS, VIEWS
 from pytest_trainloop.runs.weight_origins import pretrained
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def _judge(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
     if mistake is not None:
         yield from _mistaken(match, mistake, step)
         return
-    wrong_role = [*_wrong_roles(match, step), *_wrong_axes(match, step)]
+    wrong_role = [*_wrong_roles(match, step, evidence), *_wrong_axes(match, step)]
     yield from wrong_role
     if wrong_role or form.always_judged or not form.judges_direction:
         return
@@ -128,13 +130,25 @@ def _mistaken(match: Match, mistake: Mistake, step: Step) -> Iterator[Finding]:
     facts: dict[str, Any] = {"mistake": mistake.summary.format(**numbers), "repair": mistake.repair}
     if mistake.shown_by:
         facts["shown_by"] = mistake.shown_by.format(**numbers)
-    at = [c for n in match.cut.between if (c := match.cut.slice.calls[n]).name in mistake.at]
-    facts |= {"change": str(at[0].place)} if len(at) == 1 else {}
+    at = {str(c.place) for n in match.cut.between if (c := match.cut.slice.calls[n]).name in mistake.at}
+    facts |= {"change": at.pop()} if len(at) == 1 else {}
     facts |= {"level": mistake.level, "otherwise": mistake.otherwise, "shifted": mistake.shifted}
     yield from _found(match, step, mistake.cause, "", aim, **facts)
 
 
-def _wrong_roles(match: Match, step: Step) -> Iterator[Finding]:
+def _given_at(match: Match, number: int) -> str:
+    """The line that made or reshaped an argument of the form; of what a layer or the batch gives the only line of the
+    form that reads it."""
+    part, lines = match.cut.slice, dict[str, None]()
+    while (call := part.call_of(number)) is not None and call.name in VIEWS | CASTS and call.inputs:
+        lines, number = {str(call.place): None}, call.inputs[0]
+    if not lines and call is not None:
+        return str(call.place)
+    readers = (part.calls[n] for n in match.cut.between if number in part.calls[n].inputs)
+    return next(iter(lines := lines or {str(c.place): None for c in readers}), "") if len(lines) == 1 else ""
+
+
+def _wrong_roles(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
     part = match.cut.slice
     roles = match.variant.roles or tuple(a.role for a in match.form.arguments)
     for role, number in zip(roles, match.cut.arguments, strict=True):
@@ -145,9 +159,12 @@ def _wrong_roles(match: Match, step: Step) -> Iterator[Finding]:
         entries, name = part.values[number].tensor, layer_of(part, number)
         facts = {"low": float(entries.min()), "high": float(entries.max()), "rows": _inverted(entries)}
         layer = f"module {name!r}" if name else "the model"
-        made = list(_found(match, step, cause, variant, match.form.aim, layer=layer, **facts))
+        given = {"change": line} if (line := _given_at(match, number)) else {}
+        made = list(_found(match, step, cause, variant, match.form.aim, layer=layer, **facts, **given))
         if cause == "box_format" and not made:
-            made = list(_found(match, step, cause, "reversed", IN_ORDER, **facts))
+            of_batch = evidence.shared(DataLines.of).at(culprits_of(part, (number,)))
+            given = {"change": of_batch} if of_batch else {}
+            made = list(_found(match, step, cause, "reversed", IN_ORDER, **facts, **given))
         yield from made
 
 
@@ -164,7 +181,8 @@ def _wrong_axes(match: Match, step: Step) -> Iterator[Finding]:
     if [a.role for a in match.form.arguments][:2] == ["probabilities", "labels"]:
         axes = class_axes(match.cut.slice, *match.cut.arguments[:2])
         if axes is not None:
-            yield from _found(match, step, "wrong_axes", "softmax", match.form.aim, classes=axes[0], summed=axes[1])
+            facts = {"classes": axes[0], "summed": axes[1], "change": _given_at(match, match.cut.arguments[0])}
+            yield from _found(match, step, "wrong_axes", "softmax", match.form.aim, **facts)
 
 
 def _inverted(entries: torch.Tensor) -> str:

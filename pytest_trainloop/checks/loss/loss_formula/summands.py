@@ -50,32 +50,35 @@ def summands(part: Slice, evidence: Evidence) -> Iterator[Finding]:
     calls = [call for call in part.calls if needed.intersection(call.outputs)]
     for call in calls:
         if call.name in ADDITIONS | SUBTRACTIONS and len(call.inputs) == 2:
-            for label in _equal_branches(part, call):
-                yield found("ingredient_differs", call, culprits_of(part, (label,)) or (call.name,), "one function")
+            for label, line in _equal_branches(part, call):
+                culprits = culprits_of(part, (label,)) or (call.name,)
+                yield found("ingredient_differs", call, culprits, "one function", change=line)
     for call in calls if not evidence.declared("rows_interact") else ():
         if call.name in _CHOICES and (chosen := _chosen_together(part, call)):
-            rows, count = chosen
+            rows, count, averaged = chosen
             facts = {"function": call.name, "alone": len(rows), "rows": count, "first": rows[0]}
             # rows are samples of their own, and not the frames of one: a single run does not show it
             loop = evidence.fresh_loop() if evidence.repeatable else None
             samples = loop is not None and loop.rows_interact is False
             samples = samples or (loop is not None and loop.batch is None and drawn_by_a_loader(loop.batches))
             culprits, level = culprits_of(part, call.inputs) or (call.name,), "fault" if samples else "advice"
+            facts["change"] = averaged
             yield found("mean_taken_early", call, culprits, "permutation", level=level, **facts)
 
 
-def _equal_branches(part: Slice, call: Call) -> Iterator[int]:
+def _equal_branches(part: Slice, call: Call) -> Iterator[tuple[int, str]]:
     """The labels of a sum of ``label * a`` and ``(1 - label) * b`` in which ``a`` and ``b`` are equal at all
-    settings."""
+    settings, and the line that made the second summand."""
     one, two = (_weighted(part, n) for n in call.inputs)
     if one is None or two is None:
         return
-    for (label, mine), (complement, theirs) in ((one, two), (two, one)):
+    first, second = (str((part.call_of(n) or call).place) for n in call.inputs)
+    for (label, mine), (complement, theirs), line in ((one, two, second), (two, one, first)):
         if _complement(part, complement) != _bare(part, label) or not part.from_batch(label):
             continue
         both = set(part.values[label].tensor.flatten().tolist()) == {0.0, 1.0}
         if both and _equal(part, mine, theirs, label) and _says_nothing(part, call, label):
-            yield label
+            yield label, line
 
 
 def _bare(part: Slice, number: int) -> int:
@@ -144,9 +147,9 @@ def _equal(part: Slice, a: int, b: int, label: int) -> bool:
     return bool(torch.isfinite(part.values[a].tensor).any())
 
 
-def _chosen_together(part: Slice, call: Call) -> tuple[list[int], int] | None:
+def _chosen_together(part: Slice, call: Call) -> tuple[list[int], int, str] | None:
     """Of a minimum (or maximum) over costs of permuted outputs, each a mean over rows: the rows that alone choose
-    another one, and the number of all rows."""
+    another one, the number of all rows, and the line that made all costs, if one did."""
     costs = list(call.inputs)
     while len(costs) == 1 and (made := part.call_of(costs[0])) is not None:  # given stacked
         if made.name not in JOINS | VIEWS or (made.name not in JOINS and len(made.inputs) != 1):
@@ -167,7 +170,8 @@ def _chosen_together(part: Slice, call: Call) -> tuple[list[int], int] | None:
         if count == part.values[targets].tensor.shape[0]:
             rows = _differing(part, costs, outputs, targets, largest=call.name in {"max", "amax", "maximum"})
             if rows:
-                return rows, count
+                lines = {str(v.place) for v in values}
+                return rows, count, lines.pop() if len(lines) == 1 else ""
     return None
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_trainloop.core.ours import holds_alone
+from pytest_trainloop.recording.changed_at import ChangedAt
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.samples import readable, spaced
 from pytest_trainloop.recording.seams import passed_on
@@ -64,6 +65,8 @@ class Repeated:
     def __init__(self, bound: float | None = None) -> None:
         self.bound = bound
         self.moved: dict[str, None] = {}
+        self.drawn_at = ""
+        """The first line that draws from one of these."""
         self.other: OtherCall | None = None
 
     def during(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
@@ -90,10 +93,14 @@ class _Repeated(Piece):
         self._owners = _owners()
         self._states = [state_of(owner) for owner in self._owners]
         before = torch.get_rng_state()
+        line = ChangedAt(self._moved)
         try:
-            with Calls(self._watch, self._calls, self._note):
+            with Calls(self._watch, self._calls, self._note), contextlib.ExitStack() as lines:
+                if not self._all.drawn_at and self._calls is None:
+                    lines.enter_context(line.watching())
                 yield
         finally:
+            self._all.drawn_at = self._all.drawn_at or line.where
             kept = zip(self._owners, self._states, strict=True)
             moved = [owner for owner, state in kept if pickle.dumps(state_of(owner)) != pickle.dumps(state)]
             del kept  # it would hold them, too
@@ -105,6 +112,13 @@ class _Repeated(Piece):
                     self._all.moved["a torch.Generator of its own"] = None
             if self._of_torch and not torch.equal(before, torch.get_rng_state()):
                 self._all.moved["torch's generator"] = None
+
+    def _moved(self) -> bool:
+        """Whether a generator that a checkpoint does not restore has advanced in the forward pass."""
+        states = zip(self._owners, self._states, strict=True)
+        return any(not torch.equal(g.get_state(), at) for g, at in self._private.values()) or any(
+            pickle.dumps(state_of(owner)) != pickle.dumps(at) for owner, at in states
+        )
 
     def _note(self, generator: torch.Generator) -> None:
         self._private.setdefault(id(generator), (generator, generator.get_state()))

@@ -196,7 +196,8 @@ class Checkpointing:
             own = any("of its own" in name for name in restored.moved)
             variant = "torch's" if [*restored.moved] == ["torch's generator"] else "own generator" if own else ""
             measured = self._measured(differs, raised)
-            return found("rng_not_preserved", self._place, restored.moved, variant, measured=measured)
+            drawn = {"change": restored.drawn_at} if restored.drawn_at and variant != "torch's" else {}
+            return found("rng_not_preserved", self._place, restored.moved, variant, measured=measured, **drawn)
         call = self._other_call("compared")
         reentrant = [c for c in calls if c.reentrant]
         if call is None and reentrant and self._agrees("not re-entrant", off, lambda watch: switched(not_reentrant)):

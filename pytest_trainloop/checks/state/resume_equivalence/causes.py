@@ -304,6 +304,7 @@ CAUSES = {
                 "where it is loaded from elsewhere}",
             },
         },
+        change=("attribute",),
         source="https://github.com/ligerlac/torchlogix/pull/23",
     ),
     "save_changes": Cause(

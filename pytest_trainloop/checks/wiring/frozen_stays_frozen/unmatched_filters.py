@@ -51,6 +51,6 @@ def attribute_of_a_module(evidence: Evidence) -> Iterator[Finding]:
         below = [p for p in record.parameters if p.name.startswith(f"{path}." if path else "")]
         names = [p.name for p in below if p.index in moved and record.reached(p.index)]
         if names and not any(map(record.declared_frozen, names)):
-            made = evidence.shared(MadeAt.of).module(path)
+            made = evidence.shared(MadeAt.of).set_at(f"{path}.requires_grad".lstrip("."))
             facts = {"path": path or "the model", "change": made, "level": "advice"}
             yield found("freeze_sets_an_attribute", made, names, **facts)
