@@ -160,6 +160,8 @@ class Edit:
                 self.compare(*values)
         for call in ours:
             if fixed is _value(faulty, call.func):  # what is the whole of the other one, with more arguments
+                for near in getattr(mine[1], "body", ()) if isinstance(mine[1].body, list) else ():
+                    self._add(mine[0].file, (near.lineno,))
                 for keyword in call.keywords:
                     self._passed(mine[0], call, keyword.arg, faulty)
             same = next((n for n in theirs if ast.dump(n.func) == ast.dump(call.func)), None)
@@ -200,6 +202,8 @@ class Edit:
         if mine is None:
             return
         file, first, text = mine
+        if theirs is not None:
+            self._moved_about(source(file).at(first), source(theirs[0]).at(theirs[1]), file)
         other = [] if theirs is None else theirs[2]
         text, other = (_plain(one) for one in (text, other))
         compared = difflib.SequenceMatcher(None, text, other, autojunk=False)
@@ -210,6 +214,20 @@ class Edit:
                 a, b = a - 1, a + 1
             if kind != "equal":
                 self._add(file, range(first + a, first + b))
+
+    def _moved_about(self, mine: list[Any], other: list[Any], file: str) -> None:
+        """Statements that the repaired function has less often, or between other statements: which copy a comparison of
+        lines takes for the changed one is an accident."""
+        if not mine or not other:
+            return
+        ours, theirs = (_neighbours(max(nodes, key=_first)) for nodes in (mine, other))
+        for text, places in ours.items():
+            fewer = 0 < len(theirs.get(text, ())) < len(places)
+            moved = len(places) == len(theirs.get(text, ())) == 1 and not any(
+                a == b for a, b in zip(places[0][1:], theirs[text][0][1:], strict=True)
+            )
+            for statement, *_ in places if fewer or moved else ():
+                self._add(file, (statement.lineno,))
 
     def _moved(self, within: Source, line: int, twin: Source, inserted: range) -> None:
         """Where else an inserted statement may be, up to one that uses its names or whose order counts."""
@@ -270,11 +288,16 @@ class Edit:
         called = isinstance(parent, ast.Call) and parent.func is use and isinstance(statement, ast.Expr)
         if called or any(isinstance(n, ast.IfExp) and use in ast.walk(n.test) for n in ast.walk(statement)):
             self._around(within, statement)  # one of the twins has more there
+        if isinstance(parent, ast.Call) and parent.func is use:
+            self._applied(within, parent)
+        value = use
+        while isinstance(parent, ast.IfExp):  # one of the two that a condition chooses
+            value, parent = parent, within.parents.get(parent)
         keyword = parent if isinstance(parent, ast.keyword) else None
         call = within.parents.get(keyword) if keyword else parent
         if isinstance(call, ast.Call) and call.func is not use:
             options = self._keys.get(use.id, ()) if keyword and isinstance(use, ast.Name) else ()
-            at = keyword.arg if keyword else call.args.index(use) if use in call.args else None
+            at = keyword.arg if keyword else call.args.index(value) if value in call.args else None
             for place in options if keyword and keyword.arg is None else (at,):
                 self._passed(within, call, place)
         for target in _assigned(statement, use):
@@ -282,6 +305,15 @@ class Edit:
                 self._within(within, scope, target.id)
             elif isinstance(target, ast.Attribute):
                 self._attribute(within, target.attr)
+
+    def _applied(self, within: Source, call: ast.Call) -> None:
+        """The statement that makes what a function that differs is applied to, where nothing else reads it."""
+        for given in (n for n in call.args if isinstance(n, ast.Name)):
+            made = syntax.assignment_of(within, given)
+            scope = within.function(made) if isinstance(made, ast.Assign) else None
+            names = [n for n in ast.walk(scope or call) if isinstance(n, ast.Name) and n.id == given.id]
+            if scope is not None and scope is within.function(call) and len(names) == 2:
+                self._add(within.file, (made.lineno,))
 
     def _alternatives(self, within: Source, faulty: Any, fixed: Any) -> None:
         """The lines of one of two functions of a file that the other one has not, or that its own stand next to."""
@@ -362,6 +394,17 @@ def _results(function: Any) -> list[Any]:
     """What gives the result of a function: its ``return`` statements, or a lambda itself."""
     returns = [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
     return [function] if isinstance(function, ast.Lambda) else returns
+
+
+def _neighbours(function: Any) -> dict[str, list[tuple[Any, str, str]]]:
+    """The plain statements of a function by their text, each with that of the ones before and after it in its block."""
+    found: dict[str, list[tuple[Any, str, str]]] = {}
+    for block in (b for node in ast.walk(function) for b in _blocks(node)):
+        texts = ["", *(ast.unparse(n).partition("\n")[0] for n in block), ""]
+        for i, statement in enumerate(block):
+            if not hasattr(statement, "body") and not isinstance(statement, ast.Return):
+                found.setdefault(texts[i + 1], []).append((statement, texts[i], texts[i + 2]))
+    return found
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -455,18 +498,19 @@ def _node(function: Any) -> tuple[Source, Any] | None:
     within = source(code.co_filename)
     kind = ast.Lambda if function.__name__ == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [n for n in within.at(code.co_firstlineno, kind) if _first(n) == code.co_firstlineno]
-    if kind is ast.Lambda and len(found) > 1:  # several in one line
-        names = set(_named(code))
-        found = [n for n in found if {i.id for i in ast.walk(n) if isinstance(i, ast.Name)} <= names]
+    if kind is ast.Lambda and len(found) > 1:  # several in one line: the innermost that holds the whole code
+        spans = [
+            (a, c, b, d)
+            for a, b, c, d in getattr(code, "co_positions", tuple)()
+            if None not in (a, b, c, d) and (a, c) != (b, d)
+        ]
+        holding = [
+            n
+            for n in found
+            if all((n.lineno, n.col_offset) <= at[:2] and at[2:] <= (n.end_lineno, n.end_col_offset) for at in spans)
+        ]
+        found = holding[-1:] or found
     return (within, found[0]) if found else None
-
-
-def _named(code: types.CodeType) -> Iterator[str]:
-    """The names in a function, and in the functions that lie in it."""
-    yield from (*code.co_names, *code.co_freevars, *code.co_cellvars, *code.co_varnames)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _named(inner)
 
 
 def _value(function: Any, node: ast.AST | None) -> Any:

@@ -78,6 +78,7 @@ Part = Literal[
     "targets",
     "overwritten",
     "attribute",
+    "stepped",
 ]
 """What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
@@ -93,7 +94,8 @@ the last line that switched ``requires_grad`` on, or loaded weights; what made t
 what reads the score that the line makes; what made the targets that the line compares; what gives the name of the line
 another value; what built the criterion that the line calls, and made its weights; the ``with``
 of ``no_sync()`` around the line; what made the value that the line subtracts, and the part
-of the loss of the finding's name; the last line that set the attribute of a module."""
+of the loss of the finding's name; the last line that set the attribute of a module; what
+made the optimizer that the line steps, in the same function."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

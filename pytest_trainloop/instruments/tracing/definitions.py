@@ -182,6 +182,16 @@ def value(line: str, method: str = "backward") -> str:
     return ""
 
 
+def value_here(line: str, method: str) -> str:
+    """The statement of the same function that made what a method is called on at a line."""
+    for source, call in calls_at(line, method):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        made = assignment_of(source, owner) if isinstance(owner, ast.Name) else None
+        if made is not None and source.function(made) is source.function(call):
+            return source.text(made)
+    return ""
+
+
 def argument(line: str, call: str, name: str, position: int) -> str:
     """The statement that made an argument of a call at a line."""
     for source, made in calls_at(line, call):

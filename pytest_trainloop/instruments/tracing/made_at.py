@@ -256,6 +256,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.positions(seen)
         case "loss":
             return definitions.value(seen)
+        case "stepped":
+            return definitions.value_here(seen, "step")
         case "names":
             return definitions.names_in_condition(seen)
         case "bound of clip":
@@ -314,7 +316,7 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "layer":
             return made.layer_of(finding)
         case "attribute":
-            return next(filter(None, map(made.set_at, names)), "")
+            return next(filter(None, (made.set_at(name.removeprefix("model.")) or made.set_at(name) for name in names)), "")
         case "drawn":
             return made.drawn([*own, *(name for name, p in known.items() if p.owner in names)])
     forward = made.forward([known[name].owner for name in own])

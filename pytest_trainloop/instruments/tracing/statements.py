@@ -54,20 +54,21 @@ def used_next(line: str, *, of_losses: bool = False) -> str:
     return line
 
 
-def by_caller(site: Site, name: str) -> str:
-    """The line that calls the function of a call site, where both sides that this one compares are its parameters."""
+def by_caller(site: Site, name: str, keyword: str = "") -> str:
+    """The line that calls the function of a call site, where both sides that this one compares, or its argument of this
+    keyword, are parameters of the function."""
     found = statement_at(str(place_of(*site[0]))) if len(site) > 1 else None
     function = None if found is None else found[0].function(found[1])
     for node in nodes_within(found[1]) if found is not None and function is not None else ():
         if isinstance(node, ast.Call) and called_name(node) == name:
-            sides = node.args[:2]
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+            sides = [k.value for k in node.keywords if k.arg == keyword] if keyword else node.args[:2]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and not keyword:
             sides = [node.left, node.right]
         else:
             continue
         names = [n for n in map(base_of, sides) if isinstance(n, ast.Name) and n.id in parameters_of(function)]
-        given = len(names) == 2 and found is not None and all(assignment_of(found[0], n) is None for n in names)
-        return str(place_of(*site[1])) if given else ""
+        given = found is not None and all(assignment_of(found[0], n) is None for n in names)
+        return str(place_of(*site[1])) if given and len(names) == (1 if keyword else 2) else ""
     return ""
 
 
@@ -167,7 +168,7 @@ def end_of(evaluate: Any, line: str, name: str = "") -> str:
         lambdas = [] if source is None else [n for n in ast.walk(source.tree) if isinstance(n, ast.Lambda)]
         own = next((n for n in lambdas if n.lineno == code.co_firstlineno and code.co_name == "<lambda>"), None)
         if own is not None and isinstance(own.body, ast.Call) and source is not None:
-            function = source.named(called_name(own.body))
+            function = source.named(called_name(own.body)) or _closed_over(source, evaluate, called_name(own.body))
         elif found is not None and isinstance(found[1], FUNCTIONS):
             function = found[1]
     elif evaluate is None and (found := statement_at(line)) is not None:
@@ -184,6 +185,26 @@ def end_of(evaluate: Any, line: str, name: str = "") -> str:
     while block and as_list(getattr(block[-1], "body", None)):
         block = block[-1].body
     return source.text(block[-1]) if block else ""
+
+
+def _closed_over(source: Source, function: Any, name: str) -> Any:
+    """The function of a file that a function closes over under a name."""
+    cells = getattr(function, "__closure__", None) or ()
+    inner = dict(zip(function.__code__.co_freevars if cells else (), cells, strict=False)).get(name)
+    code = None if inner is None else code_of(inner.cell_contents)
+    inside = code is not None and code.co_filename == source.file
+    found = source.statement(first_line(code)) if code is not None and inside else None
+    return found if isinstance(found, FUNCTIONS) else None
+
+
+def inference_mode_of(function: Any) -> str:
+    """The only line of a function, or decorator of it, that switches to inference mode."""
+    code = code_of(function)
+    found = statement_at(str(place_of(code.co_filename, first_line(code)))) if code is not None else None
+    names = (
+        [n for n in ast.walk(found[1]) if getattr(n, "attr", getattr(n, "id", "")) == "inference_mode"] if found else []
+    )
+    return found[0].text(names[0]) if found is not None and len(names) == 1 else ""
 
 
 def without_gradients(line: str) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from pytest_trainloop.checks.loss.loss_contract.causes import CAUSES, IN_EVERY_CALL, found
 from pytest_trainloop.instruments.tracing.data_lines import name_in_batch
+from pytest_trainloop.instruments.tracing.definitions import argument
 from pytest_trainloop.instruments.tracing.statements import by_caller
 from pytest_trainloop.instruments.tracing.tape_queries import statement, unmoved
 from pytest_trainloop.recording.torch_names import LOSSES
@@ -135,6 +136,10 @@ class LossCall:
         if every or (cause in IN_EVERY_CALL and self.name != "ctc_loss"):
             self.every.add((cause, culprit))
         change = by_caller(self.site, self.name) if cause in ("broadcast", "box_format") else ""
+        if cause == "mean_over_elements":
+            change = by_caller(self.site, self.name, "reduction")
+        elif self.name == "ctc_loss" and cause.endswith("_as_log_probabilities"):
+            change = argument(str(place), self.name, "log_probs", 0)
         given["change"] = str(given.get("change") or change)
         if not given.get("repair"):
             given.pop("repair", None)  # that of the cause

@@ -110,7 +110,7 @@ OF_TARGETS = {
         repair="list the classes and fill up with -1; for zeros and ones use multilabel_soft_margin_loss",
         source=f"{_DOCS}MultiLabelMarginLoss.html",
     ),
-    "signs_expected": _target(
+    "signs_expected": _learns(
         proof="targets of 0 and 1 where 1 and -1 are read",
         summary="{call} is given targets of 0: it expects 1 and -1",
         measured="{count} of {all} targets are 0: {seen}",

@@ -62,6 +62,7 @@ def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator
         return
     needed, frames, row = max(short, key=lambda one: one[0])
     dropped, miscounted = bool(call.given.get("zero_infinity")), needed <= given and max(lengths) <= (given + 1) // 2
+    change = counted.call.place if miscounted and counted is not None and counted.call is not None else None
     repair = "check input_lengths (frames after the model) and target_lengths (labels without padding); if both are "
     repair += "right, leave such rows out"
     if miscounted:
@@ -72,7 +73,7 @@ def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator
     yield call.finds(
         "alignment_impossible", count=len(short), all=len(rows), given=given, frames=frames, labels=len(row),
         needed=needed, repeats=needed > len(row), dropped=dropped, repair=repair,
-        change=counted.call.place if miscounted and counted is not None and counted.call is not None else None,
+        change=change,
         level="advice" if dropped and len(short) < len(rows) else "fault",
     )  # fmt: skip
 

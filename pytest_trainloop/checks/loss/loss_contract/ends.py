@@ -14,6 +14,7 @@ import torch
 
 from pytest_trainloop.checks.loss.loss_contract.causes import found
 from pytest_trainloop.checks.loss.loss_contract.padding import inputs_of, of_labels, padded_positions
+from pytest_trainloop.instruments.tracing.definitions import criterion
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ class Ends:
         key = call.name, call.site, call.layer, end
         if key not in self._found:
             facts = {"token": end, "known": padded.reason, "by_id": ignored == end, "call": call.name}
-            # an id that the call ignores is given at the call, and by no line that makes labels
-            change = str(call.place) if ignored == end else ""
+            # an id that the call ignores is given to the criterion, and by no line that makes labels
+            at = str(call.place)
+            change = criterion(at) or at if ignored == end else ""
             first = call.finds("end_never_a_target", culprit="labels", rows=len(rows), change=change, **facts)
             self._found[key] = Ended(first, call.alone, facts)
         self._found[key].rows |= {tuple(row) for row in ids[rows].tolist()}

@@ -20,6 +20,8 @@ from pytest_trainloop.instruments.tracing.tape_queries import (
     layout,
     made_of,
     of_unit_rows,
+    statement,
+    unmoved,
 )
 from pytest_trainloop.recording.torch_names import (
     CONVOLUTIONS,
@@ -154,7 +156,8 @@ def given_probabilities(call: LossCall, source: Value | None, repair: str) -> Fi
             least = f"loss {float(call.out.detach().double().mean()):.4g}; {least}"
     repair = f"{repair}; or {flags}" if flags else repair
     if source is None:
-        return call.finds("probabilities_as_logits", "sums", least=least, repair=repair, every=True)
+        made = statement(unmoved(call.values.get("input")))
+        return call.finds("probabilities_as_logits", "sums", least=least, repair=repair, every=True, change=made)
     name = named(source).replace(source.op, "sigmoid" if is_sigmoid(source) else source.op)
     return call.finds("probabilities_as_logits", source=source, culprit=name, least=least, repair=repair)
 

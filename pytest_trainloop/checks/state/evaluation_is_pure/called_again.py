@@ -15,6 +15,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.interposed import WANTED
 from pytest_trainloop.checks.state.two_runs import line_of
 from pytest_trainloop.core.whose import present
 from pytest_trainloop.core.wording import some
+from pytest_trainloop.instruments.tracing.statements import loop_of
 from pytest_trainloop.runs.reachable_state.snapshot import Reach
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def called_again(cut: Cut, first_time: Run, early: Run) -> Iterator[Finding]:
         names = [p for p in again.used_up if not any(p.startswith(f"{other}.") for other in again.used_up)]
         facts: dict[str, Any] = {"what": some(names), "forwards": plain.forwards, "raised": ""}
         facts |= {"raised": again.raised.error.summary} if again.raised else {}
-        yield found("state_left", line_of(cut.evidence.fresh_loop().evaluate), names, "used up", **facts)
+        begun = line_of(cut.evidence.fresh_loop().evaluate)
+        yield found("state_left", begun, names, "used up", change=loop_of(begun) or begun, **facts)
     elif again.raised and not issubclass(again.raised.kind, WANTED):
         error = again.raised.error
         facts = {"raised": error.summary, "steps": again.raised.steps, "shown_by": error.traceback, "level": "advice"}
@@ -73,6 +75,7 @@ def _gathered(cut: Cut, plain: Result, early: Run) -> Iterator[Finding]:
                 facts = {"what": name, "how": how, "resets": name in owners}
                 facts |= {"was": f"{was:.6g}", "now": f"{now:.6g}", "before": f"{before:.6g}"}
                 line = cut.run(to_cut=True, watched=tuple(paths)).where
+                facts["change"] = line_of(cut.evidence.fresh_loop().evaluate)
                 yield found("state_left", line, (name,), "gathered", **facts)
 
 

@@ -36,6 +36,7 @@ CAUSES = {
         summary="evaluate() makes {steps:optimizer step} and leaves {what} changed, and training goes on with them",
         repair="adapt a copy: adapted = copy.deepcopy(model), and an optimizer over adapted.parameters(); or leave the "
         "step out of evaluation",
+        change=("stepped", "seen"),
         source="https://github.com/SKrisanski/FSCT/issues/12",
     ),
     "weights_left": _harmful(
@@ -236,6 +237,7 @@ CAUSES = {
         summary="evaluate() leaves {what} {mode:?{now}|changed}, which matters where it is called between two steps of "
         "fit",
         repair="put back at the end of evaluation what it changes: was = model.training ... model.train(was)",
+        change=("end of evaluation", "seen"),
         source="https://github.com/open-mmlab/mmaction2/issues/1781",
     ),
     "raises_before_first_step": _seen(

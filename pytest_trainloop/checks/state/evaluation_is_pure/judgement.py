@@ -26,6 +26,7 @@ from pytest_trainloop.checks.state.two_runs import RunComparison, compare_runs
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import filled, some
 from pytest_trainloop.instruments.tracing.dropout_in_evaluation import DropoutInEvaluation
+from pytest_trainloop.instruments.tracing.statements import inference_mode_of
 from pytest_trainloop.recording.events import ModeCall, Step
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.runs.reachable_state.leaves import same_value
@@ -186,7 +187,8 @@ class Judgement:
         raised = run.halves.record.raised
         if run.inference and raised and "nference tensor" in raised.message:
             what, line = raised.summary.partition(". ")[0], self._line(cut, run.inference)
-            self._note("inference_tensor_kept", line, run.inference[:4], raised=what)
+            switch = inference_mode_of(self._evidence.fresh_loop().evaluate)
+            self._note("inference_tensor_kept", line, run.inference[:4], raised=what, change=switch or line)
             return True
         if run.inference_mode:
             switch = "torch.is_inference_mode_enabled()"
