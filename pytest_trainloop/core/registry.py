@@ -79,6 +79,9 @@ Part = Literal[
     "overwritten",
     "attribute",
     "stepped",
+    "condition",
+    "wrapper",
+    "seed",
 ]
 """What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
@@ -95,7 +98,8 @@ what reads the score that the line makes; what made the targets that the line co
 another value; what built the criterion that the line calls, and made its weights; the ``with``
 of ``no_sync()`` around the line; what made the value that the line subtracts, and the part
 of the loss of the finding's name; the last line that set the attribute of a module; what
-made the optimizer that the line steps, in the same function."""
+made the optimizer that the line steps, in the same function; the condition that the line is under; the only line of the
+file that wraps a model in DistributedDataParallel, or that seeds torch."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

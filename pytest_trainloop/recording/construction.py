@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.events import Place
 
-_DRAWS = ("normal_", "uniform_", "kaiming_uniform_", "trunc_normal_", "zero_", "fill_")
+_DRAWS = ("normal_", "uniform_", "kaiming_uniform_", "trunc_normal_", "zero_", "fill_", "constant_")
 """What the other functions of nn.init end in."""
 
 _CASTS = ("to", "half", "bfloat16", "float", "double")

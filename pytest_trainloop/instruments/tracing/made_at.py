@@ -153,9 +153,12 @@ class MadeAt:
     def drawn(self, names: Sequence[str]) -> str:
         """The last line that drew or filled in the values of the first of these parameters: outside of its layer's
         constructor, if any is."""
+        return self.drawn_outside(names) or next(filter(None, (_text(self._drawn.get(name)) for name in names)), "")
+
+    def drawn_outside(self, names: Sequence[str]) -> str:
+        """The same, where it is no line that made the layer."""
         lines = [(_text(self._drawn.get(name)), self.module(name.rpartition(".")[0])) for name in names]
-        own = [line for line, module in lines if line and line != module]
-        return next(iter(own or [line for line, _ in lines if line]), "")
+        return next((line for line, module in lines if line and line != module), "")
 
     def loaded(self, name: str) -> str:
         """The last line that loaded the parameter of this name from a state dict."""
@@ -193,10 +196,11 @@ class MadeAt:
             _put(self._modules, path, noted.made.of(module))
             _put(self._forwards, path, own_method(module, "forward"))
             _put(self._switched, path, noted.switched.of(module))
-            for (owner, attribute), place in noted.attributes.items():
-                if owner == id(module):
-                    self._set[f"{path}.{attribute}".lstrip(".")] = place
             self._plain.update(plain_objects(module, path))
+        paths = {id(module): path for path, module in modules.items()}
+        for (at, attribute), place in noted.attributes.items():
+            if at in paths:
+                self._set[f"{paths[at]}.{attribute}".lstrip(".")] = place
         for entry in watch.table.entries:
             if entry.role == "unregistered" or not entry.layer:
                 owner, _, attribute = entry.name.partition("[")[0].rpartition(".")
@@ -256,6 +260,12 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.positions(seen)
         case "loss":
             return definitions.value(seen)
+        case "condition":
+            return statements.condition_of(seen)
+        case "wrapper":
+            return statements.only_call(seen, "DistributedDataParallel")
+        case "seed":
+            return statements.only_call(seen, "manual_seed")
         case "stepped":
             return definitions.value_here(seen, "step")
         case "names":
@@ -308,7 +318,9 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "loader":
             return made.loader()
         case "sampler":
-            return definitions.argument(made.loader() or seen, "DataLoader", "sampler", 3)
+            loader = made.loader() or seen
+            sampler = definitions.argument(loader, "DataLoader", "sampler", 3)
+            return sampler or definitions.argument(loader, "DataLoader", "batch_sampler", 4)
         case "cast":
             return made.cast(own)
         case "module":
@@ -316,7 +328,9 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "layer":
             return made.layer_of(finding)
         case "attribute":
-            return next(filter(None, (made.set_at(name.removeprefix("model.")) or made.set_at(name) for name in names)), "")
+            return next(
+                filter(None, (made.set_at(name.removeprefix("model.")) or made.set_at(name) for name in names)), ""
+            )
         case "drawn":
             return made.drawn([*own, *(name for name, p in known.items() if p.owner in names)])
     forward = made.forward([known[name].owner for name in own])

@@ -66,12 +66,19 @@ def trained_below(node: Node) -> Iterator[Node]:
         yield from (n for n in reached if n.history and not n.parents and n.op not in _NO_WEIGHT)
 
 
-def stopped_below(node: Node) -> Iterator[tuple[str, frozenset[int]]]:
-    """The results without a history that it was computed from: the line that detached each, where one did, and the
+def stopped_below(node: Node) -> Iterator[tuple[str, bool, frozenset[int]]]:
+    """The results without a history that it was computed from: the line of each, whether that detached it, and the
     parameters below it."""
     for n in below(node, through=lambda n: n.history):
         if not n.history and (parameters := parameters_below(n)):
-            yield str(n.place or "") if n.op == "detach" else "", parameters
+            yield str(n.place or ""), n.op == "detach", parameters
+
+
+def ended_below(node: Node) -> Iterator[str]:
+    """The lines at which what a value without a history was computed of lost it."""
+    for n in below(node, through=lambda n: not n.history):
+        if not n.history and any(p.history for p in n.parents):
+            yield str(n.place or "")
 
 
 def parameters_below(node: Node, *, trained: bool = False) -> frozenset[int]:

@@ -130,6 +130,32 @@ def only_call(line: str, name: str) -> str:
     return found[0].text(calls[0]) if found is not None and len(calls) == 1 else ""
 
 
+def only_call_in(function: str, name: str) -> str:
+    """The only call of a name in the function that begins at a line."""
+    found = statement_at(function)
+    calls = [n for n in ast.walk(found[1]) if isinstance(n, ast.Call) and called_name(n) == name] if found else []
+    return found[0].text(calls[0]) if found is not None and len(calls) == 1 else ""
+
+
+def condition_of(line: str, named: str = "") -> str:
+    """The condition that the statement at a line is under, in its function, on a name that matches ``named``."""
+    found = statement_at(line)
+    for node in found[0].above(found[0].parents[found[1]]) if found is not None else ():
+        if isinstance(node, FUNCTIONS):
+            return ""
+        if isinstance(node, ast.If) and found is not None and re.search(named, ast.dump(node.test)):
+            return found[0].text(node)
+    return ""
+
+
+def condition_on_rank(line: str) -> str:
+    """The condition on the rank that the statement at a line is under, or the only call of its function."""
+    found = statement_at(line)
+    function = None if found is None else found[0].function(found[1])
+    called = "" if function is None else only_call(line, function.name)
+    return condition_of(line, "rank") or (condition_of(called, "rank") if called else "")
+
+
 def after(line: str) -> str:
     """The statement behind the one at a line, in its block."""
     found = statement_at(line)

@@ -63,8 +63,10 @@ class Term:
     """Those that it was computed of; of a term with a history, those that get a gradient from it."""
     elsewhere: bool = False
     """Whether a term with a history gives a gradient to what is no known parameter as well."""
-    stopped: tuple[tuple[str, frozenset[int]], ...] = ()
-    """What it was computed of that has no history: the line that detached it, and the parameters below."""
+    stopped: tuple[tuple[str, bool, frozenset[int]], ...] = ()
+    """What it was computed of that has no history: its line, whether that detached it, and the parameters below."""
+    ended: frozenset[str] = frozenset()
+    """The lines at which what it was computed of lost its history, of a term without one."""
     sides: tuple[frozenset[int], ...] = ()
     """Of a comparison without a history: the parameters that each side was computed of."""
     shared: bool = False

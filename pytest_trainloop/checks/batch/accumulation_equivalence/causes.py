@@ -147,6 +147,7 @@ CAUSES = {
             },
         },
         source="https://github.com/thunlp/OpenPrompt/issues/106",
+        change=("condition", "seen"),
     ),
     "clipped_inside_window": _inside(
         proof="with gradients clipped after the last micro-batch of a window only, windows and one batch agree",

@@ -68,6 +68,7 @@ CAUSES = {
         summary="a recurrent layer runs over the sequence from its end as well",
         repair="bidirectional=False in a model that predicts what comes next",
         source="https://github.com/timbmg/Sentence-VAE/issues/22",
+        change=("layer", "seen"),
     ),
     "convolution_sees_ahead": _ahead(
         proof="a convolution's result is the first that depends on later inputs",
@@ -80,6 +81,7 @@ CAUSES = {
         summary="{op} is taken over all positions",
         repair="normalise or pool each position alone, or over earlier positions only",
         source="https://github.com/espnet/espnet/issues/5900",
+        change=("layer", "seen"),
     ),
     "mask_missing_in_eval": _ahead(
         proof="no later input has a gradient in training mode, and some has in evaluation mode",

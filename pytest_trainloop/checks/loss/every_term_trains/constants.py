@@ -17,6 +17,7 @@ from pytest_trainloop.checks.loss.every_term_trains.survey import Moves
 from pytest_trainloop.core.finding import code_of
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
+from pytest_trainloop.instruments.tracing.statements import without_gradients
 from pytest_trainloop.recording.torch_names import LOSSES
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
                     yield found("penalty_off_graph", at, ("grad",), level=level, **facts)
                 else:
                     variant = term.cut if name else "unnamed number"
-                    facts = {"name": name, "moves": moves, "level": level}
+                    facts = {"name": name, "moves": moves, "level": level, "change": _ended(term)}
                     yield found("term_detached", term.place, (name or "a number",), variant, **facts)
                 continue
         if len(term.sides) == 2 and all(side and side <= never_trained for side in term.sides):
@@ -97,22 +98,30 @@ def cut_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
         if any(term.elsewhere or not term.parameters for term in terms):
             continue
         # the critic's real half in the generator's pass (odd: generator_is_given_the_whole_value)
-        if not all(any(below & used for _, below in term.stopped) for term in terms):
+        if not all(any(below & used for *_, below in term.stopped) for term in terms):
             continue
         # an optimizer may step later: every second batch, or once it is warmed up
         cleared = {i for p in passes for i in p.cleared}
         if any(record.held.get(i) and i not in cleared for i in given):
             continue
-        lines = [line for line, below in terms[0].stopped if line and below & used]
-        cut_from = owner(record, (i for _, below in terms[0].stopped for i in below & used))
+        cuts = [(line, detached) for line, detached, below in terms[0].stopped if below & used]
+        lines = [line for line, detached in cuts if line and detached]
+        cut_from = owner(record, (i for *_, below in terms[0].stopped for i in below & used))
         name, where, goes_to = (
             called(terms[0]) or "a number",
             lines[0] if lines else terms[0].place,
             owner(record, given),
         )
         facts = {"name": name, "cut_from": cut_from, "goes_to": goes_to, "passes": len(passes), "change": where}
+        facts["change"] = where if lines else next(filter(None, (without_gradients(line) for line, _ in cuts)), where)
         facts["cleared"] = bool(given & cleared)
         yield found("term_detached", where, (name, cut_from, goes_to), "cut off", **facts)
+
+
+def _ended(term: Term) -> str:
+    """The only line at which what a term is computed of lost its history, or what switches gradients off around it."""
+    line = next(iter(term.ended), "") if len(term.ended) == 1 else ""
+    return without_gradients(line) or line or term.place
 
 
 def owner(record: Record, parameters: Iterable[int]) -> str:

@@ -86,7 +86,17 @@ def _judged(evidence: Evidence, loss: InitialLoss, halved: InitialLoss) -> Findi
     by_tables = tables is not None and tables.outputs <= REMAINS * loss.outputs
     if not by_weights or by_tables or evidence.shared(pretrained):
         variant = "" if loss.outputs > UNIT else "far targets"
-        return _found("above_chance", loss, variant, halved=halved.value, level="advice")
+        known = by_tables or variant or evidence.shared(pretrained)
+        line = "" if known else _drawn_wide(evidence, loss)[1]
+        return _found("above_chance", loss, variant, halved=halved.value, level="advice", change=line)
+    facts, line = _drawn_wide(evidence, loss)
+    if not facts:
+        return _found("too_high", loss, halved=halved.value)
+    return _found("too_high", loss, "wide", change=line, **facts)
+
+
+def _drawn_wide(evidence: Evidence, loss: InitialLoss) -> tuple[dict[str, Any], str]:
+    """What ``_too_wide`` finds, and the line that drew the layer."""
 
     def losses(prepare: Callable[[Watch], None]) -> list[InitialLoss]:
         seen = InitialLosses()
@@ -94,11 +104,8 @@ def _judged(evidence: Evidence, loss: InitialLoss, halved: InitialLoss) -> Findi
         return seen.recorded
 
     facts = _too_wide(loss, losses)
-    if not facts:
-        return _found("too_high", loss, halved=halved.value)
-    made = evidence.shared(MadeAt.of)
-    line = made.drawn([facts["layer"]]) or made.module(facts["layer"].rpartition(".")[0])
-    return _found("too_high", loss, "wide", change=line, **facts)
+    made = evidence.shared(MadeAt.of) if facts else None
+    return facts, made.drawn([facts["layer"]]) or made.module(facts["layer"].rpartition(".")[0]) if made else ""
 
 
 def _found(cause: str, loss: InitialLoss, variant: str = "", layers: tuple[str, ...] = (), **facts: Any) -> Finding:

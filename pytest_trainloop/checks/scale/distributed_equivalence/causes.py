@@ -125,6 +125,7 @@ CAUSES = {
         },
         settle="suppress it where each rank is to train its own (experts, tables that are shared out)",
         source=_DDP,
+        change=("thawed", "seen"),
     ),
     "last_micro_batch_not_synchronised": _compared(
         change=("no_sync", "seen"),
@@ -242,6 +243,7 @@ CAUSES = {
             }
         },
         source=_NOTES,
+        change=("loaded", "optimizer", "seen"),
     ),
     "same_rows_on_every_rank": Cause(
         proof="all ranks compute the same losses and the same gradients, bit for bit, from the loop's own batches",
@@ -292,6 +294,7 @@ CAUSES = {
         repair="seed what is drawn differently on each rank, after the model is built: torch.manual_seed(seed + rank)",
         settle="suppress it where all ranks are to draw the same (a choice that must be common)",
         source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
+        change=("seed", "seen"),
     ),
     "batch_norm_per_rank": _ran(
         proof="batch norms normalise by the rows of their own rank, and their running statistics part",
@@ -301,6 +304,7 @@ CAUSES = {
         "without batch statistics",
         settle="suppress it where each rank has rows enough for statistics of its own",
         source="https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html",
+        change=("module", "seen"),
     ),
     "unused_parameters": _ran(
         proof="parameters get no gradient in a backward pass, and DistributedDataParallel waits for them",
@@ -312,6 +316,7 @@ CAUSES = {
         do_not="add 0 * sum(p.sum() for p in model.parameters()) to the loss: a parameter that is not finite makes "
         "all of it NaN",
         source=_DDP,
+        change=("wrapper", "seen"),
     ),
     "one_rank_waits": _ran(
         proof="a rank waits in a collective that another rank never enters",

@@ -33,6 +33,8 @@ from pytest_trainloop.core.finding import UserError
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.batches.own_data import makes_own_data
 from pytest_trainloop.instruments.gradients.compare import first_backward
+from pytest_trainloop.instruments.tracing.definitions import argument
+from pytest_trainloop.instruments.tracing.statements import condition_on_rank
 from pytest_trainloop.recording.events import Backward, SchedulerStep, Step
 from pytest_trainloop.recording.plain_names import plain
 from pytest_trainloop.runs.batch_stream import first_batches
@@ -265,7 +267,17 @@ def of_hang(hang: Hang, variant: str = "", **more: Any) -> Finding:
         "line": str(hang.line),
         "step": hang.collective.steps,
     }
+    if variant != "bare":
+        facts["change"] = _tensor_at(hang) or condition_on_rank(str(hang.line)) or str(hang.line)
     return found("one_rank_waits", hang.line, (hang.collective.kind,), variant, **facts)
+
+
+def _tensor_at(hang: Hang) -> str:
+    """The statement that made what a rank gives to a collective, where another rank waits in that call with a tensor of
+    another shape."""
+    if not any(other.how == "waited" and other.last and other.last.place == hang.line for other in hang.others):
+        return ""
+    return argument(str(hang.line), hang.collective.kind, "tensor", 1)
 
 
 def _said(what: Raised) -> str:

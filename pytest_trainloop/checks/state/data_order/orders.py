@@ -36,7 +36,7 @@ from pytest_trainloop.instruments.tracing.definitions import index
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
-from pytest_trainloop.instruments.tracing.statements import loop_of, only_call
+from pytest_trainloop.instruments.tracing.statements import loop_of, only_call, only_call_in
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.recording.torch_names import LOSSES, SIGN_LOSSES
@@ -113,7 +113,8 @@ def of_epochs(stream: Stream) -> Iterator[Finding]:
     if source.kind == "list":
         pass
     elif _begins_again(stream):
-        yield found("one_batch_only", source, (source.name,), "begun again", batches=len(batches))
+        change = only_call_in(line_of(stream.streams.loop.fit), "iter")
+        yield found("one_batch_only", source, (source.name,), "begun again", batches=len(batches), change=change)
     elif source.trains and _one_batch(batches, name) and not (stream.is_loader and length(source.of) == 1):
         # a loader of one batch an epoch gives all its data (odd: full_batch)
         change = _index_of(stream)
@@ -164,7 +165,7 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
     kept = next((p for p in reading.passes if p.given_again and not p.ascending and p.rows >= LEAST_ROWS), None)
     if kept is not None:
         facts: dict[str, Any] = {"rows": kept.rows, "drawn": kept.draws[-1][0], "trained": False}
-        facts["change"] = only_call(str(kept.place), "cycle")
+        facts["change"] = only_call(str(kept.place), "cycle") or str(kept.place)
         yield found("shuffled_alike", kept, ("cycle()",), "cycle", **facts)
         return
     own = stream.is_loader and source.begin_epoch is None

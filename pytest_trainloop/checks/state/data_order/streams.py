@@ -30,10 +30,12 @@ from pytest_trainloop.checks.state.data_order.reading import (
     read,
     rows_of,
 )
+from pytest_trainloop.checks.state.two_runs import line_of
 from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide, UserCodeError
 from pytest_trainloop.core.whose import present, project_may_raise, reraise_raised
 from pytest_trainloop.instruments.batches.padding import padding_ids
+from pytest_trainloop.instruments.tracing.statements import loop_of
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import writes_in_place
@@ -396,7 +398,9 @@ def last_rows_never_drawn(stream: Stream) -> Iterator[Finding]:
         shuffled = any(epoch != epochs[0] for epoch in epochs)
         facts = {"missing": missing, "rows": rows, "drawn": len(drawn), "size": size, "epochs": EPOCHS}
         names, level = (stream.source.name,), "advice"
-        yield found("rows_never_drawn", stream.source, names, "the last ones", level=level, shuffled=shuffled, **facts)
+        order = line_of(getattr(type(loader.sampler), "__iter__", None))
+        facts |= {"level": level, "shuffled": shuffled, "change": loop_of(order)}
+        yield found("rows_never_drawn", stream.source, names, "the last ones", **facts)
 
 
 def _length(value: Any) -> int:

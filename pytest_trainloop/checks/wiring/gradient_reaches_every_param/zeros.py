@@ -24,6 +24,8 @@ from pytest_trainloop.instruments.gradients.dependence import (
     until_stepped,
 )
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
+from pytest_trainloop.instruments.tracing.definitions import index
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.torch_internals import has_gradient_hooks
 from pytest_trainloop.recording.torch_names import CLAMPS
 from pytest_trainloop.runs.weight_origins import pretrained
@@ -70,6 +72,10 @@ def zero_gradients(evidence: Evidence, zero: Sequence[Parameter]) -> Iterator[Fi
             form, facts["level"] = "bound", "advice" if learned else "fault"
         elif constant and ("softmax" in op or "norm" in op):
             form = "softmax" if "softmax" in op else "norm"
+        if form == "bound":
+            facts["change"] = evidence.shared(MadeAt.of).attribute(names[0]) or str(cut.candidate.place)
+        elif constant and form == "passed through":
+            facts["change"] = evidence.shared(MadeAt.of).drawn_outside(names) or str(cut.candidate.place)
         yield found("dead_activation" if constant else "gradient_vanished", cut.candidate, names, form, **facts)
         left = {n: size for n, size in left.items() if n not in cut.reached}
 
@@ -93,7 +99,8 @@ def _unexplained(evidence: Evidence, names: list[str]) -> Iterator[Finding]:
             yield found("gradient_vanished", "", depending, "flat", several=several, level="advice")
     elif evidence.repeatable and (call := leaves_out(evidence, names)) is not None:
         declared, passes = declared_to_train(evidence), len(evidence.run().autograd_passes())
-        facts = {"call": call.named, "passes": passes, "change": str(call.place), "declared": declared}
+        facts = {"call": call.named, "passes": passes, "declared": declared}
+        facts["change"] = (call.name == "__getitem__" and index(str(call.place))) or str(call.place)
         facts["level"] = "fault" if declared else "advice"
         yield found("parameter_unused", call.place, names, "left out", **facts)
 
