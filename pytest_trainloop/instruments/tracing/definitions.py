@@ -167,6 +167,8 @@ def source_of_draws(line: str) -> str:
     found = statement_at(line)
     for node in nodes_within(found[1]) if found is not None else ():
         owner = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        if isinstance(node, ast.Call) and (given := argument_of(node, "generator", -1)) is not None:
+            owner = given
         drawn = f"{getattr(owner, 'id', '')}.{called_name(node)}" if isinstance(node, ast.Call) else ""
         if found is not None and re.search(r"rng|gen|rand|draw|normal|uniform|choice|shuffle|uuid|time", drawn):
             before = assignment_of(found[0], owner) if isinstance(owner, ast.Name) else None

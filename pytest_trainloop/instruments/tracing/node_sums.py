@@ -71,7 +71,7 @@ def stopped_below(node: Node) -> Iterator[tuple[str, bool, frozenset[int]]]:
     parameters below it."""
     for n in below(node, through=lambda n: n.history):
         if not n.history and (parameters := parameters_below(n)):
-            yield str(n.place or ""), n.op == "detach", parameters
+            yield str(n.place or next(ended_below(n), "")), n.op == "detach", parameters
 
 
 def ended_below(node: Node) -> Iterator[str]:

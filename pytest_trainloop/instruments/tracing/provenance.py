@@ -138,8 +138,8 @@ class Lineage:
             node.replay = _as_it_is
         elif name in VIEWS or name in INDEXING:
             node.replay = _replay(func, args, kwargs, number)
-        elif name == "detach":
-            node.place = here()[0]
+        elif name == "detach" or (node.floating and not node.history and any(p.history for p in parents)):
+            node.place = here()[0]  # where the history ends
         elif not node.floating and result.dim() == 1 and not node.moves:
             node.place = here()[0]  # lengths, and what else is counted of each row
         return node

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.instruments.tracing.syntax import Source
     from pytest_trainloop.recording.events import Site
 
+_RANK = r"(id|attr)='(\w*rank|is_(main|master|world)\w*)'"
 _WEIGHTS = ("p", "param", "parameter", "data")
 _WRITES = ("add_", "sub_", "addcdiv_", "copy_", "lerp_")
 
@@ -124,10 +125,14 @@ def only_return(line: str) -> str:
 
 
 def only_call(line: str, name: str) -> str:
-    """The only call of a function in the file of a line."""
+    """The only call of a function in the innermost function around a line that calls it, or in the file."""
     found = statement_at(line)
-    calls = [] if found is None else found[0].calls(name)
-    return found[0].text(calls[0]) if found is not None and len(calls) == 1 else ""
+    for scope in found[0].above(found[1]) if found is not None else ():
+        if isinstance(scope, (*FUNCTIONS, ast.Module)) and found is not None:
+            calls = [n for n in ast.walk(scope) if isinstance(n, ast.Call) and called_name(n) == name]
+            if calls:
+                return found[0].text(calls[0]) if len(calls) == 1 else ""
+    return ""
 
 
 def only_call_in(function: str, name: str) -> str:
@@ -153,7 +158,7 @@ def condition_on_rank(line: str) -> str:
     found = statement_at(line)
     function = None if found is None else found[0].function(found[1])
     called = "" if function is None else only_call(line, function.name)
-    return condition_of(line, "rank") or (condition_of(called, "rank") if called else "")
+    return condition_of(line, _RANK) or (condition_of(called, _RANK) if called else "")
 
 
 def after(line: str) -> str:

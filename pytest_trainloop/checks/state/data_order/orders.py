@@ -32,7 +32,7 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.tracing.data_lines import DataLines
-from pytest_trainloop.instruments.tracing.definitions import index
+from pytest_trainloop.instruments.tracing.definitions import index, source_of_draws
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
 from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
@@ -182,7 +182,8 @@ def _shuffled(stream: Stream) -> Iterator[Finding]:
         drawn, sampler = epochs[0].draws[-1][0], next((one.sampler for one in reading.passes), "")
         facts = {"rows": epochs[0].rows, "epochs": len(epochs), "drawn": drawn, "sampler": sampler}
         order = type(getattr(source.of, "sampler", None)) if stream.is_loader else None
-        facts["change"] = loop_of(line_of(getattr(order, "__iter__", None)))
+        drawn_at = loop_of(line_of(getattr(order, "__iter__", None)))
+        facts["change"] = source_of_draws(drawn_at) or drawn_at
         yield found("shuffled_alike", source, (sampler or drawn,), stream=source.name, **facts)
     elif given and any(e.draws for e in epochs) and ReachableObjects.by_fit(stream.streams.loop).names & RESEEDING:
         yield from map(_same_order_each_epoch, _in_own_epochs(stream))
@@ -482,7 +483,7 @@ def _same_order_each_epoch(passes: Sequence[Pass]) -> Finding:
     first = passes[0]
     facts: dict[str, Any] = {"rows": first.rows, "drawn": first.draws[-1][0]}
     if len(passes) == 1:
-        facts["change"] = only_call(str(first.place), "cycle")
+        facts["change"] = only_call(str(first.place), "cycle") or str(first.place)
         return found("shuffled_alike", first, ("cycle()",), "cycle in fit", trained=True, **facts)
     facts |= {"epochs": len(passes), "sampler": first.sampler}
     if not first.set_epoch:
