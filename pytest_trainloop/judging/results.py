@@ -90,19 +90,19 @@ def _of_the_project(line: str) -> str:
 
 
 def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
-    """The first line that the cause asks for and that is known; of a loss function its only statement."""
-    if not cause.change and hasattr(evidence, "contract"):
-        from pytest_trainloop.instruments.tracing.statements import only_statement
-
-        criterion = evidence.contract.criterion
-        return only_statement(getattr(criterion, "forward", criterion), most=3)
+    """The first line that the cause asks for and that is known; else of a loss function its only statement."""
     from pytest_trainloop.instruments.tracing.made_at import line_of
 
     for part in cause.change:
         with contextlib.suppress(CannotDecide, UsageError, UserCodeError):  # of a loop that cannot be run
             if line := line_of(part, finding, evidence):
                 return line
-    return ""
+    if not hasattr(evidence, "contract"):
+        return ""
+    from pytest_trainloop.instruments.tracing.statements import only_statement
+
+    criterion = evidence.contract.criterion
+    return only_statement(getattr(criterion, "forward", criterion), most=3)
 
 
 def error_of(check: Check, error: UserError) -> Result:

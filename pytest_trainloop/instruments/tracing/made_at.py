@@ -260,6 +260,10 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.positions(seen)
         case "loss":
             return definitions.value(seen)
+        case "own backward":
+            return statements.backward_of(evidence.contract.criterion)  # type: ignore[attr-defined]
+        case "call of helper":
+            return statements.call_next_to_step(seen)
         case "condition":
             return statements.condition_of(seen)
         case "wrapper":

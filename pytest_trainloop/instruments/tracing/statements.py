@@ -309,6 +309,38 @@ def _applies(statement: ast.AST) -> bool:
     return any(isinstance(n, ast.Call) and called_name(n) == "apply" for n in ast.walk(statement))
 
 
+def backward_of(criterion: Any) -> str:
+    """What the ``backward`` of the only ``torch.autograd.Function`` that a loss function applies returns."""
+    code = code_of(getattr(criterion, "forward", criterion))
+    found = statement_at(str(place_of(code.co_filename, first_line(code)))) if code is not None else None
+    if found is None:
+        return ""
+    source, function = found
+    applied = [n.func.value for n in ast.walk(function) if isinstance(n, ast.Call) and called_name(n) == "apply"
+               and isinstance(n.func, ast.Attribute)]  # fmt: skip
+    names = {getattr(n, "id", "") for n in applied}
+    classes = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name in names]
+    methods = [n for c in classes for n in c.body if isinstance(n, FUNCTIONS) and n.name == "backward"]
+    returns = [n for m in methods for n in ast.walk(m) if isinstance(n, ast.Return)]
+    return source.text(returns[0]) if len(returns) == 1 else ""
+
+
+def call_next_to_step(line: str) -> str:
+    """The only call of the function that a line lies in, where the function that makes it steps an optimizer and that
+    of the line does not."""
+    found = statement_at(line)
+    function = None if found is None else found[0].function(found[1])
+    if found is None or function is None or _steps(function):
+        return ""
+    calls = [call for call in found[0].calls(function.name) if found[0].function(call) is not function]
+    within = found[0].function(calls[0]) if len(calls) == 1 else None
+    return found[0].text(found[0].statement(calls[0].lineno)) if within is not None and _steps(within) else ""
+
+
+def _steps(function: ast.AST) -> bool:
+    return any(isinstance(n, ast.Call) and called_name(n) == "step" for n in ast.walk(function))
+
+
 def loop_of(line: str) -> str:
     """The first loop or ``yield`` of the function that begins at a line, else what it returns."""
     found = statement_at(line)

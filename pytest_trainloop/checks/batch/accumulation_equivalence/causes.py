@@ -179,6 +179,7 @@ CAUSES = {
         shown_by="with it moved once for each step only, " + _AGREE,
         repair="update the average right after optimizer.step(), not with every micro-batch",
         source="https://github.com/SWivid/F5-TTS/issues/631",
+        change=("call of helper", "seen"),
     ),
     "statistic_inside_window": _inside(
         proof="with the statistic updated once for each step, windows and one batch agree",

@@ -67,6 +67,7 @@ CAUSES = {
     "gradient_at_ignored": Cause(
         proof="a gradient reaches ignored positions, whose outputs do not change the value",
         repair="let backward() give 0 there",
+        change=("own backward",),
     ),
     "counted_in_mean": Cause(
         proof="the values with and without the ignored targets are in the exact ratio of the two counts",

@@ -80,14 +80,17 @@ CAUSES = {
     "wrong_backward": Cause(
         proof="a custom backward pass takes part, and its gradient is not the slope of the value",
         repair="correct backward(), and test it with torch.autograd.gradcheck in float64",
+        change=("own backward",),
     ),
     "grad_output_ignored": Cause(
         proof="the gradient of twice the loss is the gradient of the loss, bit for bit",
         repair="multiply what backward() returns by grad_output: loss scaling and sums of losses need it",
+        change=("own backward",),
     ),
     "scaled_backward": Cause(
         proof="a custom backward pass gives a fixed multiple of the slope, along every direction",
         repair="if the factor is not intended, correct backward(); if it is, skip it with that reason",
+        change=("own backward",),
     ),
     "part_detached": Cause(
         proof="the gradient is not that of the whole value, and no custom backward pass takes part",

@@ -92,6 +92,7 @@ CAUSES = {
         measured="{updates:.2g} updates a step over {steps:step}, with a backward pass between two of them",
         repair="move this line behind optimizer.step()",
         source="https://github.com/SWivid/F5-TTS/issues/631",
+        change=("call of helper", "seen"),
     ),
     "statistics_left_behind": _seen(
         proof="in evaluation mode it uses, bit for bit, the statistics that the network it follows began with",

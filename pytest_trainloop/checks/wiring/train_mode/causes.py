@@ -53,7 +53,7 @@ CAUSES = {
             }
         },
         explains=("overfit_one_batch",),
-        change=("seen",),
+        change=("without gradients", "seen"),
         settle="evaluate= has the project's evaluation judged, as a promise",
         source="https://github.com/ipolharvard/ethos-ares/issues/20",
     ),
