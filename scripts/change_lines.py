@@ -279,6 +279,9 @@ class Edit:
             self._add(within.file, range(statement.lineno, max(header, statement.lineno) + 1))
             if isinstance(statement, ast.If):
                 self._add(within.file, range(statement.lineno, statement.end_lineno + 1))
+                for text, places in _neighbours(within.function(statement) or within.tree).items():
+                    if text in [ast.unparse(n) for n in statement.body]:  # it is moved there
+                        self._add(within.file, (one.lineno for one, *_ in places))
                 self._around(within, statement)
         elif not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             self._add(within.file, range(statement.lineno, statement.end_lineno + 1))
@@ -296,6 +299,11 @@ class Edit:
         value = use
         while isinstance(parent, ast.IfExp):  # one of the two that a condition chooses
             value, parent = parent, within.parents.get(parent)
+        while isinstance(parent, ast.Call) and value in parent.args and isinstance(parent.func, ast.Attribute):
+            outer = within.parents.get(parent)  # what a library makes of it is another value as well
+            if not isinstance(outer, (ast.Call, ast.keyword)):
+                break
+            value, parent = parent, outer
         keyword = parent if isinstance(parent, ast.keyword) else None
         call = within.parents.get(keyword) if keyword else parent
         if isinstance(call, ast.Call) and call.func is not use:

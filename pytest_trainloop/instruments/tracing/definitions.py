@@ -24,6 +24,7 @@ from pytest_trainloop.instruments.tracing.syntax import (
     nodes_within,
     parameters_of,
     statement_at,
+    targets_of,
 )
 
 if TYPE_CHECKING:
@@ -213,11 +214,23 @@ def copied(line: str) -> str:
 
 
 def network(line: str, name: str) -> str:
-    """The statement that made the network of this name, which the statement at a line calls."""
+    """The statement that made the network of this name, which the statement at a line calls; where it calls it by
+    another name, the only one of the file that assigns this name."""
     last = name.rpartition(".")[2]
     for source, call in calls_at(line, last) if last else ():
         return maker_of(source, call.func)
-    return ""
+    found = statement_at(line)
+    nodes = [n for n in ast.walk(found[0].tree) if isinstance(n, ast.Assign)] if found is not None and last else []
+    named = [n for n in nodes if last in targets_of(n)]
+    return found[0].text(named[0]) if found is not None and len(named) == 1 else ""
+
+
+def reading(line: str, key: str) -> str:
+    """The only statement of a file that reads this key of the batch."""
+    found = statement_at(line)
+    nodes = [n for n in ast.walk(found[0].tree) if isinstance(n, ast.Subscript)] if found is not None else []
+    reads = {n.lineno for n in nodes if isinstance(n.ctx, ast.Load) and getattr(n.slice, "value", None) == key}
+    return found[0].text(found[0].statement(reads.pop())) if found is not None and len(reads) == 1 else ""
 
 
 def given(line: str) -> str:

@@ -404,5 +404,6 @@ def under_another_mask(made: Compared) -> Iterator[Finding]:
         facts = {"group": group.mask.name, "other": name, "known": group.mask.reason, "undeclared": not sure}
         facts |= {"difference": differs.agreement.difference, "level": "fault" if sure else "advice"}
         culprits = (first.op if first else "loss.backward()",)
+        facts["change"] = definitions.reading(str(first.place), name) if first else ""
         yield found("mask_of_another", first.place if first else "", culprits, "named", **facts)
         return

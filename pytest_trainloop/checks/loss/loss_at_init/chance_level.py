@@ -132,7 +132,7 @@ class InitialRuns:
         def of_unit_size(given: Any) -> Any:
             if not isinstance(given, torch.Tensor) or not given.is_floating_point() or given.requires_grad:
                 return given
-            sizes.append(_size(given))
+            sizes.append(size_of(given))
             return given / sizes[-1] if sizes[-1] > LARGE else given
 
         @contextlib.contextmanager
@@ -151,7 +151,7 @@ class InitialRuns:
         return found.recorded, max(sizes)
 
 
-def _size(tensor: torch.Tensor) -> float:
+def size_of(tensor: torch.Tensor) -> float:
     return float(tensor.detach().double().square().mean().sqrt())
 
 
@@ -192,7 +192,7 @@ def _initial_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any, o
     losses = [float(func(g, target, *args[2:], **rest).detach().double().mean()) for g in guess(answer, target)]
     below, entropy = _below_entropy(answer, target, args[2:], rest) if name == "cross_entropy" else (0.0, math.nan)
     found = replace(found, degree=OF_TORCH[name].degree, below=below, entropy=entropy)
-    return replace(found, chance=max(losses), outputs=_size(answer))
+    return replace(found, chance=max(losses), outputs=size_of(answer))
 
 
 def _of_library(entry: Entry, module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor) -> InitialLoss:
@@ -204,7 +204,7 @@ def _of_library(entry: Entry, module: nn.Module, args: Any, kwargs: Any, out: to
         return found
     guesses = _BY_CHANCE[entry.chance](answer, target)
     losses = [float(module.forward(g, *rest, **kwargs).detach().double().mean()) for g in guesses]
-    return replace(found, chance=max(losses), outputs=_size(answer))
+    return replace(found, chance=max(losses), outputs=size_of(answer))
 
 
 def _below_entropy(answer: torch.Tensor, target: torch.Tensor, args: Any, kwargs: Any) -> tuple[float, float]:

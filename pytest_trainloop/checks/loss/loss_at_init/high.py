@@ -18,10 +18,13 @@ import torch
 from torch import nn
 
 from pytest_trainloop.checks.loss.loss_at_init.causes import found
-from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLoss, InitialLosses, InitialRuns
+from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLoss, InitialLosses, InitialRuns, size_of
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay
 from pytest_trainloop.instruments.tracing.loss_tape import LossTape
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.weight_origins import pretrained
 
 if TYPE_CHECKING:
@@ -79,6 +82,9 @@ def _judged(evidence: Evidence, loss: InitialLoss, halved: InitialLoss) -> Findi
     # without floating inputs their size is 0, and a run with other random numbers may begin lower
     if size > 1 and with_unit_inputs is not None and with_unit_inputs.times <= ADVICE:
         facts: dict[str, Any] = {"size": size, "unit": with_unit_inputs.value, "level": "advice"}
+        given = nested.paths(first_batch(evidence.fresh_loop()))
+        large = [nested.shown(path) for path, t in given if t.is_floating_point() and size_of(t) == size]
+        facts["change"] = evidence.shared(DataLines.of).at(large)
         return _found("inputs_too_large", loss, **facts)
     tables = _same_call(runs.losses(0.5, "embeddings"), loss)
     by_weights = loss.times > FAULT and loss.outputs > UNIT and halved.outputs <= REMAINS * loss.outputs
