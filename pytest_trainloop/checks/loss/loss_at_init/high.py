@@ -24,7 +24,6 @@ from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.instruments.tracing.loss_slice import CannotReplay
 from pytest_trainloop.instruments.tracing.loss_tape import LossTape
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
-from pytest_trainloop.runs.batch_stream import first_batch
 from pytest_trainloop.runs.weight_origins import pretrained
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def _judged(evidence: Evidence, loss: InitialLoss, halved: InitialLoss) -> Findi
     # without floating inputs their size is 0, and a run with other random numbers may begin lower
     if size > 1 and with_unit_inputs is not None and with_unit_inputs.times <= ADVICE:
         facts: dict[str, Any] = {"size": size, "unit": with_unit_inputs.value, "level": "advice"}
-        given = nested.paths(first_batch(evidence.fresh_loop()))
+        given = nested.paths(evidence.fresh_loop().batch)
         large = [nested.shown(path) for path, t in given if t.is_floating_point() and size_of(t) == size]
         facts["change"] = evidence.shared(DataLines.of).at(large)
         return _found("inputs_too_large", loss, **facts)

@@ -97,7 +97,7 @@ CAUSES = {
                     "the gradient of what is backpropagated with respect to all {counted} differences that have one, "
                     "above and below the target; nothing else trains these outputs"
                 ),
-                "repair": "between this line and backward() the sign is turned: leave that minus out",
+                "repair": "on the way to backward() the sign is turned: leave that minus out",
             },
         },
         change=("use of the score", "seen"),
