@@ -283,6 +283,9 @@ class Edit:
                     if text in [ast.unparse(n) for n in statement.body]:  # it is moved there
                         self._add(within.file, (one.lineno for one, *_ in places))
                 self._around(within, statement)
+                block = next((b for b in _blocks(within.parents[statement]) if statement in b), [])
+                if isinstance(statement.body[-1], ast.Return):  # only one of the twins runs what is behind it
+                    self._add(within.file, (n.lineno for n in block[block.index(statement) + 1 :]))
         elif not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             self._add(within.file, range(statement.lineno, statement.end_lineno + 1))
         for choice in (n for n in ast.walk(statement) if isinstance(n, ast.IfExp) and use in ast.walk(n.test)):

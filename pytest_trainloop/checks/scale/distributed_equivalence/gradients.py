@@ -24,7 +24,7 @@ from pytest_trainloop.instruments.batches.own_data import require_given_data
 from pytest_trainloop.instruments.compositions.step_gradients import StepGradients
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.scale.distributed_equivalence.comparison import Layout, Weights
     from pytest_trainloop.checks.scale.distributed_equivalence.rank_runs import RankResult
@@ -115,7 +115,7 @@ class _Judge:
             times = abs(ratios[0] / self._world - 1) < CLOSE and made.same_losses(factor=self._world)
             return self._in_one_direction(ratios[0], losses=times)
         if made.window == 1 and self._gathers() and made.same_losses():
-            return self._found("gathered_without_gradient", outside=outside)
+            return self._found("gathered_without_gradient", outside=outside, change=self._line_of("gather"))
         raise CannotDecide(
             f"rows of different ranks interact: {outside:.1e} of what the ranks read is no weighted sum of the "
             "gradients of their shares, so that it need not equal that of one process"
@@ -185,7 +185,8 @@ class _Judge:
         if not exact:
             return self._in_one_direction(factor)
         cause = "summed_over_ranks" if power > 0 else "divided_twice"
-        return self._found(cause, names, factor=factor, times=self._world ** abs(round(power)))
+        change = "" if self._own[0].wrappers or power < 0 else self._line_of("reduce")
+        return self._found(cause, names, factor=factor, times=self._world ** abs(round(power)), change=change)
 
     def _in_one_direction(self, factor: float, *, losses: bool = False) -> Finding:
         """The gradient of one process times a number that the learning rate may be set for: a fault where the loss is
@@ -233,8 +234,17 @@ class _Judge:
 
     def _gathers(self) -> bool:
         """Whether ranks give each other values in the forward pass of the first step."""
+        return any(self._called("gather"))
+
+    def _line_of(self, kind: str) -> str:
+        """The only line that calls such a collective by its name; DistributedDataParallel gathers where it is built."""
+        lines = {line for line in self._called(kind) if kind in line}
+        return lines.pop() if len(lines) == 1 else ""
+
+    def _called(self, kind: str) -> Iterator[str]:
+        """The lines of these collectives before the first step, but for those in a backward pass."""
         calls = self._made.launched[0].collectives
-        return any(c.kind == "all_gather" and not c.in_backward and not c.steps for c in calls)
+        return (str(c.place) for c in calls if c.kind == f"all_{kind}" and not c.in_backward and not c.steps)
 
     def _exchanged_often(self) -> Finding | None:
         """Whether the gradients are exchanged with every micro-batch."""
