@@ -94,6 +94,7 @@ CAUSES = {
         repair="ask the model that is not compiled for its type and its attributes (keep it, or compiled._orig_mod); "
         f"or {_IN_PLACE}",
         source=_COMPILE,
+        change=(),
     ),
     "other_computation": _differs(
         proof="with the knob on, the loop trains differently also with torch.compile disabled; or fit raises then too",
@@ -109,6 +110,7 @@ CAUSES = {
             },
         },
         source=_TROUBLESHOOTING,
+        change=(),
     ),
     "stale_value": _computes(
         proof="compiled again for each step, the loop trains as the eager one does",

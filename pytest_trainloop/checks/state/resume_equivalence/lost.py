@@ -289,8 +289,10 @@ def loss_finding(
     elif cause == "weights_overwritten" or in_load:
         overwritten = cause == "weights_overwritten" and call is not None and statements.after(call.where)
         change = overwritten or (call.where if call is not None else "")
-    else:
+    elif cause != "optimizer_state_swapped":  # load is right: the order that the optimizer was given is not
         change = line_to_change(a, b, leaf, held=bool(entry))
+    else:
+        change = ""
     return found(cause, where, names, variant, **({"change": change} | facts))
 
 
