@@ -84,6 +84,7 @@ Part = Literal[
     "seed",
     "own backward",
     "call of helper",
+    "parts",
 ]
 """What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
@@ -102,7 +103,8 @@ of ``no_sync()`` around the line; what made the value that the line subtracts, a
 of the loss of the finding's name; the last line that set the attribute of a module; what
 made the optimizer that the line steps, in the same function; the condition that the line is under; the only line of the
 file that wraps a model in DistributedDataParallel, or that seeds torch; what the ``backward`` of an autograd function
-of the project's returns; the call of the line's function in the one that steps an optimizer."""
+of the project's returns; the call of the line's function in the one that steps an optimizer; what the loop's ``parts``
+returns."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

@@ -284,6 +284,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return definitions.network(seen, next(iter(names), ""))
         case "given":
             return definitions.given(seen)
+        case "parts":
+            return statements.only_statement(evidence.fresh_loop().parts, most=20)
         case "end of evaluation":
             return statements.end_of(evidence.fresh_loop().evaluate, seen)
         case "end of saving":

@@ -88,6 +88,7 @@ CAUSES = {
             },
         },
         source="https://github.com/pyg-team/pytorch_geometric/issues/1107",
+        change=("data", "seen"),
     ),
     "softmax_over_graphs": _in_the_model(
         proof="with the softmax over the nodes of one graph alone nothing of other graphs comes into its outputs",

@@ -146,6 +146,7 @@ CAUSES = {
         shown_by="in float64 both loops make the same steps",
         repair=f"use the dtype of the baseline; or {ACCEPT}",
         source="https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html",
+        change=("seen",),
     ),
     "renamed": Cause(
         proof="the tensors begin with the same values",

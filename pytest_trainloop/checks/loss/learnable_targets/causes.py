@@ -92,6 +92,7 @@ CAUSES = {
         explains=("loss_at_init:below_chance",),
         settle="leave these columns out of the input",
         source="https://github.com/sktime/pytorch-forecasting/issues/182",
+        change=("data", "seen"),
     ),
     "target_written_by_loss": _seen(
         proof="a loss function writes into the batch, and with the batch put back afterwards the loss differs",

@@ -116,6 +116,7 @@ CAUSES = {
             },
         },
         source="https://github.com/NVIDIA-Merlin/models/issues/495",
+        change=("parts",),
     ),
 }
 
