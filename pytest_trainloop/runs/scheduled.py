@@ -353,8 +353,9 @@ def _leaps(scheduler: Any) -> bool:
 
 
 def rates_of(optimizer: Any) -> Rates:
-    """The rate of each group; NaN for a complex number, as (1 - step / total) ** 0.9 gives beyond the last step."""
-    rates = (group.get("lr", 0.0) for group in optimizer.param_groups)
+    """The rate of each group: 0 where it has none, as of Adafactor(lr=None); NaN for a complex number, as
+    (1 - step / total) ** 0.9 gives beyond the last step."""
+    rates = (0.0 if (rate := group.get("lr")) is None else rate for group in optimizer.param_groups)
     return tuple(math.nan if isinstance(rate, complex) else float(rate) for rate in rates)
 
 

@@ -145,6 +145,14 @@ CAUSES = {
         repair="optimizer.load_state_dict(state) restores lr and the other values of the groups; build schedulers "
         "before it, since a new scheduler writes its first lr into them",
         settle='renews=("optimizer",) if a new optimizer is intended',
+        variants={
+            "taken": {
+                "summary": "a resumed run takes the decayed learning rate of the checkpoint for the initial one: "
+                "{changed}",
+                "repair": "build the schedule before optimizer.load_state_dict(), or read the initial rate from the "
+                'configuration: the checkpoint puts the decayed one into group["lr"]',
+            },
+        },
         source="https://github.com/torch-points3d/torch-points3d/pull/630",
     ),
     "scaler_lost": _lost(

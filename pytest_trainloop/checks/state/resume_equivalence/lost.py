@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_trainloop.checks.state.resume_equivalence.causes import MOST_NAMES, found
-from pytest_trainloop.checks.state.resume_equivalence.statements import line_to_change, owner_of
+from pytest_trainloop.checks.state.resume_equivalence.statements import last_call, line_to_change, owner_of
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
 from pytest_trainloop.instruments.tracing import statements
@@ -222,6 +222,8 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
         return lose("optimizer_state_lost", variant, which=what.partition(".")[0])
     if kind in ("scheduler", "scaler", "group_value"):
         return lose({"scheduler": "scheduler_restarts", "scaler": "scaler_lost", "group_value": "rate_lost"}[kind])
+    if kind == "scalar" and all(map(b.is_decayed_rate, differences)):
+        return lose("rate_lost", "taken", change=last_call(b.statements, optimizer=True))
     if kind == "generator":
         return lose("own_generator", level="advice")
     # a window or a history fills again

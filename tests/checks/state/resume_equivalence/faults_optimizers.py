@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -209,6 +210,51 @@ pair(
     quick=True,
     faulty=warm_up(kept=False),
     fixed=warm_up(kept=True),
+)
+
+
+# A schedule that reads its initial rate where the checkpoint has put the decayed one.
+
+
+def decay(schedule_first):
+    def make():
+        model = mlp(6, 16, 3)
+        run = {"optimizer": torch.optim.AdamW(model.parameters(), lr=4e-3)}
+
+        def schedule():
+            initial = run["optimizer"].param_groups[0]["lr"]
+            factor = functools.partial(lambda step, initial: (1e-3 + (initial - 1e-3) * 0.9**step) / 4e-3, initial=initial)
+            return torch.optim.lr_scheduler.LambdaLR(run["optimizer"], factor)
+
+        run["scheduler"] = schedule()
+
+        def load(state):
+            model.load_state_dict(state["model"])
+            if not schedule_first:
+                run["optimizer"].load_state_dict(state["optimizer"])
+                run["scheduler"] = schedule()
+            run["optimizer"].load_state_dict(state["optimizer"])
+            run["scheduler"].load_state_dict(state["scheduler"])
+
+        return TrainLoop(
+            model=model,
+            optimizer=run["optimizer"],
+            batch=data.labelled(),
+            fit=lambda batches: classifier(model, run["optimizer"], run["scheduler"].step)(batches),
+            save=lambda: {"model": model.state_dict(), **{name: part.state_dict() for name, part in run.items()}},
+            load=load,
+        )
+
+    return make
+
+
+pair(
+    "decayed_rate_for_the_initial_one",
+    "resume_equivalence",
+    "rate_lost",
+    mentions=("decayed",),
+    faulty=decay(schedule_first=False),
+    fixed=decay(schedule_first=True),
 )
 
 

@@ -82,6 +82,34 @@ def resumed_with_the_rate_of_its_step():
     return FromStep(model, adam(model)).declared()
 
 
+class FromAttribute(Trainer):
+    """Writes its own rate into the groups whenever fit begins, and reads it from the checkpoint."""
+
+    def __init__(self, model, optimizer):
+        super().__init__(model, optimizer)
+        self.lr = 3e-3
+
+    def fit(self, batches):
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        super().fit(batches)
+
+    def loss(self, batch):
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.99
+        return super().loss(batch)
+
+    def load(self, state):
+        super().load(state)
+        self.lr = self.optimizer.param_groups[0]["lr"]
+
+
+@odd(notes="load reads the rate to go on with, which each call of fit begins with")
+def resumed_with_the_rate_that_fit_begins_with():
+    model = mlp(6, 16, 3)
+    return FromAttribute(model, adam(model)).declared()
+
+
 class Rebuilt(Trainer):
     """Makes a new optimizer and a new schedule in load, and steps the schedule to where it was."""
 
