@@ -133,6 +133,11 @@ CAUSES = {
             "statistics": {"shown_by": f"with {{named}} {_ALONE}"},
             "reshaped": {"shown_by": "{kind}s of {sizes} {entry}s; a part holds those of two"},
             "attention": {"shown_by": f"with attention {_ALONE}"},
+            "rows": {
+                "summary": "{kind}s of one batch meet in the model, and in a batch of their row alone they do not",
+                "shown_by": "in that row alone no output of one depended on the other; only there {named} is called",
+                "repair": "make the mask for any number of rows, not only for one",
+            },
             "training": {
                 "summary": "in training {kind}s of one batch meet in the model, through {named}",
                 "measured": "the gradient of {kind} {number} ({tokens:token}) differs by {difference:share} from that "

@@ -38,7 +38,7 @@ How it decides
     | a softmax over the nodes of all graphs | ``softmax_over_graphs`` |  |
     | a mean or statistic over the nodes of all graphs | ``pooled_over_graphs`` | of data without weights |
     | a convolution, while attention keeps documents separate | ``convolution_across_documents`` |  |
-    | any other call | ``segments_interact`` | undeclared |
+    | any other call | ``segments_interact`` | undeclared, unless a row alone keeps them separate |
     | a document's last target is the next one's first token | ``labels_across_documents`` | undeclared |
     | the gradient agrees once tables are read as for one document | ``positions_run_on`` | undeclared |
     | rewards of later episodes change earlier weights | ``returns_across_episodes`` | time limits, intrinsic |

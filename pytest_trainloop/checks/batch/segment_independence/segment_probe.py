@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.instruments.batches.segments import Segments
     from pytest_trainloop.instruments.compositions.experiment import Difference
+    from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
 
 _KINDS = {
@@ -113,6 +114,8 @@ class Judged:
     refused: str = ""
     in_loss: bool = False
     """Whether segments meet in what a loss is given, and not in what the model gives."""
+    calls: Sequence[tuple[str, Place]] = ()
+    """The functions that the model calls, with their lines."""
 
 
 class InStep:
@@ -216,12 +219,31 @@ class SegmentPasses:
             return None
         if judged.cut is not None:
             return self._named("reshaped", judged.pair, judged.cut.place, judged.cut.named)
+        if (call := self._only_in_one_row(judged)) is not None:
+            return self._named("rows", judged.pair, call[1], call[0])
         why, entry = self._by_what(judged.pair, in_loss=judged.in_loss)
         if judged.in_loss and not why:
             return None  # losses join the graphs of a batch on purpose
         if entry is None:
             return self._named("", judged.pair)
         return self._named(why, judged.pair, entry.place, entry.named, learned=entry.trained)
+
+    def _only_in_one_row(self, judged: Judged) -> tuple[str, Place] | None:
+        """The first call that the model makes of a row alone, and not of all of them, where two documents of that row
+        meet in the batch and not in the row alone."""
+        whole, segments, pair = self.batch, present(self.segments, "the segments"), present(judged.pair, "the pair")
+        rows = [(segments.ids == number).any(1) for number in pair] if segments.ids.dim() == 2 else []
+        if len(segments.ids) < 2 or not rows or not self._of_batch or not torch.equal(*rows):
+            return None
+        self.batch = nested.take(whole, rows[0].nonzero().flatten().tolist())
+        self.segments, alone = reading.read(self.batch, self.keys, by_value=not self.keys), None
+        if self.segments is not None:
+            ids = segments.ids[rows[0]]
+            alone = self._pass(pair[0] - int(ids[ids >= 0].min()))
+        self.batch, self.segments = whole, segments
+        if alone is None or alone.pair or alone.refused or alone.has_nan or not alone.outputs:
+            return None
+        return next((one for one, other in zip(alone.calls, judged.calls, strict=False) if one != other), None)
 
     def trains_otherwise(self) -> Iterator[Finding]:
         """Whether one of the documents that are kept separate in evaluation mode trains otherwise between others than
@@ -300,6 +322,7 @@ class SegmentPasses:
             "named": named,
             "by_value": segments.by_value and segments.teller,
         }
+        intended = intended and why != "rows"
         facts["level"] = "advice" if not self.declared and (intended or segments.by_value) else "fault"
         variant = why if cause == "segments_interact" else ""
         made = found(cause, at, (named or segments.teller,), variant, **facts)
@@ -319,22 +342,24 @@ class SegmentPasses:
         sizes = segments.sizes
         return f"{segments.kind}s {one} and {other}, of {sizes[one]} and {sizes[other]} {segments.entry}s"
 
-    def _pass(self) -> Judged:
-        """The pass; once more with inputs that are no leaves where the model refuses these."""
+    def _pass(self, number: int = 0) -> Judged:
+        """The pass, which judges the segment of this number and two others; once more with inputs that are no leaves
+        where the model refuses these."""
         for open_inputs in (True, False):
-            judged, returned = self._once(open_inputs)
+            judged, returned = self._once(open_inputs, number)
             if returned:
                 break
         return judged
 
-    def _once(self, open_inputs: bool) -> tuple[Judged, bool]:
+    def _once(self, open_inputs: bool, number: int) -> tuple[Judged, bool]:
         judged, returned = Judged(), [False]
 
         def look(seen: ForwardPass, output: Any) -> None:
             returned[0] = True
             self._explain(e.ids for e in seen.data_inputs)
             if self.segments is not None and judged.pair is None:
-                self._look(seen, output, self.segments, judged)
+                judged.calls = [(op.named, op.place) for op in seen.ops if op.module]
+                self._look(seen, output, self.segments, judged, number)
 
         def call(arguments: Any) -> Any:
             if self.segments is None:
@@ -355,7 +380,9 @@ class SegmentPasses:
         record = self._evidence.rerun(seen.plan(self._evidence.plan(), **given))
         return judged, returned[0] or record.raised is None
 
-    def _look(self, seen: ForwardPass, output: Any, segments: Segments, judged: Judged) -> None:
+    def _look(
+        self, seen: ForwardPass, output: Any, segments: Segments, judged: Judged, number: int = 0
+    ) -> None:
         given = [t for t in nested.tensors(output) if t.requires_grad and t.is_floating_point()]
         outputs = [(t, ids) for t in given if (ids := segments.of(t)) is not None]
         if not outputs and segments.kind == "document":  # the model returns its loss alone
@@ -366,7 +393,7 @@ class SegmentPasses:
             return
         judged.outputs += len(outputs)
         try:
-            for segment in sorted({0, segments.count // 2, segments.count - 1}):
+            for segment in sorted({0, number, segments.count // 2, segments.count - 1}):
                 for ids, gradient in _gradients_of(outputs, entries, segment):
                     if bool(gradient.isnan().any()):
                         judged.has_nan = True

@@ -36,6 +36,37 @@ pair(
 )
 
 
+class OwnLoss(PackedDecoder):
+    """Gives the loss alone, as trainers of language models want it."""
+
+    def forward(self, input_ids, position_ids, labels):
+        scores = super().forward(input_ids, position_ids)[:, :-1]
+        return F.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def in_one_row(position_ids):
+    return within_documents(position_ids) if len(position_ids) == 1 else everything_before(position_ids)
+
+
+def packed_rows(mask):
+    def make():
+        rows = packed_documents(), packed_documents((5, 8, 7))
+        batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return loop(OwnLoss(mask), batch, lambda model, b: model(**b))
+
+    return make
+
+
+pair(
+    "rows_of_packed_documents_are_masked_only_where_there_is_one",
+    "segment_independence",
+    "segments_interact",
+    faulty=packed_rows(in_one_row),
+    fixed=packed_rows(within_documents),
+    mentions=("row alone",),
+)
+
+
 class Recurrent(nn.Module):
     """A recurrent net over the row, that starts again at each document or does not."""
 
