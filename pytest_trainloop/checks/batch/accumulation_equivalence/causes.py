@@ -219,6 +219,16 @@ CAUSES = {
         settle="with a knob accumulate it is a fault: micro-batches weigh the terms otherwise than one batch",
         source="https://github.com/GlassyWing/nvae/issues/3",
     ),
+    "divided_by_rows_again": Cause(
+        proof="with every row twice the whole gradient is half as large, where that of a mean stays: of two rows, and "
+        "of each of them",
+        summary="the loss is a mean over the rows, divided by their number once more",
+        measured="for {twice} the gradient is half of that for {once}, float64",
+        shown_by="checked exactly on the gradients of two rows: each alone, both together, all of them twice",
+        repair="leave out the division, or divide the penalty on weights alone",
+        change=("seen",),
+        source="https://github.com/pyg-team/pytorch_geometric/pull/7384",
+    ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
         summary="the last {left} of {items} micro-batches are never stepped: the window stays open",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.accumulation_equivalence.windows import Split
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.instruments.compositions.step_gradients import StepGradient
+    from pytest_trainloop.instruments.tracing.terms import Scalar
     from pytest_trainloop.runs.evidence import Evidence
 
 OUTSIDE = 1e-9
@@ -369,7 +370,8 @@ def of_declared_loss(evidence: Evidence) -> Iterator[Finding]:
 
 
 def mixed_terms(evidence: Evidence) -> Finding | None:
-    """Terms of the loss of which one is a sum over rows and another a mean: a fault where the loop accumulates.
+    """Terms of the loss of which one is a sum over rows and another a mean, or a mean over rows that is divided by
+    their number once more: a fault where the loop accumulates.
 
     With every row twice a mean stays and a sum doubles: what g(S, S) has more than g(S) is the gradient of the sums, s,
     and what is left of g(S) that of the means, m. It is so where two rows confirm it: of rows a and b the sums give
@@ -386,32 +388,57 @@ def mixed_terms(evidence: Evidence) -> Finding | None:
     try:
         gradients = evidence.shared(StepGradients.of)
         rows = gradients.cut.valid.order[-2:]
-        if len(rows) < 2 or not _grow_otherwise(gradients, rows):
+        changes = next((c for c in (_grow_otherwise, _all_shrink) if len(rows) > 1 and c(gradients, rows)), None)
+        if changes is None:
             return None
         other = gradients.along_other_axis(evidence)
-        if other is not None and not _grow_otherwise(other, other.cut.valid.order[-2:]):
+        if other is not None and not changes(other, other.cut.valid.order[-2:]):
             return None  # a sum over time, if time comes first
-        once, twice = Composition(rows[:1]), Composition(rows[:1] * 2)
+        given = rows if changes is _all_shrink else rows[:1]
+        once, twice = Composition(given), Composition(given * 2)
         for composition, mode in zip((once, twice), modes, strict=True):
             gradients.at(composition, contexts=(mode.contexts,))
     except CannotDecide:
         return None
-    # calls that make one number of several, and its value for one row and for the row twice
-    before, after = ([s for s in mode.scalars if s.op not in ARITHMETIC] for mode in modes)
+    # each number that was computed, with its value for rows and for the rows twice
+    before, after = (mode.scalars for mode in modes)
     pairs = list(zip(before, after, strict=True)) if len(before) == len(after) else []
-    grown = [(a, b) for a, b in pairs if abs(b.value - 2 * a.value) <= SAME * abs(b.value) > 0][-1:]
-    kept = [(a, b) for a, b in pairs if abs(b.value - a.value) <= SAME * abs(b.value) > 0][-1:]
+
+    def changed(by: float) -> list[tuple[Scalar, Scalar]]:
+        return [(a, b) for a, b in pairs if abs(b.value - by * a.value) <= SAME * abs(b.value) > 0]
+
     facts = {
         "once": once,
         "twice": twice,
-        "values": "; ".join(f"{a.op}() returns {a.value:.4g} and {b.value:.4g}" for a, b in grown + kept),
         "difference": gradients.differ(gradients.at(once), gradients.at(twice)),
         "accumulates": "accumulate" in evidence.knobs,
         "level": "fault" if "accumulate" in evidence.knobs else "advice",
     }
-    name, place = (grown[0][0].op, grown[0][0].place) if grown else ("loss.backward()", "")
-    made = found("term_grows_with_rows", place, (name,), **facts)
+    if changes is _all_shrink:
+        cause, shown = "divided_by_rows_again", [(a, b) for a, b in changed(0.5) if a.op in DIVISIONS][:1]
+    else:
+        cause = "term_grows_with_rows"
+        # calls that make one number of several
+        grown, kept = ([p for p in changed(by) if p[0].op not in ARITHMETIC][-1:] for by in (2, 1))
+        shown = grown
+        facts["values"] = "; ".join(f"{a.op}() returns {a.value:.4g} and {b.value:.4g}" for a, b in grown + kept)
+    name, place = (shown[0][0].op, shown[0][0].place) if shown else ("loss.backward()", "")
+    made = found(cause, place, (name,), **facts)
     return replace(made, smallest=str(twice), composition=twice.as_data())
+
+
+def _all_shrink(gradients: StepGradients, rows: Sequence[int]) -> bool:
+    """Whether the gradient of rows is half as large where each is given twice: of two rows, and of each of them, which
+    give different ones."""
+    for part in (rows, rows[:1], rows[1:]):
+        both = [gradients.at(Composition(made)) for made in (tuple(part), (*part, *part))]
+        limit = separable(gradients.bound(*both))
+        for optimizer in both[0].gradients:
+            whole, more = _vectors(both, optimizer)
+            if not bool(whole.any()) or compare.agreement(whole, 2 * more).difference > limit:
+                return False
+    alone = [gradients.at(Composition((row,))) for row in rows]
+    return any(compare.agreement(*_vectors(alone, optimizer)).difference > CLOSE for optimizer in alone[0].gradients)
 
 
 def _grow_otherwise(gradients: StepGradients, rows: Sequence[int]) -> bool:

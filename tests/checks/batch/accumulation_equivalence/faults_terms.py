@@ -108,3 +108,67 @@ pair(
     faulty=detector(summed_boxes),
     fixed=detector(mean_boxes),
 )
+
+
+# A ranking of pairs: their mean is divided by their number once more, with the penalty that is to be divided.
+
+
+def ranked(loss_of):
+    def make():
+        tables = nn.ModuleList(nn.Embedding(20, 8) for _ in range(2))
+        optimizer = torch.optim.Adam(tables.parameters(), lr=1e-2)
+
+        def step(batch):
+            user, liked, other = tables[0](batch[0]), tables[1](batch[1]), tables[1](batch[2])
+            margin = (user * (liked - other)).sum(-1)
+            optimizer.zero_grad()
+            loss_of(margin, user.square().sum() + liked.square().sum()).backward()
+            optimizer.step()
+
+        batch = torch.arange(12), torch.arange(12) // 2, 19 - torch.arange(12) // 3
+        return TrainLoop(model=tables, optimizer=optimizer, batch=batch, step=step)
+
+    return make
+
+
+pair(
+    "mean_of_ranked_pairs_by_their_number",
+    "accumulation_equivalence",
+    "divided_by_rows_again",
+    culprits=("truediv",),
+    where="/ margin.numel()",
+    level="advice",
+    faulty=ranked(lambda margin, size: -F.logsigmoid(margin).mean() / margin.numel()),
+    fixed=ranked(lambda margin, size: -F.logsigmoid(margin).mean() + 1e-3 * size / margin.numel()),
+)
+
+
+def regression(divided):
+    def make():
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def fit(batches):
+            for x, y in batches:
+                errors = F.smooth_l1_loss(net(x), y, reduction="none")
+                loss = torch.mean(errors)
+                if divided:
+                    loss = loss / x.shape[0]
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=net, optimizer=optimizer, batch=data.table(rows=12), fit=fit)
+
+    return make
+
+
+pair(
+    "mean_error_by_the_size_of_the_batch",
+    "accumulation_equivalence",
+    "divided_by_rows_again",
+    where="loss / x.shape[0]",
+    level="advice",
+    faulty=regression(divided=True),
+    fixed=regression(divided=False),
+)

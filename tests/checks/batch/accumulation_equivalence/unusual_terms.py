@@ -131,3 +131,36 @@ def four_micro_batches_of_means_by_row():
         return (losses.sum(1) / (y != -100).sum(1)).mean() / 4
 
     return accumulating(loss)
+
+
+@odd(notes="weights of rows add up to 1, and what they weigh is summed")
+def rows_weighed_by_a_softmax_over_the_batch():
+    def loss(net, x, y):
+        weight = x.sum(1).softmax(0)
+        return (weight * F.cross_entropy(net(x), y, reduction="none")).sum()
+
+    return classifier(loss, rows_interact=True)
+
+
+@odd(notes="a sum over pairs of rows is divided by the square of their number")
+def a_mean_over_pairs_of_rows():
+    def loss(net, x, y):
+        out = net(x)
+        wrong = F.softplus((out[:, None] - out[None]).square().sum(-1) * (2.0 * (y[:, None] == y) - 1))
+        return wrong.sum() / len(x) / len(x)
+
+    return classifier(loss, rows_interact=True)
+
+
+@odd(notes="a constant number of rows divides the mean")
+def a_mean_divided_by_a_constant():
+    return classifier(lambda net, x, y: F.cross_entropy(net(x), y, reduction="none").mean() / 12)
+
+
+@odd(notes="a penalty on weights is divided by the rows beside their mean, as a prior by the data")
+def a_prior_by_the_number_of_rows():
+    def loss(net, x, y):
+        prior = sum(p.square().sum() for p in net.parameters())
+        return F.cross_entropy(net(x), y, reduction="none").mean() + 1e-2 * prior / len(x)
+
+    return classifier(loss)
