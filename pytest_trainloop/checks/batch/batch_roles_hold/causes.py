@@ -19,6 +19,11 @@ CAUSES = {
                 "summary": "{tensor} holds targets where {teller} leaves it out, and they are trained",
                 "repair": "labels = labels.masked_fill(mask == 0, -100), after all that writes to labels",
             },
+            "in one term": {
+                "summary": "{tensor} counts where {teller} leaves {other} out",
+                "shown_by": "with other values of {other} at the same places the gradient stays",
+                "repair": "average the term of {tensor} over the places that {teller} keeps, as that of {other}",
+            },
             "inverted": {
                 "summary": "{teller} is used the wrong way round: {tensor} counts where {teller} leaves it out, and "
                 "nowhere else",
@@ -26,7 +31,7 @@ CAUSES = {
             },
         },
         explains=LEARNING,
-        settle="leave the mask or the lengths out of roles= if these values may be read",
+        settle="skip this cause, or leave the mask or the lengths out of roles=, if these values may be read",
         source="https://github.com/verl-project/verl/issues/3562",
         change=("loss", "seen"),
     ),

@@ -25,13 +25,15 @@ How it decides
        ``padding_idx``.
     6. A graph is kept if three steps agree. The second step is equal with the first batch's graph; it changes with
        another first graph; a first step on the second batch depends on its graph.
-    7. It skips data that ``fit`` makes itself, and steps that do not repeat.
+    7. Undeclared, a tensor called a mask is tried where two tensors of numbers have its shape. Advice: one counts
+       behind the ends of rows, where the loop leaves the other out.
+    8. It skips data that ``fit`` makes itself, and steps that do not repeat.
 
     | seen | cause | advice if |
     |---|---|---|
     | no edit of a declared tensor changes the gradient | ``role_without_effect`` | step 3 |
     | every place is left out | ``nothing_counts`` |  |
-    | values at left out places change the gradient | ``left_out_places_count`` | zeros; a shape by chance |
+    | values at left out places change the gradient | ``left_out_places_count`` | zeros; a shape by chance; step 7 |
     | the graph of the first batch is kept (no declaration needed) | ``first_value_kept`` |  |
 
 Faulty

@@ -139,9 +139,8 @@ class RoleBatch:
             if path in self.roles or EVENTS.search(name):
                 continue
             if two_valued(tensor) and tensor.dim() == 2:
-                empty = (tensor != 0 if additive(tensor) or PADS.search(name) else tensor == 0).long()
-                behind = empty.flip(1).cumprod(1).flip(1).bool()
-                region = behind if bool(behind.any()) else empty.cumprod(1).bool()
+                behind, before = _at_ends(name, tensor)
+                region = behind if bool(behind.any()) else before
             elif whole(tensor) and tensor.shape == (self.rows,) and self.rows > 1 and bool((tensor > 0).all()):
                 region = torch.arange(int(tensor.max()), device=tensor.device)[None] >= tensor[:, None]
             else:
@@ -149,6 +148,21 @@ class RoleBatch:
             for pad, cells in self._pads(region):
                 said = f"the declared pad_id {pad} is at these places only, and {shown} leaves them out"
                 yield LeftOut(shown, cells, region, said, pad)
+
+    def masked_numbers(self) -> Iterator[LeftOut]:
+        """Numbers by position (log-probabilities, advantages) that differ behind the ends of rows, by a tensor that is
+        called a mask."""
+        for path, tensor in self.tensors.items():
+            name, shown = nested.last_name(path), nested.shown(path)
+            if "mask" not in name.lower() or EVENTS.search(name) or not two_valued(tensor) or tensor.dim() != 2:
+                continue
+            cells, _ = _at_ends(name, tensor)
+            if not bool(cells.any()) or bool(cells.all(1).any()):
+                continue
+            of_shape = [(p, t) for p, t in self.tensors.items() if t.is_floating_point() and t.shape == tensor.shape]
+            numbers = tuple(p for p, t in of_shape if not two_valued(t) and constant(t[cells]) is None)
+            if len(numbers) > 1:
+                yield LeftOut(shown, cells, cells, "", contents=numbers)
 
     def _pads(self, region: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Where a declared id occurs, by each tensor of ids that has it in this region and nowhere else."""
@@ -179,6 +193,12 @@ def first_places(out: LeftOut, contents: list[torch.Tensor]) -> tuple[torch.Tens
             if constant(last) is not None and not bool((tensor[rows, at[rows]] == last).any()):
                 return first, True
     return first, False
+
+
+def _at_ends(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a mask of this name leaves out what is behind the ends of rows, and what is before their beginnings."""
+    empty = (mask != 0 if additive(mask) or PADS.search(name) else mask == 0).long()
+    return empty.flip(1).cumprod(1).flip(1).bool(), empty.cumprod(1).bool()
 
 
 def _fits(role: str, tensor: torch.Tensor, rows: int, axis: int) -> bool:

@@ -78,7 +78,8 @@ class RoleSteps:
 
     def findings(self) -> Iterator[Finding]:
         regions, graphs = self.given.left_out(), list(self._other_graphs())
-        if not (self.given.roles or regions or graphs):
+        masked = [] if self.given.roles or regions else list(self.given.masked_numbers())
+        if not (self.given.roles or regions or masked or graphs):
             raise self._nothing()
         require_given_data(self.evidence, "no tensor of it can be changed")
         self.experiment = Experiment(self.evidence, "a batch with other values in one tensor")
@@ -87,6 +88,7 @@ class RoleSteps:
         if self.base.refused or (why := self.experiment.not_finite(self.base)):
             raise CannotDecide(self.base.refused or why)
         faults = [*self._empty(), *itertools.chain.from_iterable(map(self._left_out, regions))]
+        faults += itertools.chain.from_iterable(map(self._left_out_once, masked))
         faults += [] if faults else [*self._without_effect(), *self._kept(graphs)]
         if faults:
             self.experiment.require_repeatable(
@@ -147,6 +149,21 @@ class RoleSteps:
                     difference=differs,
                 )
                 return
+
+    def _left_out_once(self, out: LeftOut) -> Iterator[Finding]:
+        """Numbers that count where the loop itself leaves out others: a term of the loss that a mask was forgotten
+        in."""
+        first, _ = first_places(out, [])
+        made = {path: self._edit(path, out, ~first) for path in out.contents[:CONTENTS]}
+        edits = {path: edit for path, edit in made.items() if edit is not None}
+        counted = {path: self._counts((out, path), {path: edit}) for path, edit in edits.items()}
+        left_out = [p for p, differs in counted.items() if not differs and not self._only_there(p, out)]
+        for path in [p for p, differs in counted.items() if differs and left_out][:1]:
+            name, other = nested.shown(path), nested.shown(left_out[0])
+            facts = {"tensor": name, "teller": out.teller, "difference": counted[path], "other": other}
+            facts |= {"places": int((edits[path] != self.given.tensors[path]).sum()), "kinds": ("input", "input")}
+            facts["level"] = "advice"
+            yield found("left_out_places_count", self.base.backward, (name, out.teller), "in one term", **facts)
 
     def _counts(self, key: tuple[Any, ...], edits: Edits) -> float:
         """The relative difference that these edits make, beyond the rounding of float32; else 0."""
@@ -276,7 +293,11 @@ class RoleSteps:
             other = self.experiment.arm(("alone", path), functools.partial(second.with_, mine))
             kept = self._difference(own, self._second(("begun", path), second, begin=theirs))
             read = self._difference(alone, other)
-            if read is None or kept is None or read.within_float32 or kept.within_float32:
+            # of a loop that steps twice on each batch the second step is still on the first (odd: two_steps_on_a_batch)
+            first = self._difference(own, self._second("first again", self.given))
+            if read is None or kept is None or first is None:
+                continue
+            if read.within_float32 or kept.within_float32 or first.within_float32:
                 continue
             if kept.agreement.cosine < 1 - kept.bound:  # else the loss of the first step scales that of the second
                 facts = {"tensor": nested.shown(path), "difference": kept.agreement.difference}

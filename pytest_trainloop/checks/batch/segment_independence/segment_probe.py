@@ -380,14 +380,13 @@ class SegmentPasses:
         record = self._evidence.rerun(seen.plan(self._evidence.plan(), **given))
         return judged, returned[0] or record.raised is None
 
-    def _look(
-        self, seen: ForwardPass, output: Any, segments: Segments, judged: Judged, number: int = 0
-    ) -> None:
+    def _look(self, seen: ForwardPass, output: Any, segments: Segments, judged: Judged, number: int = 0) -> None:
         given = [t for t in nested.tensors(output) if t.requires_grad and t.is_floating_point()]
         outputs = [(t, ids) for t in given if (ids := segments.of(t)) is not None]
         if not outputs and segments.kind == "document":  # the model returns its loss alone
             made = (t for op in reversed(seen.ops) if op.module for t in op.outputs if t.requires_grad)
-            outputs = [(t, ids) for t in made if t.dim() > segments.ids.dim() and (ids := segments.of(t)) is not None][:1]
+            wide = (t for t in made if t.dim() > segments.ids.dim())
+            outputs = [(t, ids) for t in wide if (ids := segments.of(t)) is not None][:1]
         entries = [(e.leaf, ids) for e in seen.data_inputs if (ids := segments.of(e.leaf)) is not None]
         if not outputs or not entries:
             return

@@ -351,3 +351,39 @@ pair(
     faulty=lambda: of_edges(True),
     fixed=lambda: of_edges(False),
 )
+
+
+# A penalty whose mean counts what is behind the end of each answer, where the policy's term leaves it out.
+
+
+def rollout(seed=0):
+    batch = answers(seed=seed)
+    seen = batch.pop("input_ids")
+    place, numbers = torch.arange(LENGTH - 1), torch.randn(2, len(seen), LENGTH - 1, generator=generator(seed + 1))
+    old, reference = numbers * 0.1 - 2.7
+    return {"ids": seen, "old": old, "reference": reference, "padding_mask": place >= (seen != PAD).sum(1)[:, None] - 1}
+
+
+def policy_loss(penalised):
+    def loss_of(model, batch):
+        ids, keep = batch["ids"], ~batch["padding_mask"]
+        logp = model(ids[:, :-1]).log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+        policy = -torch.linspace(-1, 1, len(ids))[:, None] * (logp - batch["old"]).exp()
+        away = batch["reference"] - logp
+        penalty = 0.05 * (away.expm1() - away)
+        if penalised == "kept":
+            return ((policy + penalty) * keep).sum() / keep.sum()
+        return (policy * keep).sum() / keep.sum() + penalty.mean()
+
+    return loss_of
+
+
+pair(
+    "penalty_counts_behind_the_end_of_answers",
+    CHECK,
+    "left_out_places_count",
+    level="advice",
+    mentions=("reference", "padding_mask"),
+    faulty=lambda: loop(Causal(), rollout(), policy_loss("all")),
+    fixed=lambda: loop(Causal(), rollout(), policy_loss("kept")),
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -27,7 +29,9 @@ from tests.checks.batch.batch_roles_hold.faults import (
     loop,
     net,
     over_frames,
+    policy_loss,
     regression,
+    rollout,
     weighted,
     without_w,
 )
@@ -308,3 +312,16 @@ def losses_divided_by_their_running_mean() -> TrainLoop:
 
     batches = lambda n: [graph(i) for i in range(n)]  # noqa: E731
     return TrainLoop(model=model, optimizer=optimizer, batch=graph(0), batches=batches, fit=fit)
+
+
+@odd(notes="two steps on each batch: the second is still on the first one, and reads its mask")
+def two_steps_on_a_batch() -> TrainLoop:
+    loss_of = policy_loss("kept")
+    given = loop(Causal(), None, loss_of, batches=[rollout(0), rollout(3)], roles=Roles(padding_mask="padding_mask"))
+    once = given.fit
+
+    def fit(batches):
+        for batch in batches:
+            once([batch, batch])
+
+    return replace(given, fit=fit)
