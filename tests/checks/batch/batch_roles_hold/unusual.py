@@ -317,7 +317,8 @@ def losses_divided_by_their_running_mean() -> TrainLoop:
 @odd(notes="two steps on each batch: the second is still on the first one, and reads its mask")
 def two_steps_on_a_batch() -> TrainLoop:
     loss_of = policy_loss("kept")
-    given = loop(Causal(), None, loss_of, batches=[rollout(0), rollout(3)], roles=Roles(padding_mask="padding_mask"))
+    batches = [rollout(), {name: tensor.flip(0) for name, tensor in rollout(3).items()}]
+    given = loop(Causal(), None, loss_of, batches=batches, roles=Roles(padding_mask="padding_mask"))
     once = given.fit
 
     def fit(batches):
