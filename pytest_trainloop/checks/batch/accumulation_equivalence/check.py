@@ -39,8 +39,7 @@ How it decides
     | clips left out make them agree | ``clipped_inside_window`` |  |
     | schedule, average or statistic moved once a step does | ``scheduled_inside_window`` and others |  |
     | other writes to gradients or weights, or hooks, left out do | ``changed_inside_window`` |  |
-    | rows twice: one part of the gradient doubles, one stays | ``term_grows_with_rows`` | no knob |
-    | rows twice: all of the gradient halves | ``divided_by_rows_again`` | no knob |
+    | rows twice: a part doubles, all halves | ``term_grows_with_rows``, ``divided_by_rows_again`` | no knob |
     | an uneven last window; other learning rates; none | ``last_window_lost``, ``update_differs`` | always |
 
 Faulty

@@ -13,9 +13,8 @@ Why is this bad?
 How it decides
     1. ``roles=Roles(...)`` is a promise, so breaking it is a fault. Gradients are compared to 1e3 eps, with equal
        weights and seeds and without dropout.
-    2. A declared tensor must change the gradient. Weights get factors of their own, since a common factor may be
-       normalised away. Masks lose a place in the middle of each row, since a causal model never reads the last key. A
-       tensor without effect is tried once more over two steps with its own random numbers.
+    2. A declared tensor must change the gradient. Weights get factors of their own. Masks lose a place in the middle of
+       each row. A tensor without effect is tried once more over two steps with its own random numbers.
     3. Places that a declared mask, lengths or ``Padding(pad_id=...)`` leave out get other values from the same row. The
        gradient must not change. A mask or lengths without effect are advice, and only if no such place can be tried: a
        causal model padded on the right needs no mask.
@@ -25,8 +24,8 @@ How it decides
        ``padding_idx``.
     6. A graph is kept if three steps agree. The second step is equal with the first batch's graph; it changes with
        another first graph; a first step on the second batch depends on its graph.
-    7. Undeclared, a tensor called a mask is tried where two tensors of numbers have its shape. Advice: one counts
-       behind the ends of rows, where the loop leaves the other out.
+    7. Undeclared, a tensor called a mask is tried on numbers of its shape. Advice: one counts behind the ends of rows,
+       and another does not.
     8. It skips data that ``fit`` makes itself, and steps that do not repeat.
 
     | seen | cause | advice if |

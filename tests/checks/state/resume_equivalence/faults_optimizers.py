@@ -223,9 +223,7 @@ def decay(schedule_first):
 
         def schedule():
             initial = run["optimizer"].param_groups[0]["lr"]
-            factor = functools.partial(
-                lambda step, initial: (1e-3 + (initial - 1e-3) * 0.9**step) / 4e-3, initial=initial
-            )
+            factor = functools.partial(lambda step, lr: (1e-3 + (lr - 1e-3) * 0.9**step) / 4e-3, lr=initial)
             return torch.optim.lr_scheduler.LambdaLR(run["optimizer"], factor)
 
         run["scheduler"] = schedule()
