@@ -135,7 +135,7 @@ pair(
     "mean_of_ranked_pairs_by_their_number",
     "accumulation_equivalence",
     "divided_by_rows_again",
-    culprits=("truediv",),
+    culprits=("div",),
     where="/ margin.numel()",
     level="advice",
     faulty=ranked(lambda margin, size: -F.logsigmoid(margin).mean() / margin.numel()),
