@@ -173,7 +173,7 @@ def _copied(watch: Watch, optimizer: Any, grads: Collection[int], factors: list[
     memo: dict[int, Any] = {id(optimizer): fresh}
     vars(fresh).update(copy.deepcopy(vars(optimizer), memo))
     for group, factor in zip(fresh.param_groups, factors, strict=True):
-        if factor != 1.0 and "lr" in group:
+        if factor != 1.0 and group.get("lr") is not None:
             group["lr"] = group["lr"] * factor
     held = {
         index: memo[id(p)]

@@ -174,7 +174,8 @@ class RepeatedSteps:
         except REFUSED:
             return
         for group in snap.groups:
-            lr, beta = float(group.options.get("lr", math.nan)), float(group.options.get("momentum", 0.0))
+            rate, beta = group.options.get("lr"), float(group.options.get("momentum") or 0.0)
+            lr = math.nan if rate is None else float(rate)
             for m in group.members:
                 steps = self._steps[m.index]
                 now = spaced_by_index(watch.table.tensors[m.index].detach())

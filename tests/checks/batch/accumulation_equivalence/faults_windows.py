@@ -221,48 +221,6 @@ pair(
 )
 
 
-# Own buffers for the sums, which are divided after each step in place of being emptied.
-
-
-class Buffers:
-    """Sums gradients in float32 beside the parameters, as mixed-precision code does."""
-
-    def __init__(self, model, accumulate, empty):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.sums = [torch.zeros_like(p) for p in self.parameters]
-        self.accumulate, self.empty = accumulate, empty
-
-    def add(self):
-        for p, total in zip(self.parameters, self.sums, strict=True):
-            total.add_(p.grad, alpha=1 / self.accumulate)
-            p.grad = None
-
-    def hand_over(self):
-        for p, total in zip(self.parameters, self.sums, strict=True):
-            p.grad = total.clone()
-            total.mul_(self.empty(self.accumulate))
-
-
-def train_with_buffers(model, optimizer, batches, accumulate, empty):
-    buffers = Buffers(model, accumulate, empty)
-    for i, (x, y) in enumerate(batches, start=1):
-        F.cross_entropy(model(x), y).backward()
-        buffers.add()
-        if i % accumulate == 0:
-            buffers.hand_over()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-pair(
-    "buffers_not_emptied",
-    "accumulation_equivalence",
-    "carried_over",
-    faulty=classifier(lambda *given: train_with_buffers(*given, empty=lambda accumulate: 1 - 1 / accumulate)),
-    fixed=classifier(lambda *given: train_with_buffers(*given, empty=lambda accumulate: 0.0)),
-)
-
-
 # The last window is not full, and nobody steps for it.
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from pytest_trainloop import Roles
 from pytest_trainloop.frontends.api import check_loop
@@ -83,22 +82,6 @@ def test_data_that_is_standardised_over_all_graphs_is_advice():
 
     (finding,) = judged(make).findings
     assert (finding.cause, finding.level) == ("pooled_over_graphs", "advice")
-
-
-def test_documents_of_several_rows():
-    def make():
-        loop = faults_documents.packed(faults_documents.everything_before)()
-        loop.batch = {
-            name: torch.cat([t, t.roll(1, 1) if name == "input_ids" else t]) for name, t in loop.batch.items()
-        }
-        loop.batch["position_ids"] = torch.stack(
-            [loop.batch["position_ids"][0], torch.cat([torch.arange(9), torch.arange(11)])]
-        )
-        loop.batch["labels"] = loop.batch["input_ids"].where(loop.batch["position_ids"] > 0, -100)
-        return loop
-
-    (finding,) = judged(make).findings
-    assert finding.cause == "segments_interact"
 
 
 def test_numbers_that_may_be_those_of_documents_are_asked_for():
