@@ -21,6 +21,12 @@ _REDUCTIONS = frozenset({"mean", "sum", "mse_loss", "smooth_l1_loss", "huber_los
 _REGRESSIONS = DISTANCE_LOSSES | SUBTRACTIONS
 
 
+def _fit(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> bool:
+    """Whether an advantage is given for each log-probability, or one for all of a row's tokens."""
+    one_a_row = advantage.shape == (*new.shape[:-1], 1)
+    return new.shape == old.shape and (advantage.shape == new.shape or (new.dim() > 1 and one_a_row))
+
+
 def _clipped(
     new: torch.Tensor,
     old: torch.Tensor,
@@ -31,7 +37,7 @@ def _clipped(
     turned: bool = False,
     largest: bool = False,
 ) -> torch.Tensor | None:
-    if new.shape != old.shape or advantage.shape != new.shape or not low < high:
+    if not _fit(new, old, advantage) or not low < high:
         return None
     ratio = (old - new if turned else new - old).exp()
     both = ratio * advantage, ratio.clamp(low, high) * advantage
@@ -55,7 +61,7 @@ def _past_bounds(
 
 
 def _of_gains(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, **_: float) -> torch.Tensor:
-    return (new - old).exp()[advantage > 0]
+    return (new - old).exp()[(advantage > 0).expand_as(new)]
 
 
 def _surrogate(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, **_: float) -> torch.Tensor:
@@ -105,7 +111,7 @@ def _objective(variants: tuple[Variant, ...], low: float, high: float, among: ob
         needs=(_EXTREMES, CLAMPS),
         numbers={"low": (low,), "high": (high,)},
         among=_around_one if among is None else (lambda name, number: number < 0 if name == "low" else 0 < number < 1),
-        suits=lambda cut: cut.recorded[0].shape == cut.recorded[1].shape == cut.recorded[2].shape,
+        suits=lambda cut: _fit(*cut.recorded),
         always_judged=True,
     )
 
