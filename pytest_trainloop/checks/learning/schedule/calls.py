@@ -388,6 +388,14 @@ def given(record: Record) -> Iterator[Finding]:
         if scheduler.kind == "MultiStepLR" and scheduler.from_torch and scheduler.calls and between:
             facts |= {"milestones": some(between), "all": ", ".join(milestones), "count": len(between)}
             yield about(scheduler, "milestones_not_whole", first, ("milestones",), **facts)
+        size, gamma = (_numbers(scheduler.settings.get(name, "")) for name in ("step_size", "gamma"))
+        # by epochs that are given, in fractions, it computes another way
+        if scheduler.kind == "StepLR" and scheduler.from_torch and scheduler.calls and size and size[0] % 1 and not made:
+            swapped = bool(gamma) and gamma[0] >= 1 and not gamma[0] % 1
+            facts |= {"size": size[0], "gamma": gamma[0] if gamma else math.nan}
+            if swapped:
+                facts["repair"] = f"step_size={gamma[0]:g}, gamma={size[0]:g}: the two are swapped"
+            yield about(scheduler, "milestones_not_whole", first, ("step_size",), "step size", **facts)
         yield from _bound(record, scheduler, first, facts)
         roots = [_last_losses(record, c) for c in made]
         still = len({c.value for c in made}) == 1 and len({tuple(r) for r in roots}) == len(made) >= FEWEST

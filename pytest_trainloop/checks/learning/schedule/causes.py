@@ -154,10 +154,18 @@ CAUSES = {
         source="https://github.com/Vision-CAIR/MiniGPT-4/issues/444",
     ),
     "milestones_not_whole": _built(
-        proof="milestones of MultiStepLR are no whole numbers, and it compares them with a count of calls",
+        proof="milestones of MultiStepLR, or step_size of StepLR, are no whole numbers, and calls are counted in these",
         summary="{kind} never reaches {milestones}: calls are counted in whole numbers",
         measured="milestones {all}; the rate stays as it is at {count:milestone}",
         shown_by="torch looks up the number of the call among the milestones, and no call has such a number",
+        variants={
+            "step size": {
+                "summary": "{kind} has step_size={size:g}: calls are counted in whole numbers",
+                "measured": "step_size={size:g}, gamma={gamma:g}",
+                "shown_by": "torch asks whether the number of the call is a multiple of step_size, which rounding decides",
+                "repair": "step_size is a number of calls, and gamma what the rate is multiplied by",
+            }
+        },
         repair="milestones=[int(part * total) for part in parts]",
         explains=LEARNING,
         source="https://github.com/Pointcept/Pointcept/issues/379",

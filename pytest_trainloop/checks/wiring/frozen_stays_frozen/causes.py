@@ -15,6 +15,13 @@ _moves = partial(
     explains=("update_ratio",),
 )
 
+_ENTRIES = {
+    "measured": (
+        "{held} of {entries} entries, the same at {rounds} steps; {steps} steps moved them, by up to {update:.1e}"
+        "{from_zero:? from zero|}"
+    ),
+}
+
 CAUSES = {
     "still_trainable": _moves(
         proof="named in frozen=, requires grad, gets gradients and is moved by an optimizer's step",
@@ -37,6 +44,15 @@ CAUSES = {
         ),
         change=("freeze", "group"),
         variants={
+            "entries": {
+                **_ENTRIES,
+                "summary": "the gradient of {held} entries of {most} is set to zero by hand, and weight decay moves them",
+                "shown_by": "without weight decay the same run leaves them where they are",
+                "repair": (
+                    "copy the old values back after step(), or give what is held to a group with weight_decay=0: a "
+                    "gradient of zero does not stop decay"
+                ),
+            },
             "along its values": {
                 "shown_by": (
                     "the step shrinks the weights: its direction agreement with them is {cosine:.4f} (-1 = opposite)"
@@ -52,6 +68,20 @@ CAUSES = {
         repair="set parameter.grad = None for what is frozen (the optimizer skips it then), or build a new "
         "optimizer after this line",
         change=("freeze", "group"),
+        variants={
+            "entries": {
+                **_ENTRIES,
+                "summary": (
+                    "the gradient of {held} entries of {most} is set to zero by hand, and the momentum that the optimizer "
+                    "kept moves them"
+                ),
+                "shown_by": "they move in a run without weight decay as well, by what earlier gradients left",
+                "repair": (
+                    "put the mask on the weights again after step(), or copy the old values back; or set the optimizer's "
+                    "state of these entries to zero where the hold begins"
+                ),
+            }
+        },
         source="https://discuss.pytorch.org/t/why-there-is-still-a-small-change-in-frozen-layer-parameters/153740",
     ),
     "stale_gradient": _moves(

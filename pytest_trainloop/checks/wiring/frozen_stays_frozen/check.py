@@ -77,12 +77,16 @@ def _nothing_frozen(evidence: Evidence) -> str:
     record = evidence.run()
     if record.frozen or any(not p.trainable for p in record.parameters) or any(s.frozen for s in record.of(Step)):
         return ""
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen.held_entries import HeldEntries
+
+    if evidence.shared(HeldEntries.of):
+        return ""
     return "no parameter is frozen: all require gradients, and frozen= names none"
 
 
 @check(needs={"fit"}, causes=CAUSES, rank=60, steps=1, absent=_nothing_frozen)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.wiring.frozen_stays_frozen import moves, statistics
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen import held_entries, moves, statistics
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.unmatched_filters import (
         attribute_of_a_module,
         unmatched_filters,
@@ -90,6 +94,7 @@ def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
 
     record = evidence.run()
     yield from moves.moved_by_steps(evidence, record)
+    yield from held_entries.moved_entries(evidence)
     yield from statistics.drifting(evidence, record)
     yield from statistics.other_buffers(evidence, record)
     yield from unmatched_filters(evidence)

@@ -263,17 +263,26 @@ def milestones(total, parts, whole):
     )
 
 
-for name, total, parts in (("halves", 25, (0.5, 0.75)), ("tenths", 30, (0.6, 0.85))):
-    pair(
-        f"milestones_at_{name}",
-        "schedule",
-        "milestones_not_whole",
-        culprits=("milestones",),
-        where="scheduler.step()",
-        faulty=trained(milestones(total, parts, whole=False)),
-        fixed=trained(milestones(total, parts, whole=True)),
-        quick=name == "halves",
-    )
+pair(
+    "milestones_at_halves",
+    "schedule",
+    "milestones_not_whole",
+    culprits=("milestones",),
+    where="scheduler.step()",
+    faulty=trained(milestones(25, (0.5, 0.75), whole=False)),
+    fixed=trained(milestones(25, (0.5, 0.75), whole=True)),
+    quick=True,
+)
+
+pair(
+    "step_size_and_gamma_swapped",
+    "schedule",
+    "milestones_not_whole",
+    culprits=("step_size",),
+    mentions=("step_size=5, gamma=0.9",),
+    faulty=trained(lambda optimizer: lr_scheduler.StepLR(optimizer, 0.9, 5)),
+    fixed=trained(lambda optimizer: lr_scheduler.StepLR(optimizer, 5, 0.9)),
+)
 
 # A cosine after a warm-up, sized for one epoch of three; and an accuracy that is computed in the call.
 

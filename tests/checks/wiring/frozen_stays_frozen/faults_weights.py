@@ -204,6 +204,91 @@ pair(
 )
 
 
+# Rows of an embedding are held by a hook that masks their gradient, and AdamW decays them.
+
+
+class WordModel(nn.Module):
+    def __init__(self, held=8):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), mlp(8, 16, 4)
+        mask = (torch.arange(12) >= held).float().unsqueeze(1)
+        self.embed.weight.register_hook(lambda gradient: gradient * mask)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def held_rows(decay):
+    def make():
+        model = WordModel()
+        groups = [{"params": model.head.parameters()}, {"params": model.embed.parameters(), "weight_decay": decay}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+
+        def fit(batches):
+            for ids, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(ids), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=(torch.arange(12), torch.arange(12) % 4), fit=fit)
+
+    return make
+
+
+pair(
+    "old_rows_of_an_embedding_decay",
+    "frozen_stays_frozen",
+    "weight_decay",
+    culprits=("embed.weight",),
+    mentions=("64 entries of embed.weight",),
+    faulty=held_rows(0.01),
+    fixed=held_rows(0.0),
+)
+
+
+# Filters are pruned after some steps: a mask on the gradients, and the momentum moves them away from zero.
+
+
+def prune_and_train(model, optimizer, batches, again):
+    mask = torch.ones(24, 1)
+    for step, (x, y) in enumerate(batches):
+        if step == 3:
+            mask[:6] = 0.0
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        model.backbone[0].weight.grad.mul_(mask)
+        if step == 3:
+            model.backbone[0].weight.data.mul_(mask)
+        optimizer.step()
+        if again:
+            model.backbone[0].weight.data.mul_(mask)
+
+
+def pruned(again):
+    def make():
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: prune_and_train(model, optimizer, batches, again),
+        )
+
+    return make
+
+
+pair(
+    "pruned_filters_move_on",
+    "frozen_stays_frozen",
+    "momentum",
+    culprits=("backbone.0.weight",),
+    mentions=("from zero",),
+    faulty=pruned(again=False),
+    fixed=pruned(again=True),
+)
+
+
 # Frozen after a backward pass; nothing clears the gradient that pass left, since only the head's are zeroed.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.check import frozen_stays_frozen
+from pytest_trainloop.checks.wiring.frozen_stays_frozen.held_entries import HeldEntries
 from pytest_trainloop.recording.events import Forward, Place, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Statistics
 from tests.helpers.record_builder import RecordBuilder
@@ -15,7 +16,7 @@ class Rerun(FakeEvidence):
     """``without`` is the run without weight decay; modules are watched in vain."""
 
     def __init__(self, record, without=None):
-        super().__init__(record)
+        super().__init__(record, shared={HeldEntries.of: []})
         self._without = without
 
     def rerun(self, **_how):
@@ -45,7 +46,7 @@ def story_of(*, along=0.3):
 
 
 def test_what_the_finding_shows():
-    (finding,) = frozen_stays_frozen(FakeEvidence(story_of(along=-1.0).record()))
+    (finding,) = frozen_stays_frozen(Rerun(story_of(along=-1.0).record()))
     assert finding.summary == "p1 is frozen, and moved by weight decay"
     assert finding.measured == "3 of 4 steps moved p1, by up to 1.0e-03 of its largest entry"
     assert "agreement with them is -1.0000" in finding.shown_by

@@ -143,20 +143,37 @@ def resting_and_restored_weights():
     return TrainLoop(model=model, optimizer=optimizer, batch=points(), frozen=("0.",), fit=fit)
 
 
-@odd(notes="only new rows of an embedding train: the gradient of the old rows is zeroed, and there is no decay")
-def resting_rows_of_an_embedding():
-    embed, head = nn.Embedding(12, 8), relu_mlp(8, 16, 4)
-    model = nn.ModuleDict({"embed": embed, "head": head})
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+@odd(notes="only the largest gradients are used, others each step, under decay: what is zero now is not to hold")
+def largest_gradients_only():
+    model = relu_mlp(8, 16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
     def fit(batches):
-        for ids, y in batches:
+        for x, y in batches:
             optimizer.zero_grad()
-            F.cross_entropy(head(embed(ids)), y).backward()
-            embed.weight.grad[:8] = 0.0
+            F.cross_entropy(model(x), y).backward()
+            for p in model.parameters():
+                p.grad.mul_(p.grad.abs() >= p.grad.abs().flatten().topk(max(1, p.numel() // 4)).values[-1])
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batch=(torch.arange(12), torch.arange(12) % 4), fit=fit)
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+
+
+@odd(notes="weights past 1 get no gradient (a straight-through sign), and decay is to bring them back")
+def no_gradient_past_the_limit():
+    model = relu_mlp(8, 16, 4)
+    with torch.no_grad():
+        model[0].weight.mul_(4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            model[0].weight.grad.masked_fill_(model[0].weight.abs() > 1.0, 0.0)
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
 
 
 @odd(notes="gradients of the last layer are cancelled for the first steps by None (DINO)")
