@@ -75,9 +75,11 @@ def judged(evidence: Evidence) -> tuple[Finding, ...]:
 
 def _judge(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
     part, number, form = match.cut.slice, match.cut.number, match.form
-    if form.arguments[0].name == "prediction" and not predicts(part, match.cut.arguments[0]):
+    mistake, aim = match.reading.mistake or match.variant.mistake, match.variant.aim
+    # of two gradients of the same scores it does not matter what these are made of: labels go into those with margins
+    parallel = mistake is not None and aim is not None and aim.parallel
+    if form.arguments[0].name == "prediction" and not parallel and not predicts(part, match.cut.arguments[0]):
         return
-    mistake = match.reading.mistake or match.variant.mistake
     if mistake is not None:
         yield from _mistaken(match, mistake, step)
         return

@@ -81,6 +81,15 @@ CAUSES = {
         },
         source="https://github.com/allenai/OLMo-core/pull/317",
     ),
+    "option_without_effect": Cause(
+        proof="the same run with another value of the option gives the same weights, bit for bit",
+        summary="{option}={value:g} of {kind} has no effect",
+        measured="{steps:step} with {option}={other:.3g} give the {tensors:tensor} that {value:g} gives, bit for bit",
+        shown_by="the run was made again, and the option had the other value in each step",
+        repair="read the option where the update is computed, and before anything else has used what it changes",
+        change=("step",),
+        source="https://github.com/juntang-zhuang/Adabelief-Optimizer/pull/33",
+    ),
     "betas_swapped": Cause(
         proof="copies stepped without gradients make ever larger steps",
         summary="betas = ({b1:g}, {b2:g}) of {kind}: steps grow where gradients vanish",

@@ -20,7 +20,9 @@ How it decides
     5. Count of steps: an optimizer of the project's own with two betas, whose state holds Adam's two averages. Its
        first three steps are computed in float64. Another count is named if it gives all steps of all tensors, and the
        right one does not.
-    6. It skips a loop without an optimizer step.
+    6. Options: weight decay and momentum of an optimizer of the project's own. The run is made again with another value,
+       which must change some bit of the weights.
+    7. It skips a loop without an optimizer step.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -28,6 +30,7 @@ How it decides
     | step 2, with eps = 0 | ``eps_missing`` |  |
     | the step count stops: at 256 in bfloat16, at 2048 in float16 | ``step_count_saturates`` |  |
     | an own Adam corrects as in step 1 always, or counts each tensor | ``steps_miscounted`` |  |
+    | another decay or momentum changes nothing | ``option_without_effect`` | it is the default |
     | a step is 10 times the last one with a gradient, and b1^2 / sqrt(b2) >= 1 | ``betas_swapped`` | it grows less |
     | the fused step is wrong by half the update, the for-loop right | ``variants_differ`` | other errors; not used |
 
@@ -41,7 +44,7 @@ Fixed
 
 Known limits
     Adadelta, Rprop, Adafactor, Muon, LBFGS and SparseAdam, and those with step hooks of their own are not judged. Of
-    optimizers of a project's own only the count of steps in an Adam is. Sparse gradients are not judged, nor steps in
+    optimizers of a project's own only decay, momentum and the count of steps in an Adam are. Sparse gradients are not judged, nor steps in
     which a gradient scaler takes part. Of a tensor the first 4096 entries are copied.
 
 References
@@ -76,7 +79,12 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.steps:
         raise CannotDecide("no optimizer step was seen")
-    from pytest_trainloop.checks.numerics.optimizer_numerics import own_adams, repeated_steps, watched_steps
+    from pytest_trainloop.checks.numerics.optimizer_numerics import (
+        idle_options,
+        own_adams,
+        repeated_steps,
+        watched_steps,
+    )
 
     first, line, undecided = evidence.shared(watched_steps.FirstSteps.of), record.step_line(), None
     try:
@@ -87,6 +95,7 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     yield from watched_steps.low_precision_counts(first, line)
     yield from repeated_steps.growing_steps(first, line)
     yield from own_adams.miscounted(first.own, first.record, line)
+    yield from idle_options.without_effect(evidence)
     if undecided is not None:
         raise undecided
     if not eps:

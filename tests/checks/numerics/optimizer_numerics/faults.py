@@ -215,6 +215,9 @@ class OwnAdam(torch.optim.Optimizer):
         state["t"] += 1
         return state["t"]
 
+    def decayed(self, p, decay):
+        return p.grad.add(p, alpha=decay)
+
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
@@ -223,7 +226,7 @@ class OwnAdam(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
-                g = p.grad.add(p, alpha=group["weight_decay"])
+                g = self.decayed(p, group["weight_decay"])
                 t = self.counted(state, i == 0 and group is self.param_groups[0])
                 m, v = state["m"].lerp_(g, 1 - b1), state["v"].mul_(b2).addcmul_(g, g, value=1 - b2)
                 p.addcdiv_(m / (1 - b1**t), (v / (1 - b2**t)).sqrt() + group["eps"], value=-group["lr"])
@@ -244,6 +247,13 @@ class CountsTensors(OwnAdam):
     def counted(self, state, first):
         self.steps += 1
         return self.steps
+
+
+class LosesTheSum(OwnAdam):
+    def decayed(self, p, decay):
+        g = p.grad.clone()
+        g.add(p, alpha=decay)
+        return g
 
 
 def stepped_by(kind):
@@ -273,4 +283,17 @@ pair(
     "steps_miscounted",
     faulty=stepped_by(CountsTensors),
     fixed=stepped_by(CountsSteps),
+)
+
+# The sum of gradient and decay is computed and not kept: add() for add_().
+
+pair(
+    "sum_with_the_decay_is_not_kept",
+    "optimizer_numerics",
+    "option_without_effect",
+    culprits=("weight_decay",),
+    mentions=("weight_decay=0.01 of LosesTheSum",),
+    change="p.addcdiv_(",
+    faulty=stepped_by(LosesTheSum),
+    fixed=stepped_by(OwnAdam),
 )

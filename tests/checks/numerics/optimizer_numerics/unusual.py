@@ -123,6 +123,27 @@ def schedule_free_sgd() -> TrainLoop:
     return classifier(lambda params: ScheduleFree(params, lr=0.5))
 
 
+class KeepsItsDecay(ScheduleFree):
+    """Reads the decay from itself, and not from its groups."""
+
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, lr)
+        self.defaults["weight_decay"] = self.wd = weight_decay
+        for group in self.param_groups:
+            group["weight_decay"] = weight_decay
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad.add_(p, alpha=self.wd)
+        super().step(closure)
+
+
+@odd(notes="the decay of the groups is read by nothing: the optimizer has kept the number for itself")
+def decay_kept_by_the_optimizer() -> TrainLoop:
+    return classifier(lambda params: KeepsItsDecay(params, lr=0.5, weight_decay=0.01))
+
+
 class NamedAdam(torch.optim.AdamW):
     """Torch's own step; only the way it is built is the project's."""
 
