@@ -33,7 +33,7 @@ How it decides
     | what the optimizer holds; shared tensors | ``optimizer_detached``, ``untied`` |  |
     | state of optimizer, schedule, scaler, learning rate, buffer | ``optimizer_state_lost`` and others |  |
     | a number; other state | ``counter_lost``, ``state_lost`` | another value; outside a module |
-    | an average | ``average_lost`` | ``evaluate`` does not read it |
+    | an average | ``average_lost`` | ``evaluate`` does not read it, and no file holds it |
     | the checkpoint's tensors change with training | ``live_references`` |  |
     | a random state in the checkpoint | ``rng_not_put_back`` |  |
     | no random state is saved; a generator of the loop's own | ``rng_not_saved``, ``own_generator`` | always |

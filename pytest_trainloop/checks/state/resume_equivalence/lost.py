@@ -409,7 +409,9 @@ def averages(a: Uninterrupted, b: Resumed, known: Collection[str]) -> Iterator[F
             else:
                 yield loss_finding(a, b, "average_lost", differences, what=name, evaluated=evaluated, repair=repair)
         elif _as_weights(a, differences) and not own:
-            facts: dict[str, Any] = {"what": name, "level": "advice", "repair": repair}
+            saved = _held_as(a, differences)  # what was saved is to be there again, whoever reads it
+            repair = f"put back what the file holds, after whatever makes {name} in load" if saved else repair
+            facts: dict[str, Any] = {"what": name, "level": "fault" if saved else "advice", "repair": repair}
             facts |= {"evaluated": f"evaluate() gives {other[0]:.6g} with and without it" if other else ""}
             yield loss_finding(a, b, "average_lost", differences, "equal" if other else "likely", **facts)
 

@@ -262,6 +262,13 @@ def test_a_result_that_happens_to_be_equal_clears_no_average():
     assert "an accuracy is often equal" in finding.shown_by
 
 
+def test_an_average_that_is_saved_and_not_put_back_is_a_fault_whoever_reads_it():
+    result = judged(made(Averaged, save=lambda own: lambda: {**own.save(), "shadow": own.shadow}))
+    assert [(f.cause, f.level, f.repair) for f in result.findings] == [
+        ("average_lost", "fault", "put back what the file holds, after whatever makes own.shadow in load")
+    ]
+
+
 def test_a_trainer_whose_counted_epochs_are_over_is_told_which_counter_ended_it():
     from tests.checks.state.resume_equivalence.unusual_counters import epochs_are_counted_and_over as over
 

@@ -1,0 +1,89 @@
+"""Options of a project's own optimizer that change no bit of the run: the same run with another value shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.checks.numerics.optimizer_numerics.causes import found
+from pytest_trainloop.recording.hooks import before_steps
+from pytest_trainloop.runs.hooks import hooked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.recording.record import Optimizer, Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+
+OPTIONS = ("weight_decay", "momentum")
+"""Those that act on every step, whatever the gradients are."""
+
+SHRINKS = 0.1
+"""The part of a weight that another decay takes at each step: rounding cannot hide it."""
+
+LEAST_STEPS = 3
+
+
+class OtherValue:
+    """An optimizer whose option has another value in every step, also where the optimizer keeps it for itself."""
+
+    def __init__(self, optimizer: Optimizer, option: str) -> None:
+        self._number, self._option = optimizer.index, option
+        self.default: object = None
+        self.given: set[float] = set()
+        self.other = math.nan
+
+    @contextlib.contextmanager
+    def of(self, watch: Watch) -> Iterator[None]:
+        def enter(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if watch.is_suspended or watch.optimizers.known(optimizer) != self._number:
+                return
+            parameter = inspect.signature(type(optimizer).__init__).parameters.get(self._option)
+            self.default = None if parameter is None else parameter.default
+            rates = [float(g["lr"]) for g in optimizer.param_groups if g.get("lr")]
+            for place in (*optimizer.param_groups, optimizer.defaults, vars(optimizer)):
+                own = place is vars(optimizer)  # where it may have another name
+                for name, value in place.items():
+                    if not isinstance(value, float) or not value or value == self.other:
+                        continue
+                    if name == self._option or (own and value in self.given):
+                        self.given.add(value)
+                        if math.isnan(self.other):
+                            decays = self._option == "weight_decay"
+                            self.other = max(SHRINKS / max(rates, default=1.0), 10 * value) if decays else value / 2
+                        place[name] = self.other
+
+        with hooked(before_steps(enter)):
+            yield
+
+
+def without_effect(evidence: Evidence) -> Iterator[Finding]:
+    """Options that the project gives a value, and that leave every weight as it is without it."""
+    record = evidence.run()
+    for optimizer in record.optimizers if evidence.repeatable and not record.raised else ():
+        matrices = [p for p in record.parameters if p.index in optimizer.parameters and len(p.shape) > 1]
+        moved = record.changed()
+        if optimizer.from_torch or optimizer.steps < LEAST_STEPS or not any(p.index in moved for p in matrices):
+            continue  # a decay that leaves out vectors has none to decay
+        for option in OPTIONS:
+            values = {g[option] for g in optimizer.settings if option in g} if option in optimizer.options else set()
+            if not values - {"0", "0.0"}:
+                continue
+            value = OtherValue(optimizer, option)
+            other = evidence.rerun(contexts=lambda watch, value=value: (value.of(watch),), may_raise=True)
+            if value.given and _same(record, other):
+                facts = {"kind": optimizer.kind, "option": option, "value": max(value.given), "other": value.other}
+                facts |= {"steps": optimizer.steps, "tensors": len(optimizer.parameters)}
+                chosen = value.given != {value.default}
+                facts["level"] = "fault" if chosen else "advice"
+                yield found("option_without_effect", record.step_line(), (option,), **facts)
+
+
+def _same(a: Record, b: Record) -> bool:
+    """Whether two runs leave all weights equal, bit for bit."""
+    ends = {p.name: b.end.get(p.index) for p in b.parameters}
+    return not b.raised and all(a.end[p.index].same(ends.get(p.name)) for p in a.parameters if p.index in a.end)
