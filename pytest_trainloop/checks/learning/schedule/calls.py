@@ -390,7 +390,14 @@ def given(record: Record) -> Iterator[Finding]:
             yield about(scheduler, "milestones_not_whole", first, ("milestones",), **facts)
         size, gamma = (_numbers(scheduler.settings.get(name, "")) for name in ("step_size", "gamma"))
         # by epochs that are given, in fractions, it computes another way
-        if scheduler.kind == "StepLR" and scheduler.from_torch and scheduler.calls and size and size[0] % 1 and not made:
+        if (
+            scheduler.kind == "StepLR"
+            and scheduler.from_torch
+            and scheduler.calls
+            and size
+            and size[0] % 1
+            and not made
+        ):
             swapped = bool(gamma) and gamma[0] >= 1 and not gamma[0] % 1
             facts |= {"size": size[0], "gamma": gamma[0] if gamma else math.nan}
             if swapped:

@@ -162,7 +162,7 @@ CAUSES = {
             "step size": {
                 "summary": "{kind} has step_size={size:g}: calls are counted in whole numbers",
                 "measured": "step_size={size:g}, gamma={gamma:g}",
-                "shown_by": "torch asks whether the number of the call is a multiple of step_size, which rounding decides",
+                "shown_by": "torch asks whether the number of the call is a multiple of it, which rounding decides",
                 "repair": "step_size is a number of calls, and gamma what the rate is multiplied by",
             }
         },

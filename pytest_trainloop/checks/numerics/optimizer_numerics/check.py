@@ -20,8 +20,8 @@ How it decides
     5. Count of steps: an optimizer of the project's own with two betas, whose state holds Adam's two averages. Its
        first three steps are computed in float64. Another count is named if it gives all steps of all tensors, and the
        right one does not.
-    6. Options: weight decay and momentum of an optimizer of the project's own. The run is made again with another value,
-       which must change some bit of the weights.
+    6. Options: weight decay and momentum of an optimizer of the project's own. The run is made again with another
+       value, which must change some bit of the weights.
     7. It skips a loop without an optimizer step.
 
     | seen | cause | advice if |
@@ -44,8 +44,8 @@ Fixed
 
 Known limits
     Adadelta, Rprop, Adafactor, Muon, LBFGS and SparseAdam, and those with step hooks of their own are not judged. Of
-    optimizers of a project's own only decay, momentum and the count of steps in an Adam are. Sparse gradients are not judged, nor steps in
-    which a gradient scaler takes part. Of a tensor the first 4096 entries are copied.
+    optimizers of a project's own only decay, momentum and the count of steps in an Adam are. Sparse gradients are not
+    judged, nor steps in which a gradient scaler takes part. Of a tensor the first 4096 entries are copied.
 
 References
     https://arxiv.org/abs/1412.6980 (Kingma & Ba, Adam, theorem 4.1)

@@ -46,7 +46,7 @@ CAUSES = {
         variants={
             "entries": {
                 **_ENTRIES,
-                "summary": "the gradient of {held} entries of {most} is set to zero by hand, and weight decay moves them",
+                "summary": "{held} entries of {most} get a gradient of zero by hand, and weight decay moves them",
                 "shown_by": "without weight decay the same run leaves them where they are",
                 "repair": (
                     "copy the old values back after step(), or give what is held to a group with weight_decay=0: a "
@@ -57,7 +57,7 @@ CAUSES = {
                 "shown_by": (
                     "the step shrinks the weights: its direction agreement with them is {cosine:.4f} (-1 = opposite)"
                 )
-            }
+            },
         },
         source="https://github.com/ahrefs/ocannl/issues/673",
     ),
@@ -72,13 +72,13 @@ CAUSES = {
             "entries": {
                 **_ENTRIES,
                 "summary": (
-                    "the gradient of {held} entries of {most} is set to zero by hand, and the momentum that the optimizer "
-                    "kept moves them"
+                    "{held} entries of {most} get a gradient of zero by hand, and the momentum that the optimizer kept "
+                    "moves them"
                 ),
                 "shown_by": "they move in a run without weight decay as well, by what earlier gradients left",
                 "repair": (
-                    "put the mask on the weights again after step(), or copy the old values back; or set the optimizer's "
-                    "state of these entries to zero where the hold begins"
+                    "put the mask on the weights again after step(), or copy the old values back; or set the state of "
+                    "these entries in the optimizer to zero where the hold begins"
                 ),
             }
         },

@@ -14,15 +14,18 @@ How it decides
        that user code writes do not.
     2. A parameter whose gradient is set to zero before every step counts as frozen. A group of such parameters with a
        larger decay of its own is to shrink. A gradient that user code assigns is intended.
-    3. Running statistics are a fault if all weights of their norm are frozen and nobody writes them. The norm must also
+    3. So do entries of a parameter, if a gradient arrives at them and the step finds zero there, the same ones each
+       time. They must be whole rows or filters, or pruned. A further run compares the two, entry by entry, where user
+       code writes gradients or has hooks on weights. What user code puts back after the step stays.
+    4. Running statistics are a fault if all weights of their norm are frozen and nobody writes them. The norm must also
        belong to what ``frozen=`` names, or run within a model whose other parts train.
-    4. Statistics are silent if only norms are frozen without a layer next to them, or if something that trains lies
+    5. Statistics are silent if only norms are frozen without a layer next to them, or if something that trains lies
        before the norm.
-    5. Other buffers are judged only in what ``frozen=`` names.
-    6. Filters by name are tried. A pattern that no name of ``named_parameters()`` matches gets the answer "yes" in a
+    6. Other buffers are judged only in what ``frozen=`` names.
+    7. Filters by name are tried. A pattern that no name of ``named_parameters()`` matches gets the answer "yes" in a
        further build and step. It gets it for names that it nearly has (``embeddings.`` for ``bert.embeddings.``). It is
        a filter if their parameters are frozen then.
-    7. It skips a loop in which nothing is frozen.
+    8. It skips a loop in which nothing is frozen.
 
     | first that holds | cause | advice if |
     |---|---|---|
@@ -30,6 +33,7 @@ How it decides
     | the update runs along its values, or is gone without weight decay | ``weight_decay`` |  |
     | the step reads, bit for bit, an earlier gradient | ``stale_gradient`` |  |
     | an earlier step used a gradient of it | ``momentum`` |  |
+    | held entries move: not without decay, or still | ``weight_decay``, ``momentum`` |  |
     | running statistics of a frozen norm change | ``statistics_drift`` | an undeclared net called on its own |
     | a filter that freezes matches no name | ``freeze_matches_nothing`` | always |
     | ``module.requires_grad = False``, and its parameters train | ``freeze_sets_an_attribute`` | always |

@@ -69,6 +69,21 @@ pair(
 )
 
 
+def completions(rows=8):
+    """One advantage for all tokens of a row (GRPO)."""
+    b = {name: tensor.unflatten(0, (rows, 3)) for name, tensor in rollout(3 * rows).items()}
+    return {**b, "advantage": b["advantage"].mean(1, keepdim=True)}
+
+
+pair(
+    "objective_of_completions_negated_twice",
+    "loss_formula",
+    "sign_flipped",
+    faulty=policy(lambda model, b: -clipped()(model, b), completions),
+    fixed=policy(clipped(), completions),
+)
+
+
 def transitions(rows=8):
     state = torch.randn(rows, 6)
     action = torch.randint(4, (rows,))
