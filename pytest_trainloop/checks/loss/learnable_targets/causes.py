@@ -56,6 +56,15 @@ CAUSES = {
         },
         source="https://docs.pytorch.org/docs/stable/generated/torch.argmax.html",
     ),
+    "one_label_for_all": _seen(
+        proof="all targets of the only loss are filled with one number: one score for every input is its best answer",
+        summary="every target of {op} is {value:g}: one score for all inputs is the best answer",
+        measured="{calls:call} in the first steps, with {entries:target} in the first; beside them only sizes are trained",
+        shown_by="the targets are made without the batch, and no other term pushes the scores the other way",
+        repair="give what is made or drawn to be wrong the other label: torch.cat([torch.ones_like(real), "
+        "torch.zeros_like(fake)])",
+        source="https://github.com/pyg-team/pytorch_geometric/pull/2977",
+    ),
     "target_out_of_reach": _seen(
         proof="targets lie outside of what the last function can give",
         summary="{beyond:share} of the targets lie outside of what {names} can give ({ends})",

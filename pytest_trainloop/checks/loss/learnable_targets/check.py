@@ -18,13 +18,16 @@ How it decides
        that the loop divides takes them away.
     4. An argmax over an axis of one entry can give one number only. A target is contained only in an input that has
        other columns too.
-    5. It passes if no comparison of a prediction and a target shows any row of the table.
+    5. One label for all is said where all that is backpropagated is a binary loss with such targets, and sizes of
+       weights. The scores must come from weights that train.
+    6. It passes if no comparison of a prediction and a target shows any row of the table.
 
     | seen | cause | advice if |
     |---|---|---|
     | the prediction depends on another draw of that shape | ``target_is_other_draw`` |  |
     | no draw reaches the prediction | ``noise_not_given`` | always |
     | a cast or an argmax gives one number in all calls, of rows that differ | ``target_cut_to_one_value`` |  |
+    | a binary loss alone, all its targets filled with one number | ``one_label_for_all`` |  |
     | a sigmoid, tanh or ReLU cannot reach it; a constant is nearer | ``target_out_of_reach`` | a quarter is out |
     | step 3 | ``standardised_twice`` |  |
     | the targets' mean is ten times nearer to them than the first outputs | ``target_in_other_units`` | always |
@@ -72,6 +75,7 @@ def learnable_targets(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.learnable_targets import reruns, values
 
     yield from values.cut(evidence)
+    yield from values.one_label(evidence)
     yield from reruns.other_draws(evidence)
     yield from values.out_of_reach(evidence)
     yield from values.far(evidence)

@@ -179,7 +179,7 @@ class FirstSteps(Calls):
             if call.name in _TO_THE_LOSS:
                 ins = {id(value) for value in call.inputs}
                 leads |= ins
-                if _measures(call) or outs & measured:
+                if measures(call) or outs & measured:
                     measured |= ins
         return found
 
@@ -207,7 +207,8 @@ class FirstSteps(Calls):
         return Origin().union(*(self.origin(value) for call in calls for value in call.inputs))
 
 
-def _measures(call: Call) -> bool:
+def measures(call: Call) -> bool:
+    """Whether it is a power, a size or a norm."""
     squares = call.name in MULTIPLICATIONS and len({id(v) for v in call.inputs}) == 1 and len(call.inputs) == 2
     return squares or "norm" in call.name or call.name in ("pow", "__pow__", "square", "abs", "__abs__")
 

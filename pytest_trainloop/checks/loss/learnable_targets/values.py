@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.learnable_targets.causes import found
-from pytest_trainloop.checks.loss.learnable_targets.comparisons import FirstSteps
+from pytest_trainloop.checks.loss.learnable_targets.comparisons import COMPARED_STEPS, FirstSteps, measures
 from pytest_trainloop.recording.torch_names import (
+    ADDITIONS,
     CASTS,
     DIVISIONS,
     EXTREME_PLACES,
@@ -120,6 +121,63 @@ def _cut(value: Value, call: Call, met: Call) -> Finding | None:
     facts |= {"op": call.name, "known": name or "what it is made of", "shape": str(given.shape)}
     variant = "" if axis is None else "argmax"
     return found("target_cut_to_one_value", met, (name or call.name,), variant, change=str(call.place), **facts)
+
+
+_BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
+_FILLS = frozenset("ones_like zeros_like full_like new_ones new_zeros new_full ones zeros full".split())
+_SUMS = ADDITIONS | DIVISIONS | VIEWS | CASTS | frozenset({"mean", "sum", "add_", "__iadd__"})
+
+
+def one_label(evidence: Evidence) -> Iterator[Finding]:
+    """A binary loss all of whose targets are filled with one number, where no other term asks for another answer."""
+    first = evidence.shared(FirstSteps.on)
+    calls = _binary_calls(first)
+    targets = [call.inputs[1].source(VIEWS | CASTS) for call in calls if len(call.inputs) > 1]
+    if len({call.step for call in calls}) < COMPARED_STEPS or len(targets) < len(calls):
+        return
+    filled = all(t.made_by is not None and t.made_by.name in _FILLS and math.prod(t.shape) > 1 for t in targets)
+    if not filled or len({bound for t in targets for bound in (t.smallest, t.largest)}) != 1:
+        return
+    origins = [first.origin(call.inputs[0]) for call in calls]
+    # a critic that does not train is to be convinced (odd: convincing_a_judge_that_does_not_train)
+    if all("trained" in origin and "weights" not in origin for origin in origins) and not first.left_torch:
+        made = targets[0].made_by
+        facts = {"value": targets[0].smallest, "calls": len(calls), "entries": math.prod(targets[0].shape)}
+        facts |= {"change": str(made.place) if made is not None else "", "op": calls[0].name}
+        yield found("one_label_for_all", calls[0], (calls[0].name,), **facts)
+
+
+def _binary_calls(first: FirstSteps) -> list[Call]:
+    """The binary losses of all that is backpropagated; none where it has other terms than these and sizes of weights,
+    or of what is made of weights alone."""
+    met: dict[int, Call] = {}
+    todo = list(first.roots)
+    while todo:
+        value = todo.pop()
+        call = value.made_by
+        learned = {id(v): v for v in call.inputs if v.history or v.parameter} if call is not None else {}
+        if call is None or not learned:
+            return []
+        if call.name in _BINARY:
+            met[call.number] = call
+        elif call.name in _SUMS or (call.name in MULTIPLICATIONS and len(learned) == 1 and _positive(call)):
+            todo.extend(learned.values())
+        elif len(learned) > 1 or not measures(call) or _is_compared(first, next(iter(learned.values()))):
+            return []
+    return list(met.values())
+
+
+def _positive(call: Call) -> bool:
+    """Whether a factor is a number, or entries, above 0."""
+    given = [n for n in call.plain if isinstance(n, (int, float))]
+    given += [v.smallest for v in call.inputs if not v.history and not v.parameter]
+    return bool(given) and all(n >= 0 for n in given)
+
+
+def _is_compared(first: FirstSteps, value: Value) -> bool:
+    """Whether something is compared on the way to a value, or the batch goes into it."""
+    subtracts = any(v.made_by is not None and v.made_by.name in SUBTRACTIONS for v in value.origins())
+    return subtracts or "batch" in first.origin(value)
 
 
 MANY_RANGES = 4.0

@@ -263,3 +263,58 @@ pair(
     fixed=with_its_target(drop=True),
     quick=True,
 )
+
+
+# Pairs that belong together and pairs that were shuffled get one label.
+
+
+class Matching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = mlp(3, 16, 8), mlp(3, 16, 8)
+
+    def forward(self, left, right):
+        return (self.left(left) * self.right(right)).sum(1)
+
+
+def matching(label, penalty=1e-3):
+    def loss(model, batch):
+        left, right = batch[0].split(3, 1)
+        fits, shuffled = model(left, right), model(left, right.roll(1, 0))
+        scores = torch.cat([fits, shuffled])
+        sizes = sum(p.pow(2).mean() for p in model.parameters())
+        return F.binary_cross_entropy_with_logits(scores, label(scores, fits, shuffled)) + penalty * sizes
+
+    return lambda: loop(Matching(), data.labelled(), loss)
+
+
+pair(
+    "shuffled_pairs_labelled_as_fitting",
+    "learnable_targets",
+    "one_label_for_all",
+    where="F.binary_cross_entropy_with_logits(scores",
+    change="torch.ones_like(scores)",
+    faulty=matching(lambda scores, fits, shuffled: torch.ones_like(scores)),
+    fixed=matching(lambda scores, fits, shuffled: torch.cat([torch.ones_like(fits), torch.zeros_like(shuffled)])),
+    quick=True,
+)
+
+
+def two_losses(second):
+    def loss(model, batch):
+        left, right = batch[0].split(3, 1)
+        fits, shuffled = model(left, right).sigmoid(), model(left, right.roll(1, 0)).sigmoid()
+        real = F.binary_cross_entropy(fits, torch.full((len(fits),), 1.0))
+        return 0.5 * (real + F.binary_cross_entropy(shuffled, torch.full((len(fits),), second)))
+
+    return lambda: loop(Matching(), data.labelled(), loss)
+
+
+pair(
+    "both_losses_ask_for_one",
+    "learnable_targets",
+    "one_label_for_all",
+    mentions=("every target of binary_cross_entropy is 1",),
+    faulty=two_losses(1.0),
+    fixed=two_losses(0.0),
+)

@@ -26,6 +26,17 @@ def noise_to_noise() -> TrainLoop:
     return on_rows(loss_of)
 
 
+@odd(notes="all labels are 1: a judge that does not train is to be convinced of what is made")
+def convincing_a_judge_that_does_not_train() -> TrainLoop:
+    judge = mlp(6, 16, 1).requires_grad_(False)
+
+    def loss_of(model, batch):
+        made = judge(model(batch[0]))
+        return F.binary_cross_entropy_with_logits(made, torch.ones_like(made))
+
+    return on_rows(loss_of)
+
+
 @odd(notes="the noise that is predicted is drawn in two steps, and both reach the input")
 def velocity_of_offset_noise() -> TrainLoop:
     def loss_of(model, batch):
