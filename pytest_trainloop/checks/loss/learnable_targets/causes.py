@@ -59,7 +59,7 @@ CAUSES = {
     "one_label_for_all": _seen(
         proof="all targets of the only loss are filled with one number: one score for every input is its best answer",
         summary="every target of {op} is {value:g}: one score for all inputs is the best answer",
-        measured="{calls:call} in the first steps, with {entries:target} in the first; beside them only sizes are trained",
+        measured="{calls:call} in the first steps, the first with {entries:target}; other terms are sizes alone",
         shown_by="the targets are made without the batch, and no other term pushes the scores the other way",
         repair="give what is made or drawn to be wrong the other label: torch.cat([torch.ones_like(real), "
         "torch.zeros_like(fake)])",
