@@ -142,8 +142,8 @@ def one_label(evidence: Evidence) -> Iterator[Finding]:
     # a critic that does not train is to be convinced (odd: convincing_a_judge_that_does_not_train)
     if all("trained" in origin and "weights" not in origin for origin in origins) and not first.left_torch:
         made = targets[0].made_by
-        facts = {"value": targets[0].smallest, "calls": len(calls), "entries": math.prod(targets[0].shape)}
-        facts |= {"change": str(made.place) if made is not None else "", "op": calls[0].name}
+        facts: dict[str, Any] = {"value": targets[0].smallest, "calls": len(calls), "op": calls[0].name}
+        facts |= {"entries": math.prod(targets[0].shape), "change": str(made.place) if made is not None else ""}
         yield found("one_label_for_all", calls[0], (calls[0].name,), **facts)
 
 
