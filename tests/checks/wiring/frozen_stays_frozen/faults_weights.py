@@ -221,8 +221,7 @@ class WordModel(nn.Module):
 def held_rows(decay):
     def make():
         model = WordModel()
-        groups = [{"params": model.head.parameters()}, {"params": model.embed.parameters(), "weight_decay": decay}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)
 
         def fit(batches):
             for ids, y in batches:
