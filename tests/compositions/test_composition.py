@@ -23,10 +23,9 @@ class OneMore:
     [
         (Composition((2,)), "row [2]"),
         (Composition((0, 1)), "rows [0, 1]"),
-        (Composition((3, 1, 1), (1, 2)), "rows [3] | [1, 1]"),
+        (Composition((3, 1, 1), (1, 2)), "2 micro-batches: row 3, and rows [1, 1]"),
         (Composition((2,), change=OneMore()), "row [2] with 1 more padded position on the left"),
         (Composition(tuple(range(24)), (12, 12)), "24 rows as [12, 12]"),
-        (Composition.evenly(range(5), 2), "rows [0, 1] | [2, 3]"),
     ],
 )
 def test_as_text(composition, text):

@@ -51,8 +51,10 @@ class Composition:
     def _of_rows(self) -> str:
         if len(self.rows) > SHOWN:
             return f"{len(self.rows)} rows{f' as {list(self.parts)}' if self.parts else ''}"
-        parts = " | ".join(str(list(part.rows)) for part in self.split())
-        return f"row{'' if len(self.rows) == 1 else 's'} {parts}"
+        if len(self.parts) < 2:
+            return f"row{'' if len(self.rows) == 1 else 's'} {list(self.rows)}"
+        parts = [f"row {p.rows[0]}" if len(p.rows) == 1 else f"rows {list(p.rows)}" for p in self.split()]
+        return f"{len(parts)} micro-batches: {', '.join(parts[:-1])}, and {parts[-1]}"
 
     def split(self) -> tuple[Composition, ...]:
         """The micro-batches, each as a composition of its own; the whole where it is one batch."""

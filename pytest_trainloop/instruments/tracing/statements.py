@@ -170,6 +170,24 @@ def after(line: str) -> str:
     return ""
 
 
+def window_size(step: str, backward: str, knob: str) -> str:
+    """What the function that calls ``backward()`` has for the number of micro-batches: ``k`` of the condition
+    ``(i + 1) % k`` around the step, or else the knob of the test by its name."""
+    found, other = statement_at(step), statement_at(backward)
+    if other is None:
+        return ""
+    source, statement = other
+    function = source.function(statement)
+    if found is not None and found[0] is source and source.function(found[1]) is function:
+        around = [n.test for n in source.above(found[1]) if isinstance(n, ast.If) and source.function(n) is function]
+        divided = [n for test in around for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
+        sizes = {ast.unparse(n.right) for n in divided if isinstance(n.right, (ast.Name, ast.Attribute))}
+        if len(sizes) == 1:
+            return sizes.pop()
+    names = {n.id for n in ast.walk(function or source.tree) if isinstance(n, ast.Name)}
+    return knob if knob in names else ""
+
+
 def call_in_function_of(site: Site, other: Site) -> str:
     """The line of a call site that lies in a function which another call site goes through too; empty where it is the
     innermost one."""

@@ -42,8 +42,8 @@ CAUSES = {
         proof="every micro-batch, or one term of its loss, weighs k times what it does in one batch",
         summary=_TIMES,
         shown_by=_FACTOR,
-        repair="loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by the "
-        "number of all tokens",
+        repair="divide the loss by the number of micro-batches of its window, before backward(); with unequal token "
+        "counts divide the summed loss by the number of all tokens",
         variants={
             "unequal": {"summary": _UNEQUAL},
             "one term": {
@@ -231,11 +231,12 @@ CAUSES = {
     ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
-        summary="the last {left} of {items} micro-batches are never stepped: the window stays open",
-        measured="{left} backward passes after the last step, windows of {window}",
+        summary="no step uses the {left:micro-batch} at the end of the data: the window stays open",
+        measured="the check gave {items} micro-batches in windows of {window}: {left:backward pass} after the last "
+        "step",
         shown_by="their gradients are still in .grad when fit returns",
-        repair="step once more after the loop when a window is open, and divide its losses by the micro-batches "
-        "that it has, not by accumulation_steps; or drop the remainder on purpose",
+        repair="step once more after the loop when a window is open, and divide its losses by the number of "
+        "micro-batches that it has, not by that of a full window; or drop the remainder on purpose",
         change=("seen",),
         source="https://github.com/tomhosking/torchseq/issues/8",
     ),

@@ -22,6 +22,7 @@ from pytest_trainloop.instruments.compositions.step_runs import bound, separable
 from pytest_trainloop.instruments.gradients import compare
 from pytest_trainloop.instruments.gradients.vectors import combination, consumed, vectors
 from pytest_trainloop.instruments.tracing.root_terms import RootTerms
+from pytest_trainloop.instruments.tracing.statements import window_size
 from pytest_trainloop.recording.events import GradWrite, LossCall
 from pytest_trainloop.recording.torch_names import ADDITIONS, DIVISIONS, MULTIPLICATIONS, SUBTRACTIONS
 
@@ -220,10 +221,11 @@ def _scaled(
     variant = "" if abs(ratio / factor - 1) < CLOSE else "unequal"
     finding = first.found("loss_not_divided" if factor > 1 else "divided_twice", variant, **facts)
     if finding.cause == "loss_not_divided" and not variant and not finding.repair:
-        # the line of the backward pass with the loss divided by the knob of the project
-        divided = rf"(\1 / {evidence.knobs['accumulate']}).backward()"
-        line, lines = re.subn(r"\b(\w+)\.backward\(\)", divided, code_of(finding.where))
-        finding = replace(finding, repair=f"{line}\n{CAUSES['loss_not_divided'].repair}" if lines == 1 else "")
+        # the line of the backward pass with the loss divided by the loop's own number
+        step = str(first.step.place) if first.step else ""
+        if size := window_size(step, finding.where, evidence.knobs["accumulate"]):
+            line, lines = re.subn(r"\b(\w+)\.backward\(\)", rf"(\1 / {size}).backward()", code_of(finding.where))
+            finding = replace(finding, repair=f"{line}\n{CAUSES['loss_not_divided'].repair}" if lines == 1 else "")
     return finding
 
 

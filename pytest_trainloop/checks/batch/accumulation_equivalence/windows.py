@@ -453,7 +453,7 @@ def _same_fault(smaller: Split, known: Split) -> bool:
 
 
 def _described(split: Split) -> str:
-    """Its micro-batches in words: ``rows [3] | [1], a smaller example with 7 and 2 valid targets``."""
+    """Its micro-batches in words: ``2 micro-batches: row 3, and row 1, with 7 and 2 valid targets``."""
     composition, k, made = split.composition, split.accumulate, split.by
     if made.cut.whole:
         return f"the batch in {k} parts, as split_batch makes them"
@@ -466,4 +466,4 @@ def _described(split: Split) -> str:
         counts = None
     if counts is None or len(set(counts)) < 2:
         return str(composition)
-    return f"{composition}, a smaller example with {(' and ' if k == 2 else ', ').join(map(str, counts))} valid targets"
+    return f"{composition}, with {(' and ' if k == 2 else ', ').join(map(str, counts))} valid targets"

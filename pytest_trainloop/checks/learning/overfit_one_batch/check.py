@@ -113,6 +113,8 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
             facts = run | {"by": root.check, "slug": root.cause, "said": root.summary}
             made = found("not_learning", root.where, root.culprits, "follows", **facts)
             yield replace(made, change=root.change, repair=root.repair)
+        elif not batch.quick.halved:
+            raise CannotDecide(f"{root.check} finds {root.cause}, and plain Adam does not halve the loss either")
         return
     if batch.ratios.undone:
         yield found("update_undone", batch.seen.step_line(), ("weights",), **run)

@@ -236,8 +236,8 @@ CAUSES = {
         summary="the window at the end of the data stays open: no step uses the last {left:backward pass}",
         measured="the last {left} of {passes:backward pass}; {items:batch}",
         repair=(
-            "step once more after the loop when a window is open, and divide its losses by the micro-batches that it "
-            "has; or drop the remainder on purpose (drop_last=True)"
+            "step once more after the loop when a window is open, and divide its losses by the number of "
+            "micro-batches that it has; or drop the remainder on purpose (drop_last=True)"
         ),
         source="https://github.com/timoschick/pet/issues/36",
     ),
@@ -250,8 +250,14 @@ CAUSES = {
             "{left:micro-batch} left over at the end of one {next_one} are added to the first step of the next: it "
             "uses {used} backward passes, all others {size}"
         ),
-        measured="{items:batch} in windows of {size} leave {left}{loader:?; the loader has {loader} batches|}",
-        repair="step at the last batch too: if (i + 1) % accumulate == 0 or i + 1 == len(batches)",
+        measured=(
+            "{loader:?the loader's {loader} batches leave {rest} in windows of {own}; |}tried with {items:batch} in "
+            "windows of {size}, which leave {left}"
+        ),
+        repair=(
+            "step at the last batch too, and divide the losses of a short window by the number of micro-batches that "
+            "it has"
+        ),
         settle="give batches= as in the real run: where their number divides, nothing is left",
         source="https://github.com/meta-pytorch/torchtune/pull/2745",
     ),

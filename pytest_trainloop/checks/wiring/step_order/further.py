@@ -315,17 +315,22 @@ def leak(evidence: Evidence) -> Finding | None:
         ("optimizer.step()",),
         level="advice" if divides else "fault",
         change=condition or str(step.place),
-        repair=f"let this condition hold at the last batch too: {REPAIR}" if condition else "",
+        repair=REPAIR if condition else "",
         left=len(left),
         used=len(passes),
         size=size,
         items=items,
         next_one=next_one,
         loader=0 if divides else length,
+        rest=length % own,
+        own=own,
     )
 
 
-REPAIR = "if (i + 1) % accumulate == 0 or i + 1 == len(batches)"
+REPAIR = (
+    "add `or i + 1 == len(batches)` to this condition, in the loop's own names, and divide the losses of a short "
+    "window by the number of micro-batches that it has"
+)
 
 
 def _windows(ledger: Ledger) -> list[tuple[Step, list[Backward]]]:

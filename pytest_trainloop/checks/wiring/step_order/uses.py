@@ -273,7 +273,9 @@ def added_again(_evidence: Evidence, ledger: Ledger) -> About:
             "again": max(len({s.at for s in steps}) for steps in by_tensor.values()),
             "steps": sum(w.optimizer == index for w in ledger.windows),
         }
-        if first[0].in_backward:  # a hook steps, and zeroes
+        lines = [[p.backward.site for p in w.passes] for w in ledger.windows if w.optimizer == index]
+        accumulates = any(len(set(sites)) < len(sites) for sites in lines)
+        if first[0].in_backward or accumulates:  # a hook steps, and zeroes; or backward() runs inside a window
             facts |= {"change": str(first[0].place), "repair": "optimizer.zero_grad() right after this line"}
         cause, at = ("wrong_object_zeroed", wrong) if wrong else ("not_zeroed", first[0])
         yield {index}, found(cause, at, record.names(by_tensor), **facts)
