@@ -132,6 +132,8 @@ class ParameterTable:
         index = self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
         self.entries[index].layer = type(module).__module__.startswith("torch.")
         self.entries[index].module = type(module).__name__
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            self.entries[index].pad_row = module.padding_idx
         return index
 
     def _add_statistics(self, module: nn.Module, path: str) -> None:

@@ -50,6 +50,8 @@ class Parameter:
     """Whether its module is a layer of torch's own."""
     module: str = ""
     """The class of the module that holds it."""
+    pad_row: int | None = None
+    """The row of ``padding_idx``: torch makes its gradient zero, whatever the loss is."""
     came_in: Place | None = None
     """The line of the call that met it first, where it took another one's place in the middle of a forward pass."""
     start: TensorSample = field(default_factory=TensorSample)

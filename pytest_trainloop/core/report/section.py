@@ -91,9 +91,13 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         if result.outcome == "xfailed":
             yield Line(f"  xfailed  {result.check}: {result.reason}")
+    faults = [(r.check, fault) for r in results if r.outcome == "failed" for fault in r.faults]
     for result in results:
         for advice in result.advice:
-            yield Line(f"  advice  {result.check}: {advice.summary}", "warn")
+            first = next((check for check, fault in faults if fault.accounts_for(result.check, advice.cause)), "")
+            yield Line(f"  advice  {result.check}: {advice.summary}{f' (repair {first} first)' if first else ''}", "warn")
+            if first:
+                continue
             if line := advice.change or advice.where:
                 yield Line(f"    {'change' if advice.change else 'seen at'}  {line}")
             if advice.repair and not advice.accepted:

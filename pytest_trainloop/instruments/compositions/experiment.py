@@ -39,6 +39,11 @@ class Outcome:
     backward: str
     """The line that calls it."""
 
+    @property
+    def reached(self) -> int:
+        """How many gradients are not zero."""
+        return sum(bool(entries.any()) for gradient in self.gradients.values() for entries in gradient.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:

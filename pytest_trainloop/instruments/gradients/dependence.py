@@ -197,11 +197,14 @@ def mover(names: Sequence[str], jitter: bool, share: float = 0.1, seed: int = 20
                     continue
                 trained, tensor = tensor.requires_grad, local(tensor)  # of a shard, what is here
                 noise = torch.randn(tensor.shape, generator=random).to(tensor)
+                other = noise.flip(0) if noise.dim() else -noise
+                if entry.pad_row is not None and noise.shape == entry.shape:
+                    noise[entry.pad_row], other[entry.pad_row] = 0.0, 0.0
                 size = float(tensor.abs().square().mean().sqrt())
                 if jitter and trained:
                     tensor.add_(noise, alpha=share * size or 0.2 * share)
                 if entry.name in chosen:
-                    tensor.add_(noise.flip(0) if noise.dim() else -noise, alpha=0.5 * size or 0.1)
+                    tensor.add_(other, alpha=0.5 * size or 0.1)
 
     return move
 

@@ -162,6 +162,7 @@ CAUSES = {
         summary="the schedule moves on with every micro-batch, {k} times for each step",
         shown_by=_HELD,
         repair="step the scheduler once for each optimizer step, right after it",
+        explains=(*LEARNING, "schedule:per_micro_batch"),
         variants={
             "by hand": {
                 "summary": "the loop writes the optimizer's learning rate or momentum with every micro-batch, {k} "

@@ -89,12 +89,17 @@ CAUSES = {
         change=("padding mask", "seen"),
     ),
     "padding_pooled": _padding(
-        proof=f"with pooling, and reading at the ends, over real positions only {EQUAL}",
+        proof=f"with pooling, and reading at the ends, over real positions only, or with a mask inverted, {EQUAL}",
         summary=_says(_POOLED),
         shown_by=_shown(f"over real positions only {EQUAL}"),
-        repair="pool by the mask: (x * mask).sum(1) / mask.sum(1); pack sequences, or read each row at its own last "
-        "position",
+        repair="pool by the mask: (x * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True); pack sequences, or read "
+        "each row at its own last position",
         variants={
+            "inverted": {
+                "summary": "{group:?{group}: |}{masks} is 1 where ids are padding: it is inverted",
+                "shown_by": _shown(f"with {{masks}} inverted {EQUAL}"),
+                "repair": "invert the mask where it is made: 1 at real positions, as in (ids != pad_id)",
+            },
             "a maximum": {
                 "repair": "leave padded positions out of the maximum: x.masked_fill(mask == 0, -torch.inf), the mask "
                 "in the shape of x",

@@ -141,6 +141,7 @@ def _causes(case: Case) -> Iterator[Finding]:
     yield from rules.batch_statistics(case)
     yield from rules.row_of_padding_drawn(case)
     yield from rules.mask_inverted(case)
+    yield from rules.mask_of_batch_inverted(case)
     yield from rules.share_of_real_positions(case)
     yield from rules.other_pad_id(case)
     yield from rules.one_path(case)

@@ -244,6 +244,25 @@ class Compared:
         found = self.experiment.difference(self.part(full.kept(0)), arm)
         return found is not None and found.equal
 
+    def equal_with_masks_inverted(self, full: Slice) -> bool:
+        """Whether both gradients are equal with masks inverted, and reach as many parameters as without padding."""
+        wrong, real = self.group.inverted, full.kept(0)
+        more, fewer = (
+            self.experiment.arm((self, each, "inverted"), functools.partial(self.group.with_inverted, each, wrong))
+            for each in (full, real)
+        )
+        found = self.experiment.difference(fewer, more)
+        return found is not None and found.equal and fewer.reached >= self.part(real).reached
+
+    def masks_unread(self, full: Slice) -> bool:
+        """Whether the batch has masks, and the gradient is the same with all of them inverted."""
+        masks = self.group.masks
+        if not masks:
+            return False
+        other = self.experiment.arm((self, full, "masks"), lambda: self.group.with_inverted(full, masks))
+        found = self.experiment.difference(self.outcome(full), other)
+        return found is not None and found.equal
+
     def equal_with_zeros(self, full: Slice, pad_id: int) -> bool:
         """Whether both gradients are equal with zeros in the row of ``padding_idx`` of the embeddings that have this
         id."""

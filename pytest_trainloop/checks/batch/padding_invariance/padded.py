@@ -23,7 +23,7 @@ from pytest_trainloop.instruments.batches.own_data import require_given_data
 from pytest_trainloop.instruments.batches.padding import PaddingMask, padding_ids
 from pytest_trainloop.instruments.batches.padding_hints import is_label
 from pytest_trainloop.instruments.batches.segments import read as read_segments
-from pytest_trainloop.instruments.batches.values import constant, plain, whole
+from pytest_trainloop.instruments.batches.values import binary, constant, plain, whole
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
 
@@ -175,6 +175,27 @@ class Padded:
             return out
 
         return nested.mapped(self.cut(chosen), filled, lambda v: isinstance(v, torch.Tensor) and plain(v))
+
+    @property
+    def masks(self) -> list[Leaf]:
+        """The masks of zeros and ones that say so."""
+        known = (leaf.under(self.mask.grid) for leaf in leaves(self.batch) if leaf.path in self.mask.by)
+        return [leaf for leaf in known if leaf.tensor.dim() == 2 and binary(leaf.tensor)]
+
+    @property
+    def inverted(self) -> list[Leaf]:
+        """Those that are 1 where ids hold the padding id: one that is named after the padding is so on purpose."""
+        known = self.masks if self.declared or self.fill in self.pad_ids else []
+        return [m for m in known if "pad" not in m.name and constant(m.at(self.mask.mask)) == 1.0]
+
+    def with_inverted(self, chosen: Slice, masks: Sequence[Leaf]) -> Any:
+        """The slice with the other value in every entry of these masks."""
+        paths = {leaf.path for leaf in masks}
+        return nested.mapped(
+            self.cut(chosen),
+            lambda path, value: value.logical_not().to(value.dtype) if path in paths else value,
+            lambda v: isinstance(v, torch.Tensor) and plain(v),
+        )
 
     def other_values(self, cells: torch.Tensor) -> Any:
         """The batch with the row's own real values in these cells (rows, positions) of the group's inputs."""

@@ -25,7 +25,9 @@ from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.finding import Finding, SmallestBatch
 from pytest_trainloop.core.wording import direction, filled
+from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.tracing import definitions
+from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.instruments.tracing.lockstep import Seen, Tape, Unlike
 from pytest_trainloop.recording.torch_names import EXTREMES, LOSSES, MAX_POOLS_1D, RECURRENT
 from pytest_trainloop.runs.weight_origins import drawn_rows
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.instruments.tracing.lockstep import Entry, Meeting
 
 _CAUSE = {ATTENDED: "padded_keys_attended", POOLED: "padding_pooled", SHIFTED: "positions_shifted"}
+_UNREAD = ("input_dependence:input_ignored", "batch_roles_hold:role_without_effect")
+"""What other checks say of a mask that nothing reads."""
+
 _MAXIMA = EXTREMES | MAX_POOLS_1D
 _ONE_LENGTH = "where all batches are of one length, it is a constant factor"
 _IDS = 3
@@ -93,6 +98,8 @@ class Case:
         facts["repair"] = facts.get("repair") or filled(template, facts)
         if intended and group.declared:
             facts["repair"] += f'; if this is intended ({intended}): skip={{"padding_invariance:{cause}": "why"}}'
+        if made.masks_unread(full):
+            facts["explains"] = (*CAUSES[cause].explains, *_UNREAD)
         finding = found(cause, where, (at.op if at else "loss.backward()",), variant, **facts)
         side = "before" if group.left else "after"
         rows = f"{len(smallest.rows)} {'row' if len(smallest.rows) == 1 else 'rows'}"
@@ -154,6 +161,19 @@ def mask_inverted(case: Case) -> Iterator[Finding]:
             return made.in_step(few)[1].looks_elsewhere is not None
 
         yield case.named("padded_keys_attended", at, "inverted", level=level, holds=holds)
+
+
+def mask_of_batch_inverted(case: Case) -> Iterator[Finding]:
+    """A mask that the batch holds, and that is 1 at padding where the model takes 1 for a real position."""
+    made, wrong = case.made, case.group.inverted
+    if wrong and made.equal_with_masks_inverted(case.full):
+        entries = made.entries(case.full, POOLED)
+        names = [nested.shown(leaf.path) for leaf in wrong]
+        change = made.experiment.evidence.shared(DataLines.of).at(names)
+        at = entries[0] if entries else case.first_call()
+        yield case.named(
+            "padding_pooled", at, "inverted", holds=made.equal_with_masks_inverted, change=change, masks=" and ".join(names)
+        )
 
 
 def share_of_real_positions(case: Case) -> Iterator[Finding]:

@@ -401,13 +401,11 @@ CAUSES = {
     ),
     "per_micro_batch": Cause(
         proof="the scheduler is called once for each micro-batch, and the optimizer steps once for several",
-        summary="{kind} is called {window} times for each step of its optimizer, once a micro-batch",
-        measured="{calls:call} for {steps:step}",
-        shown_by="the scheduler is called for each of {micro} micro-batches, the optimizer for every {window} of them",
+        summary="{kind} is called once for each micro-batch, not once for each step of its optimizer",
+        measured="{calls:call} for {steps:step}, in a run of {micro} micro-batches, {window} a step",
         repair="call it right after optimizer.step(), in the same branch",
         settle="give steps= (optimizer steps of the whole training), or epochs= (its passes)",
         change=("seen",),
-        explains=(*LEARNING, *WINDOWS),
         source="https://github.com/h2oai/h2o-llmstudio/issues/663",
     ),
     "runs_out": _plan(

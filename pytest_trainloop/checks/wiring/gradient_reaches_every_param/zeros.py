@@ -133,6 +133,8 @@ def _slope(evidence: Evidence, name: str) -> float:
                     if entry.name == name and tensor.is_floating_point():
                         size = float(tensor.square().mean().sqrt()) or 1.0
                         noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
+                        if entry.pad_row is not None and noise.shape == entry.shape:
+                            noise[entry.pad_row] = 0.0
                         tensor.add_(noise, alpha=step * size)
 
         record = evidence.rerun(prepare=move, enough=until_stepped(evidence, [name]), double=True)

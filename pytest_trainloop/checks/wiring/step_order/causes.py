@@ -9,10 +9,11 @@ from pytest_trainloop.core.registry import Cause, finding_maker
 
 _seen = partial(Cause, change=("seen",))
 _trains = partial(_seen, explains=TRAINING)
+_kept = partial(_seen, explains=(*TRAINING, "resume_equivalence:state_lost"))  # gradients that no checkpoint holds
 _clip = partial(_seen, explains=("finite", "update_ratio"))
 
 CAUSES = {
-    "not_zeroed": _trains(
+    "not_zeroed": _kept(
         proof=(
             "a step uses gradients that an earlier step has used already, bit for bit; or gradients that are not "
             "finite stay in .grad, and all others are added to them"
@@ -37,7 +38,7 @@ CAUSES = {
         },
         source="https://github.com/IDEA-Research/DN-DETR/issues/19",
     ),
-    "wrong_object_zeroed": _trains(
+    "wrong_object_zeroed": _kept(
         proof="a zero_grad runs before each backward, but not on the parameters whose used gradients are still there",
         summary=(
             "{names} {names:are} stepped with the gradients of all earlier batches added in: the zero_grad() that runs "

@@ -67,6 +67,37 @@ pair(
 )
 
 
+# A mask that the collator makes the wrong way round: the mean is taken over padding.
+
+
+class MaskedMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(40, 12, padding_idx=0), nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, ids, mask):
+        kept = mask.unsqueeze(-1).float()
+        x = self.table(ids)
+        return self.head(((x + self.inner(x)) * kept).sum(1) / kept.sum(1).clamp(min=1))
+
+
+def masked(mask_of):
+    lengths = torch.tensor([12, 5, 9, 7, 12, 4])
+    ids = torch.randint(1, 40, (6, 12)) * (torch.arange(12)[None] < lengths[:, None])
+    batch = {"ids": ids, "mask": mask_of(ids), "label": torch.arange(6) % 3}
+    return trained(MaskedMean(), batch, lambda m, b: F.cross_entropy(m(b["ids"], b["mask"]), b["label"]))
+
+
+pair(
+    "mask_that_is_one_at_padding",
+    "padding_invariance",
+    "padding_pooled",
+    mentions=("inverted", "mask_of(ids)"),
+    faulty=lambda: masked(lambda ids: ids == 0),
+    fixed=lambda: masked(lambda ids: ids != 0),
+)
+
+
 # Texts as columns, as torchtext batches them: the last position is padding in all but the longest
 # (https://github.com/keitakurita/practical-torchtext/issues/5).
 
