@@ -427,7 +427,7 @@ def test_advice_fails_only_where_that_is_asked_for(only_these):
 def test_advice_ends_with_how_to_settle_it(only_these):
     only_these(a_check("one", says(replace(ADVICE, repair="give batches="))))
     (advice,) = check_loop(Loops()).results[0].advice
-    assert advice.repair == 'give batches=; if it is intended: skip={"one:odd": "why"}'
+    assert advice.repair == 'give batches=; if it is intended: @pytest.mark.trainloop(skip={"one:odd": "why"})'
 
 
 def test_a_note_never_fails(only_these):

@@ -143,6 +143,10 @@ def near(given: str, known: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(given, list(known), n=1)), "")
 
 
+OF_THE_MARKER = ("only", "skip", "xfail", "knobs")
+"""Keywords of the marker, besides the names of checks with their options."""
+
+
 def nearest(given: str, known: Iterable[str]) -> str:
     """The end of a message about a name that nothing has: the nearest name there is."""
     import difflib  # not free at start-up

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_trainloop.core import places
 from pytest_trainloop.core.errors import UsageError
-from pytest_trainloop.declare.knobs import nearest
+from pytest_trainloop.declare.knobs import OF_THE_MARKER, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 Declaration = TypeVar("Declaration")
+
+_MARKERS = {"TrainLoop": "@pytest.mark.trainloop", "LossContract": "@pytest.mark.trainloop_loss"}
 
 
 def refusing_slips(required: Mapping[str, str]) -> Callable[[type[Declaration]], type[Declaration]]:
@@ -48,7 +50,13 @@ def slip_in_the_call(error: BaseException, kind: type, required: Mapping[str, st
         return None
     named = re.findall(r"'(\w+)'", raised)
     if "unexpected keyword" in raised:
-        message = f"{name} has no field {named[0]!r}; {nearest(named[0], [f.name for f in fields(kind) if f.init])}"
+        known = nearest(named[0], [f.name for f in fields(kind) if f.init])
+        hint = (
+            f"give it to the marker: {_MARKERS[name]}({named[0]}=...)"
+            if named[0] in OF_THE_MARKER and name in _MARKERS
+            else known
+        )
+        message = f"{name} has no field {named[0]!r}; {hint}"
     elif "missing" in raised and named:
         message = f"{name}.{named[0]} is not given; {required.get(named[0], 'a value is needed')}"
     else:

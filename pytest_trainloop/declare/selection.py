@@ -12,15 +12,13 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.core.errors import UsageError
-from pytest_trainloop.declare.knobs import nearest
+from pytest_trainloop.declare.knobs import OF_THE_MARKER, nearest
 
 if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding, Result
 
 Known = Mapping[str, Collection[str]]
 """Every registered check with the causes it can name, in causal order."""
-
-_KEYWORDS = ("only", "skip", "xfail", "knobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +178,10 @@ def marker_selection(where: str, args: Sequence[object], kwargs: Mapping[str, An
             f"{where} got {args[0]!r} by position; keywords are needed: only, skip, xfail, knobs, or a check's name"
         )
     for keyword in kwargs:
-        if keyword not in _KEYWORDS and keyword not in known:
-            raise UsageError(f"{where} has no keyword {keyword!r}; {nearest(keyword, [*_KEYWORDS, *known])}")
-    own = {keyword: kwargs[keyword] for keyword in _KEYWORDS if kwargs.get(keyword) is not None}
-    return Selection(where=where, options={k: v for k, v in kwargs.items() if k not in _KEYWORDS}, **own)
+        if keyword not in OF_THE_MARKER and keyword not in known:
+            raise UsageError(f"{where} has no keyword {keyword!r}; {nearest(keyword, [*OF_THE_MARKER, *known])}")
+    own = {keyword: kwargs[keyword] for keyword in OF_THE_MARKER if kwargs.get(keyword) is not None}
+    return Selection(where=where, options={k: v for k, v in kwargs.items() if k not in OF_THE_MARKER}, **own)
 
 
 def _wanted(check: str, selection: Selection) -> bool:

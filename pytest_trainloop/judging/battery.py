@@ -42,7 +42,11 @@ Verdict = tuple[Finding, ...] | CannotDecide | OwnMistake | TimeRanOut | Unrelia
 LEAST_BUDGET = 120.0
 """Seconds that the checks of one loop may take however short the time of a run is, where no budget is given."""
 
-_FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
+_FIELDS_FOR = {
+    "fit": "fit (or step)",
+    "run": "fit, step or loss",
+    "load": "load (load(state) with a save() that returns it, or load(path) with save(path))",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +263,10 @@ class Subject:
             return self._error(check, broken.error, reporter)
         if absent:
             field = _FIELDS_FOR.get(absent[0], absent[0])
+            needs = "load=, save=" if "load" in absent else f"{absent[0]}="
             if check.subject == "loss":
                 return skipped(check, DoesNotApply(f"LossContract.{field} is not given"))
-            return skipped(check, CannotDecide(f"TrainLoop.{field} is not given", needs=f"{absent[0]}="))
+            return skipped(check, CannotDecide(f"TrainLoop.{field} is not given", needs=needs))
         try:
             return self._decided(check, evidence, options, reporter)
         except TimeRanOut as late:

@@ -86,9 +86,14 @@ def _in_columns(table: re.Match[str]) -> str:
 def _no_such_name(name: str, known: Mapping[str, registry.Check]) -> str:
     """The refusal of a name, with the check or cause that is near, if any is."""
     by_cause = {cause: f"{check.name}:{cause}" for check in known.values() for cause in check.causes}
-    close = near(name, [*known, *by_cause])
-    hint = f"the nearest name is {by_cause.get(close, close)!r}" if close else "--trainloop-list shows all checks"
-    return f"there is no check {name!r}; {hint}"
+    names, stems = [*known, *by_cause], tuple(word[:4] for word in name.split("_") if len(word) > 3)
+    close = near(name, names)
+    shared = [sum(word.startswith(stems) for word in n.split("_")) if stems else 0 for n in names]
+    alike = [n for n, words in zip(names, shared, strict=True) if words == max(shared) > 0]
+    if close and (close in alike or not alike):
+        return f"there is no check {name!r}; the nearest name is {by_cause.get(close, close)!r}"
+    found = ", ".join(repr(by_cause.get(n, n)) for n in alike[:4])
+    return f"there is no check {name!r}; {f'near are {found}' if found else '--trainloop-list shows all checks'}"
 
 
 def _described(cause: registry.Cause) -> str:

@@ -46,18 +46,19 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
         check=check.name,
         kinds=finding.kinds or _kinds(check, finding, evidence),
         change=_of_the_project(finding.change or _line_to_change(cause, finding, evidence)),
-        repair=_with_settlement(finding, cause, check.name),
+        repair=_with_settlement(finding, cause, check),
         do_not=finding.do_not or cause.do_not,
         explains=explains,
     )
 
 
-def _with_settlement(finding: Finding, cause: Cause, check: str) -> str:
+def _with_settlement(finding: Finding, cause: Cause, check: Check) -> str:
     """The repair; for advice also how to declare that the code is intended, or that it is not."""
     repair = finding.repair or cause.repair
     if finding.level != "advice":
         return repair
-    keep = f'if it is intended: skip={{"{check}:{finding.cause}": "why"}}'
+    marker = "trainloop" if check.subject == "loop" else "trainloop_loss"
+    keep = f'if it is intended: @pytest.mark.{marker}(skip={{"{check.name}:{finding.cause}": "why"}})'
     return "; ".join(filter(None, (repair, cause.settle, keep)))
 
 

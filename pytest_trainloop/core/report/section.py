@@ -95,7 +95,9 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         for advice in result.advice:
             first = next((check for check, fault in faults if fault.accounts_for(result.check, advice.cause)), "")
-            yield Line(f"  advice  {result.check}: {advice.summary}{f' (repair {first} first)' if first else ''}", "warn")
+            yield Line(
+                f"  advice  {result.check}: {advice.summary}{f' (repair {first} first)' if first else ''}", "warn"
+            )
             if first:
                 continue
             if line := advice.change or advice.where:
@@ -131,7 +133,7 @@ def counts(results: Sequence[Result]) -> str:
     nothing = "" if any(map(_ran, results)) else "NOTHING WAS CHECKED, "
     if not nothing and not half_looked_at(results):
         nothing = "MORE THAN HALF WAS NOT LOOKED AT, "
-    cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} optimizer steps"
+    cost = f"{sum(r.seconds for r in results):.1f} s CPU, {sum(r.steps for r in results)} optimizer steps"
     return f"{nothing}{counted_in_words}; {cost}"
 
 

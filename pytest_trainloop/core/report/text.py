@@ -51,7 +51,7 @@ def finding_fields(finding: Finding, causes: Mapping[str, str]) -> dict[str, str
     fields = {
         "measured": finding.measured,
         "cause": f"{finding.cause}: {proof}" if proof else finding.cause,
-        "shown by": finding.shown_by,
+        "shown by": finding.shown_by.removeprefix(proof).removeprefix("; "),
         **_names(finding),
         "seen at": finding.where if finding.where != finding.change else "",
         "smallest": finding.smallest,

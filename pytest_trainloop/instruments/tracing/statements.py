@@ -180,7 +180,7 @@ def window_size(step: str, backward: str, knob: str) -> str:
     function = source.function(statement)
     if found is not None and found[0] is source and source.function(found[1]) is function:
         around = [n.test for n in source.above(found[1]) if isinstance(n, ast.If) and source.function(n) is function]
-        divided = [n for test in around for n in ast.walk(test) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
+        divided = [n for t in around for n in ast.walk(t) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
         sizes = {ast.unparse(n.right) for n in divided if isinstance(n.right, (ast.Name, ast.Attribute))}
         if len(sizes) == 1:
             return sizes.pop()

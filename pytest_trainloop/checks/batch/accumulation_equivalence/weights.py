@@ -354,7 +354,8 @@ def of_declared_loss(evidence: Evidence) -> Iterator[Finding]:
     """Of a loop without the knob: whether dividing by k would be right for the declared loss."""
     if "loss" not in evidence.offers:
         raise CannotDecide(
-            "the function has no knob accumulate: give it accumulate=1 and pass it on to the loop (loss= for a note)",
+            "add a keyword accumulate=1 to the test function, and give it to the loop (another name: knobs={...} in "
+            "the marker)",
             needs="accumulate=1",
         )
     made = evidence.shared(Accumulation.of_loss)

@@ -97,7 +97,8 @@ class Case:
         template = CAUSES[cause].variants.get(variant, {}).get("repair") or CAUSES[cause].repair
         facts["repair"] = facts.get("repair") or filled(template, facts)
         if intended and group.declared:
-            facts["repair"] += f'; if this is intended ({intended}): skip={{"padding_invariance:{cause}": "why"}}'
+            skip = f'@pytest.mark.trainloop(skip={{"padding_invariance:{cause}": "why"}})'
+            facts["repair"] += f"; if this is intended ({intended}): {skip}"
         if made.masks_unread(full):
             facts["explains"] = (*CAUSES[cause].explains, *_UNREAD)
         finding = found(cause, where, (at.op if at else "loss.backward()",), variant, **facts)
@@ -172,7 +173,12 @@ def mask_of_batch_inverted(case: Case) -> Iterator[Finding]:
         change = made.experiment.evidence.shared(DataLines.of).at(names)
         at = entries[0] if entries else case.first_call()
         yield case.named(
-            "padding_pooled", at, "inverted", holds=made.equal_with_masks_inverted, change=change, masks=" and ".join(names)
+            "padding_pooled",
+            at,
+            "inverted",
+            holds=made.equal_with_masks_inverted,
+            change=change,
+            masks=" and ".join(names),
         )
 
 
