@@ -47,7 +47,7 @@ def test_by_hand(trainloop):
             '>*trainloop.check("overfit",*',
             "E*it is wrong by 4.00",
             "E*cause      stuck: the loss stays",
-            "*::test_by_hand  1 failed; 0.2 s CPU, 4 optimizer steps",
+            "*::test_by_hand  1 failed; 0.2 s, 4 optimizer steps",
             "FAILED *::test_by_hand - it is wrong by 4.00",
         ]
     )

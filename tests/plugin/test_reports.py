@@ -35,18 +35,18 @@ LOOPS = """
 """
 
 SECTION = """\
-test_a.py::test_root  2 failed, 1 passed, 1 advice; 0.5 s CPU, 8 optimizer steps
+test_a.py::test_root  2 failed, 1 passed, 1 advice; 0.5 s, 8 optimizer steps
   step_order: old gradients again [stale]
     also fails for it: overfit
   advice  accumulation: too large
-test_a.py::test_wrong  1 error, 1 xfailed; 0.2 s CPU, 4 optimizer steps
+test_a.py::test_wrong  1 error, 1 xfailed; 0.2 s, 4 optimizer steps
   error  overfit: running fit raised ValueError: bad
   xfailed  step_order: ticket 1
-test_a.py::test_more[2]  NOTHING WAS CHECKED, 1 unreliable, 2 skipped; 0.0 s CPU, 0 optimizer steps
-test_a.py::test_right  3 passed; 0.8 s CPU, 12 optimizer steps
+test_a.py::test_more[2]  NOTHING WAS CHECKED, 1 unreliable, 2 skipped; 0.0 s, 0 optimizer steps
+test_a.py::test_right  3 passed; 0.8 s, 12 optimizer steps
   skipped  step_order, accumulation: by hand (test_a.py::test_more[2])
   unreliable  overfit: drifts (test_a.py::test_more[2])
-4 in all: 2 failed, 1 error, 4 passed, 1 xfailed, 1 advice, 1 unreliable, 2 skipped; 1.5 s CPU, 24 optimizer steps
+4 in all: 2 failed, 1 error, 4 passed, 1 xfailed, 1 advice, 1 unreliable, 2 skipped; 1.5 s, 24 optimizer steps
 """
 
 

@@ -66,9 +66,9 @@ cause      b
 
 | loop | checks |
 |---|---|
-| `t::a` | 2 failed, 1 passed, 1 advice; 0.0 s CPU, 0 optimizer steps |
-| `t::c` | 1 error; 0.0 s CPU, 0 optimizer steps |
-| `t::b` | 1 passed, 1 skipped; 0.0 s CPU, 0 optimizer steps |
+| `t::a` | 2 failed, 1 passed, 1 advice; 0.0 s, 0 optimizer steps |
+| `t::c` | 1 error; 0.0 s, 0 optimizer steps |
+| `t::b` | 1 passed, 1 skipped; 0.0 s, 0 optimizer steps |
 
 <details><summary>Not decided</summary>
 

@@ -133,7 +133,7 @@ def counts(results: Sequence[Result]) -> str:
     nothing = "" if any(map(_ran, results)) else "NOTHING WAS CHECKED, "
     if not nothing and not half_looked_at(results):
         nothing = "MORE THAN HALF WAS NOT LOOKED AT, "
-    cost = f"{sum(r.seconds for r in results):.1f} s CPU, {sum(r.steps for r in results)} optimizer steps"
+    cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} optimizer steps"
     return f"{nothing}{counted_in_words}; {cost}"
 
 

@@ -45,6 +45,8 @@ class Loop:
     """Rows or batches of the script's own that it reads, from a file next to the test."""
     fit: list[str] = field(default_factory=list)
     """The body of ``fit``, where it takes more than one expression."""
+    further: dict[str, str] = field(default_factory=dict)
+    """Calls of the script's that fields of ``TrainLoop`` could be, with their lines."""
 
 
 class Handover:
@@ -102,6 +104,8 @@ class Handover:
                 'if __name__ == "__main__":'
             )
         loop.statements = slices.statements
+        for frame in self._frames:
+            loop.further = _further(frame) | loop.further
         return loop
 
     def _add_models(self, loop: Loop, slices: Slices) -> dict[int, str]:
@@ -252,6 +256,25 @@ def _lines_of_loop(at: Frame) -> tuple[str, str]:
     else:
         head = f"while {ast.unparse(loop.test)}"
     return f"{shown(at.file, loop.lineno)} to {loop.end_lineno}", f"`{head}` with its body"
+
+
+def _further(frame: Frame) -> dict[str, str]:
+    """The first calls in the body of a function, or of the script, that evaluate and that save."""
+    import ast
+
+    found: dict[str, str] = {}
+    todo: list[ast.AST] = [*frame.body()]
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Call):
+            called = str(getattr(node.func, "attr", getattr(node.func, "id", ""))).lower()
+            fields = "evaluate=" if called.startswith(("evaluat", "valid")) else "save= and load="
+            if fields == "evaluate=" or called.startswith("save"):
+                found.setdefault(fields, f"{ast.unparse(node)} at {shown(frame.file, node.lineno)}")
+    return found
 
 
 _METHODS = {"transformers": "train", "lightning": "fit", "pytorch_lightning": "fit"}

@@ -72,9 +72,10 @@ class Page:
             shown = ", ".join(written[:MOST_FILES]) + (f" and {more} more" if more > 0 else "")
             self._say(f"  files the script wrote: {shown}")
 
-    def wrote(self, file: str, *, runs_script: bool) -> None:
-        """What ``--write-test`` made."""
-        self._say(f"  wrote {file}; run it by pytest --trainloop {file}", "good")
+    def wrote(self, file: str, data: str, *, runs_script: bool) -> None:
+        """What ``--write-test`` made: the test, and where there is one the file of ``data`` that it reads."""
+        read = f" and {data}, the data that it reads" if data else ""
+        self._say(f"  wrote {file}{read}; run it by pytest --trainloop {file}", "good")
         if runs_script:
             self._say("  it runs the script once; its first lines say what a loop for all checks would take")
 

@@ -225,7 +225,8 @@ class Session:
             if loop.missing:
                 torchrun = self._options.torchrun or self._ranks is not None
                 files.write(file, script_file(loop, imports, self._options, file, torchrun=torchrun))
-            self._page.wrote(self._options.write_test, runs_script=bool(loop.missing))
+            data = "" if loop.missing or loop.kept is None else str(Path(self._options.write_test).with_suffix(".pt"))
+            self._page.wrote(self._options.write_test, data, runs_script=bool(loop.missing))
 
     def _nothing(self, own_failure: str) -> int:
         self._files.listed()

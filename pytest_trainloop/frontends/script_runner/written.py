@@ -165,10 +165,11 @@ def _body(loop: Loop, imports: Imports, target: Target) -> Sequence[str]:
     lines += loop.statements
     if loop.fit:
         lines += ["", "def fit(batches):", *(f"    {line}" for line in loop.fit), ""]
+    further = [] if loop.adapter else [f"# give {field} too, from {call}" for field, call in loop.further.items()]
     needed = ("model", "optimizer", "batch", "fit") if loop.missing else ()
     order = ("model", "optimizer", "batches", "batch", "fit")
     given = [f"    {n}={loop.fields.get(n, '...')}," for n in order if n in loop.fields or n in needed]
-    lines += [f"return {loop.adapter}"] if loop.adapter else ["return TrainLoop(", *given, ")"]
+    lines += [f"return {loop.adapter}"] if loop.adapter else [*further, "return TrainLoop(", *given, ")"]
     return [part for line in lines for part in _wrapped(line)]
 
 

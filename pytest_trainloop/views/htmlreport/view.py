@@ -84,7 +84,7 @@ def view(document: Mapping[str, Any], folders: Sequence[Path]) -> Page:
         status=next((status for status in ("failed", "nothing") if any(loop.status == status for loop in loops)), "")
         or ("passed" if loops else "nothing"),
         totals=_totals(results),
-        cost=f"{sum(r.seconds for r in results):,.1f} s CPU, {sum(r.steps for r in results):,} optimizer steps",
+        cost=f"{sum(r.seconds for r in results):,.1f} s, {sum(r.steps for r in results):,} optimizer steps",
         environment=[(name, str(value)) for name, value in document["environment"].items() if value is not None],
         loops=loops,
         roots=roots(loops),
