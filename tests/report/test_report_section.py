@@ -23,15 +23,14 @@ def fault(check: str, cause: str, *explains: str) -> Result:
     return result(check, Finding(check=check, cause=cause, summary=f"{cause}!", explains=explains), outcome="failed")
 
 
-def test_a_consequence_stands_under_its_root():
-    report = Report.of(
-        "loop", [fault("a", "cut", "b", "d"), fault("b", "low", "c"), fault("c", "flat"), fault("e", "own")]
-    )
+def test_a_consequence_is_listed_under_its_root():
+    advice = result("d", Finding(check="d", cause="odd", summary="odd!", level="advice", repair="give it"))
+    report = Report.of("loop", [fault("a", "cut", "b", "d:odd"), fault("b", "low", "c"), fault("c", "flat"), advice])
     assert str(report).splitlines() == [
-        "loop  4 failed; 0.0 s, 0 optimizer steps",
+        "loop  3 failed, 1 passed, 1 advice; 0.0 s, 0 optimizer steps",
         "  a: cut! [cut]",
         "    also fails for it: b, c",
-        "  e: own! [own]",
+        "  advice  d: odd! (repair a first)",
     ]
 
 

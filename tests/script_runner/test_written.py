@@ -132,7 +132,7 @@ def test_of_methods_the_one_that_goes_over_the_loader_is_the_loop(written):
 def test_a_loop_in_a_function_is_handed_over_whole(written, source):
     said, text, loop = written(source)
     assert "TODO" not in text
-    assert "wrote" in said.out
+    assert ".pt, the data that it reads" in said.out
     assert "; run it by pytest --trainloop " in said.out
     report = check_loop(loop.__wrapped__ if hasattr(loop, "__wrapped__") else loop, only=["step_order"])
     assert report.ok

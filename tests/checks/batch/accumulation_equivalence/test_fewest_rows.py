@@ -60,6 +60,7 @@ def test_the_cause_of_a_fault_that_no_pair_has(divide, given, cause, text):
 
 def test_a_sum_is_shown_by_one_row_in_each_micro_batch():
     assert finding().smallest == "2 micro-batches: row 0, and row 1"
+    assert "accumulate" not in finding().repair  # a line of this loop that calls a function has no such name
 
 
 def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
@@ -70,7 +71,6 @@ def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
     ("fewest", "rows", "expected"),
     [
         (2, 8, "2 micro-batches: rows [0, 1], and rows [2, 3]"),
-        (3, 8, "2 micro-batches: rows [0, 1, 2], and rows [3, 4, 5]"),
         (12, 24, "24 rows as [12, 12]"),
     ],
 )

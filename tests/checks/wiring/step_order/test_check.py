@@ -47,14 +47,12 @@ def test_a_backward_after_the_step_that_follows_its_forward_pass():
     assert found(run(*calls, build=build)) == [("step_before_backward", "fault", ("optimizer.step()", "p0"))]
 
 
-def test_no_backward_pass_at_all():
+def test_gradients_of_windows_are_zeroed_after_the_step():
     build = RecordBuilder([0])
-    assert found(run(build.zero, build.step, build=build)) == [("backward_missing", "fault", ("loss.backward()",))]
-
-
-def test_an_optimizer_that_never_steps():
-    build = RecordBuilder([0])
-    assert found(run(build.zero, build.backward, build=build))[0][0] == "step_missing"
+    (finding,) = step_order(
+        FakeEvidence(run(build.backward, build.backward, build.step, build=build).record(), shared={untrained: None})
+    )
+    assert (finding.cause, finding.repair) == ("not_zeroed", "optimizer.zero_grad() right after this line")
 
 
 def test_two_steps_on_one_gradient():
