@@ -198,9 +198,9 @@ OTHERS = {
         "from pytest_trainloop import Roles\nreturn loop(roles=Roles())  # here",
         'Roles() names no tensor; at least one is needed, as in Roles(mask="attention_mask")',
     ),
-    "role-that-is-none": (
-        "from pytest_trainloop import Roles\nreturn loop(roles=Roles(weight='w'))  # here",
-        "Roles has no field 'weight'; the nearest name is 'weights'",
+    "keyword-of-the-marker": (
+        "loop(skip={'step_order': 'why'})",
+        "TrainLoop has no field 'skip'; give it to the marker: @pytest.mark.trainloop(skip=...)",
     ),
     "role-of-a-tensor": (
         "from pytest_trainloop import Roles\nreturn loop(roles=Roles(weights=torch.ones(3)))  # here",
