@@ -32,6 +32,7 @@ How it decides
     |---|---|---|
     | declared: running statistics of batch norms | ``padding_counts`` |  |
     | zeros in the row of ``padding_idx``, drawn as the others were | ``pad_row_drawn`` |  |
+    | a mask of the batch inverted, which is 1 at the padding id | ``padding_pooled`` |  |
     | a factor: the share of real positions | ``mean_over_padding`` | one length |
     | the id that the model takes for padding | ``other_pad_id`` | weakly known |
     | attention without padded keys; real keys weigh 0 | ``padded_keys_attended`` | weakly known; lengths as targets |

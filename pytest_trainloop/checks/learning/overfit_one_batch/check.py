@@ -20,7 +20,7 @@ How it decides
     5. With ``steps`` given, at most 300, the project declares when the batch is learned: every row is a fault then.
     6. It skips several losses for several optimizers, a ``fit`` that ends early, and a learning rate that still rises.
        It skips a loss that does not repeat with its seed, or does not change as its gradients say (policy gradients,
-       moving targets).
+       moving targets). Where an earlier check says why, it skips a falling loss that plain Adam does not halve either.
     7. All searches end by steps, not by the clock: 3,614 at most.
 
     | first that holds | cause | advice if |

@@ -41,38 +41,12 @@ def test_zeros_written_between_backward_and_step():
     assert "float16" in finding.repair
 
 
-def test_a_backward_after_the_step_that_follows_its_forward_pass():
-    build = RecordBuilder([0])
-    calls = (build.zero, lambda: build.backward(late=1), build.step)
-    assert found(run(*calls, build=build)) == [("step_before_backward", "fault", ("optimizer.step()", "p0"))]
-
-
 def test_gradients_of_windows_are_zeroed_after_the_step():
     build = RecordBuilder([0])
     (finding,) = step_order(
         FakeEvidence(run(build.backward, build.backward, build.step, build=build).record(), shared={untrained: None})
     )
     assert (finding.cause, finding.repair) == ("not_zeroed", "optimizer.zero_grad() right after this line")
-
-
-def test_two_steps_on_one_gradient():
-    build = RecordBuilder([0])
-    calls = (build.zero, build.backward, build.step, build.step)
-    assert found(run(*calls, build=build)) == [("stepped_twice", "fault", ("p0",))]
-
-
-def test_two_optimizers_on_one_gradient():
-    build = RecordBuilder([0], [0])
-    calls = (build.zero, build.backward, lambda: build.step(0), lambda: build.step(1))
-    assert found(run(*calls, build=build)) == [("two_optimizers", "fault", ("p0",))]
-
-
-def test_an_assigned_gradient_that_is_never_renewed():
-    build = RecordBuilder([0, 1])
-    build.optimizers[0].parameters = (0,)
-    build.assign(0)
-    calls = (lambda: build.zero(1), lambda: build.backward(1), build.step)
-    assert found(run(*calls, build=build, times=5)) == [("gradient_kept", "fault", ("p0",))]
 
 
 def test_the_order_of_gradient_penalties_and_accumulation_is_fine():
