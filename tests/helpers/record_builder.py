@@ -9,7 +9,6 @@ from pytest_trainloop.recording.events import (
     Backward,
     Event,
     GradWrite,
-    Move,
     Place,
     Raised,
     Read,
@@ -37,33 +36,22 @@ class RecordBuilder:
         self.parameters = [Parameter(i, f"p{i}", "model", (2,), "float32", "cpu", True) for i in range(count)]
         self.optimizers = [Optimizer(i, "SGD", True, tuple(group)) for i, group in enumerate(held)]
         self.events: list[Event] = []
-        self.moves: list[Move] = []
         self.grads: dict[int, list[str]] = {}
         self.items = 0
         self._clock = 0
 
-    def backward(
-        self,
-        *on: int,
-        line: int = 20,
-        late: int = 0,
-        kind: Any = "backward",
-        zero: bool = False,
-        same_batch: bool = False,
-    ) -> Backward:
-        """A backward pass from this line that reaches these parameters; ``zero``: with zeros only, ``same_batch``: on
-        the batch of the pass before."""
-        self.items += not same_batch
+    def backward(self, *on: int, line: int = 20, zero: bool = False) -> Backward:
+        """A backward pass from this line that reaches these parameters; ``zero``: with zeros only."""
+        self.items += 1
         roots = [Root(True, (), 1.0)]
-        event = self.add(Backward, line, "loss.backward()", kind=kind, roots=roots, item=self.items)
+        event = self.add(Backward, line, "loss.backward()", kind="backward", roots=roots, item=self.items)
         for index in on or range(len(self.parameters)):
             incoming = [] if zero else [f"b{event.at}"]
             before = self.grads.get(index)
             event.arrivals.setdefault(index, []).append(
-                Arrival(self._tick(), sample(incoming), None if before is None else sample(before), late)
+                Arrival(self._tick(), sample(incoming), None if before is None else sample(before), 0)
             )
-            if kind == "backward":
-                self.grads[index] = (before or []) + incoming
+            self.grads[index] = (before or []) + incoming
         event.until = self._tick()
         return event
 
@@ -80,8 +68,7 @@ class RecordBuilder:
         event.computed = how.get("computed", any(g is not None for g in event.reads[-1].grads.values()))
         event.left = self._samples(held.parameters)
         event.until = self._tick()
-        if not event.nested:
-            held.steps += 1
+        held.steps += 1
         return event
 
     def zero(self, *on: int, line: int = 10, to_none: bool = True, by: str = "zero_grad") -> GradWrite:
@@ -123,11 +110,6 @@ class RecordBuilder:
     def scheduler(self, *, line: int = 40, metric: bool = False) -> SchedulerStep:
         return self.add(SchedulerStep, line, "scheduler.step()", scheduler="StepLR", optimizer=0, metric=metric)
 
-    def move(self, *on: int, by: int | None = None) -> None:
-        """These parameters change here: by the step of an optimizer (its index), else by user code."""
-        since = self._tick()
-        self.moves.append(Move(since, self._tick(), on, by))
-
     def record(self, *, raised: str = "", ended: bool = True) -> Record:
         error = Raised("RuntimeError", f"RuntimeError: {raised}", "", Place("train.py", 1), raised) if raised else None
         rounds = max((o.steps for o in self.optimizers), default=0)
@@ -141,7 +123,6 @@ class RecordBuilder:
             items=self.items,
             full_until=self._tick(),
             ended=ended and not raised,
-            moves=self.moves,
         )
 
     def _samples(self, indices: Sequence[int]) -> dict[int, TensorSample | None]:
