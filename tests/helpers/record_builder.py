@@ -9,6 +9,7 @@ from pytest_trainloop.recording.events import (
     Backward,
     Event,
     GradWrite,
+    Move,
     Place,
     Raised,
     Read,
@@ -36,13 +37,15 @@ class RecordBuilder:
         self.parameters = [Parameter(i, f"p{i}", "model", (2,), "float32", "cpu", True) for i in range(count)]
         self.optimizers = [Optimizer(i, "SGD", True, tuple(group)) for i, group in enumerate(held)]
         self.events: list[Event] = []
+        self.moves: list[Move] = []
         self.grads: dict[int, list[str]] = {}
         self.items = 0
         self._clock = 0
 
-    def backward(self, *on: int, line: int = 20, zero: bool = False) -> Backward:
-        """A backward pass from this line that reaches these parameters; ``zero``: with zeros only."""
-        self.items += 1
+    def backward(self, *on: int, line: int = 20, zero: bool = False, same_batch: bool = False) -> Backward:
+        """A backward pass from this line that reaches these parameters; ``zero``: with zeros only, ``same_batch``: on
+        the batch of the pass before."""
+        self.items += not same_batch
         roots = [Root(True, (), 1.0)]
         event = self.add(Backward, line, "loss.backward()", kind="backward", roots=roots, item=self.items)
         for index in on or range(len(self.parameters)):
@@ -110,6 +113,11 @@ class RecordBuilder:
     def scheduler(self, *, line: int = 40, metric: bool = False) -> SchedulerStep:
         return self.add(SchedulerStep, line, "scheduler.step()", scheduler="StepLR", optimizer=0, metric=metric)
 
+    def move(self, *on: int) -> None:
+        """User code changes these parameters here."""
+        since = self._tick()
+        self.moves.append(Move(since, self._tick(), on, None))
+
     def record(self, *, raised: str = "", ended: bool = True) -> Record:
         error = Raised("RuntimeError", f"RuntimeError: {raised}", "", Place("train.py", 1), raised) if raised else None
         rounds = max((o.steps for o in self.optimizers), default=0)
@@ -123,6 +131,7 @@ class RecordBuilder:
             items=self.items,
             full_until=self._tick(),
             ended=ended and not raised,
+            moves=self.moves,
         )
 
     def _samples(self, indices: Sequence[int]) -> dict[int, TensorSample | None]:

@@ -130,6 +130,25 @@ def test_gradients_that_were_not_finite_are_thrown_away_rightly():
     assert found(build) == []
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda build: (build.move(0), build.zero(), build.backward()),
+        lambda build: (build.zero(), build.backward(same_batch=True)),
+        lambda build: (build.zero(), build.backward(line=25)),
+    ],
+    ids=["at other weights", "over the same batch", "of another line"],
+)
+def test_a_second_pass_for_which_the_first_is_cleared_is_no_window(second):
+    build = RecordBuilder([0])
+    for _ in range(4):
+        build.zero()
+        build.backward()
+        second(build)
+        build.step()
+    assert found(build) == []
+
+
 def left_open() -> RecordBuilder:
     build = RecordBuilder([0, 1])
     for _ in range(3):
