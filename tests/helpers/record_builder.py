@@ -71,7 +71,8 @@ class RecordBuilder:
         event.computed = how.get("computed", any(g is not None for g in event.reads[-1].grads.values()))
         event.left = self._samples(held.parameters)
         event.until = self._tick()
-        held.steps += 1
+        if not event.nested:
+            held.steps += 1
         return event
 
     def zero(self, *on: int, line: int = 10, to_none: bool = True, by: str = "zero_grad") -> GradWrite:

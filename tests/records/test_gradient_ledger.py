@@ -41,6 +41,18 @@ def test_a_clip_between_two_batches_hides_no_staleness_before_it():
     assert [c.again is not None for c in ledger_of(build).uses] == [False, True, True]
 
 
+def test_of_nested_steps_only_the_innermost_consumes():
+    build = RecordBuilder([0], [0])
+    for _ in range(2):
+        build.zero()
+        build.backward()
+        build.step(0, nested=True)
+        inner = build.step(1)
+    ledger = ledger_of(build)
+    assert [window.step for window in ledger.windows][1:] == [inner]
+    assert [c.repeated for c in ledger.uses] == [False, False]
+
+
 def test_a_closure_is_empty_only_where_its_last_call_leaves_nothing():
     build = RecordBuilder([0])
     build.step(closure=[build.zero, build.backward])

@@ -78,6 +78,13 @@ def test_a_scheduler_caught_up_from_one_line_before_the_loop():
     assert found(run("zero", "backward", "step", "scheduler", build=build)) == []
 
 
+def test_a_step_that_the_scaler_skipped_was_tried():
+    build = RecordBuilder([0])
+    build.scaler("step")
+    build.scheduler()
+    assert found(run("zero", "backward", "step", "scheduler", build=build)) == []
+
+
 def test_a_scheduler_stepped_in_every_micro_batch_is_another_matter():
     assert found(run("backward", "scheduler", "backward", "scheduler", "step", "zero")) == []
 
