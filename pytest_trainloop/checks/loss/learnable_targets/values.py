@@ -158,7 +158,7 @@ def _binary_calls(first: FirstSteps) -> list[Call]:
         learned = {id(v): v for v in call.inputs if v.history or v.parameter} if call is not None else {}
         if call is None or not learned:
             return []
-        if call.name in _BINARY:
+        if call.name in _BINARY and len(call.inputs) == 2:  # weights may turn the sign, as advantages do
             met[call.number] = call
         elif call.name in _SUMS or (call.name in MULTIPLICATIONS and len(learned) == 1 and _positive(call)):
             todo.extend(learned.values())

@@ -64,10 +64,12 @@ class OtherValue:
 def without_effect(evidence: Evidence) -> Iterator[Finding]:
     """Options that the project gives a value, and that leave every weight as it is without it."""
     record = evidence.run()
+    stepping = {step.optimizer for step in record.innermost_steps()}  # not one that passes its options to another
     for optimizer in record.optimizers if evidence.repeatable and not record.raised else ():
         matrices = [p for p in record.parameters if p.index in optimizer.parameters and len(p.shape) > 1]
         moved = record.changed()
-        if optimizer.from_torch or optimizer.steps < LEAST_STEPS or not any(p.index in moved for p in matrices):
+        known = optimizer.from_torch or optimizer.index not in stepping
+        if known or optimizer.steps < LEAST_STEPS or not any(p.index in moved for p in matrices):
             continue  # a decay that leaves out vectors has none to decay
         for option in OPTIONS:
             values = {g[option] for g in optimizer.settings if option in g} if option in optimizer.options else set()
