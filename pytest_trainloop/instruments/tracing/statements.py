@@ -7,6 +7,7 @@ These questions take a line as findings have it, ``file:line   source``, and giv
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +241,9 @@ def _closed_over(source: Source, function: Any, name: str) -> Any:
     """The function of a file that a function closes over under a name."""
     cells = getattr(function, "__closure__", None) or ()
     inner = dict(zip(function.__code__.co_freevars if cells else (), cells, strict=False)).get(name)
-    code = None if inner is None else code_of(inner.cell_contents)
+    code = None
+    with contextlib.suppress(ValueError):  # an empty cell
+        code = None if inner is None else code_of(inner.cell_contents)
     inside = code is not None and code.co_filename == source.file
     found = source.statement(first_line(code)) if code is not None and inside else None
     return found if isinstance(found, FUNCTIONS) else None

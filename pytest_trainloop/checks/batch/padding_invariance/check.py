@@ -33,13 +33,12 @@ How it decides
     | declared: running statistics of batch norms | ``padding_counts`` |  |
     | zeros in the row of ``padding_idx``, drawn as the others were | ``pad_row_drawn`` |  |
     | a mask of the batch inverted, which is 1 at the padding id | ``padding_pooled`` |  |
-    | a factor: the share of real positions | ``mean_over_padding`` | one length |
+    | a factor, the share of real positions; or last, one term's mean over these | ``mean_over_padding`` | one length |
     | the id that the model takes for padding | ``other_pad_id`` | weakly known |
     | attention without padded keys; real keys weigh 0 | ``padded_keys_attended`` | weakly known; lengths as targets |
     | pooling over real positions only | ``padding_pooled`` | also: see Known limits |
     | positions counted from the first real one | ``positions_shifted`` | one length |
     | seen: outputs past the first padded one meet a target | ``padded_targets`` | weakly known |
-    | the mean of one term over real positions | ``mean_over_padding`` | one length |
     | two of attention, pooling, positions together | the first of the two | its row says |
     | no padded outputs (equal, or the share as a factor) | ``padded_targets`` | equal; weakly known |
     | none of these | ``padding_counts`` | always |
