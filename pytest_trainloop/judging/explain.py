@@ -157,6 +157,8 @@ def markdown_page(check: registry.Check) -> str:
         f"| needs | {needs} |",
         *([f"| options | {', '.join(f'`{option}`' for option in check.options)} |"] if check.options else []),
         f"| in the terminal | `pytest --trainloop-explain {check.name}` |",
+        "| a finding | is a [fault or advice](../how-it-decides.md#fault-advice-or-silence); "
+        '`skip={"' + check.name + ':CAUSE": "why"}` [silences it](../options.md#per-loop-the-marker) |',
         f"| source | [{source}](../../{source}) |\n",
     ]
     for heading, body in _sections(check.page):

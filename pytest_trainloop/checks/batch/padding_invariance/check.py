@@ -14,16 +14,16 @@ How it decides
        give. Every tensor with rows and positions must hold one single value there. Each sequence of a batch is cut
        alone; those that the loop takes at one width only are cut together. ``Padding(of=)`` declares which tensor
        belongs to which mask.
-    2. It compares the gradients with and without padding. Equal to 1e3 eps (docs/how-it-decides.md#bounds-on-rounding):
-       it passes. Equal once the first padded position is kept, which may end a text: it passes. A difference below the
-       rounding of float32 is judged only where attention or pooling explains it.
-    3. It finds the cause. The step on whole rows is repeated with the results of one kind of call replaced by those on
-       cut rows. The first table row that holds is reported.
+    2. It compares the gradients with and without padding. It passes if they agree to 1e3 eps of float64
+       (docs/how-it-decides.md#bounds-on-rounding), also if only once the first padded position is kept, which may end a
+       text. A difference below the rounding of float32 is judged only where attention or pooling explains it.
+    3. It finds the cause. It repeats the step on the padded rows, each time with the results of one kind of call from
+       the cut rows. It reports the first line of the table that holds.
     4. With ``padding=`` declared a finding is a fault, with two exceptions. Positions stay advice where all batches
        have one length and the table of positions ends there. An unexplained difference stays advice where the loop
        draws random numbers.
-    5. Undeclared, the last column says what is advice. With batches of one length, padding is weakly known from
-       ``padding_idx`` (without ``config.pad_token_id``), or from a mask next to features.
+    5. Undeclared, the last column says what is advice. "Weakly known": all batches have one length, and only
+       ``padding_idx`` (without ``config.pad_token_id``) or a mask next to features marks the padding.
     6. It skips gradients that are not finite, and an unexplained difference by a single padded position.
     7. Where sequences are cut together: other values in padding that count exactly where another sequence's mask is
        real prove ``mask_of_another``.

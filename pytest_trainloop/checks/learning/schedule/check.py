@@ -2,29 +2,31 @@
 
 What it does
     It follows the learning rate of every group through the watched run: its value at every step, and whether a
-    scheduler or a line of the loop moved it. It then steps every scheduler of a fresh loop forward without training,
-    and makes the calls that follow of a function of the project's that writes the rate. The result is one curve for
-    each group, which it compares with ``steps=`` or ``epochs=``.
+    scheduler or a line of the loop moved it. It then builds the loop again and steps every scheduler forward without
+    training. If a function of the project writes the rate, it makes that function's later calls too. The result is one
+    curve for each group, which it compares with ``steps=`` or ``epochs=``.
 
 Why is this bad?
-    A schedule that drives an optimizer which no longer steps, or that is written over at every batch, leaves the rate
-    where it began: the run works, and ends a little worse than the paper says. Nothing raises.
+    The schedule may drive an optimizer that no longer steps, or be overwritten at every batch. The rate then stays
+    where it began. Nothing raises: the run works, and ends a little worse than the paper says.
 
 How it decides
     1. It notes each group's learning rate at every step, and before and after each call of a scheduler. Equal bits are
        equal rates. What a scheduler did not move, a line of the loop did (docs/how-it-decides.md#what-moves-a-rate).
-    2. It then steps schedulers of a fresh loop without training. A project's function is called on if its arguments are
-       the same objects or grow by equal steps, and every step used what it left, or one multiple of it.
+    2. It then steps schedulers of a fresh loop without training. A project's function that writes the
+       rate is called further if its arguments stay or grow by equal steps. Every step must have used what it wrote, or
+       one multiple of it.
     3. It compares the length with the calls that ``steps=`` or ``epochs=`` gives. Runs over two and three windows show
        whether a call comes once a step, micro-batch or epoch. Undeclared, ``fit`` is the plan if it builds the schedule
        from its batches, or if the schedule ends with its epochs (docs/how-it-decides.md#how-long-a-schedule-is).
-    4. Of each curve the first rule that finds something is reported: shape, fit, another unit, windows, plan, names.
-    5. Of a plan that follows from data only another unit, a curve that fades out, and a very long warm-up are reported.
+    4. For each curve it reports the first rule of the table that holds.
+    5. If the plan follows from the data, it reports four findings on the length only: another unit, a curve that
+       raises, one that fades out, and a very long warm-up.
     6. With ``accumulate``, the length and the calls of a schedule must change together. A call in each micro-batch
        alone is advice.
     7. A rate of exactly 0 to the end is a fault, ``zero_for_good``. A filter by name that leaves a group with its own
        learning rate empty is advice.
-    8. It skips a constant learning rate, and a schedule whose plan is not known if nothing else is found.
+    8. It skips a constant learning rate. It also skips a schedule of unknown plan, unless something else is found.
 
     | seen | cause | advice if |
     |---|---|---|

@@ -11,13 +11,14 @@ Why is this bad?
     model.
 
 How it decides
-    1. Only identities are faults (docs/how-it-decides.md#order-of-backward-zeroing-and-steps). User code answers for
-       gradients that it assigns, unless one assignment serves every step while backward passes bring others.
-    2. Silent are momentum kept in ``.grad`` (it is scaled), SAM (it moves weights before zeroing), gradients of another
-       network that are cleared unused, and openly skipped batches.
-    3. An optimizer has stopped if 64 backward passes, and 8 of its windows, pass without a step. The run is repeated
-       from half and twice the weights. If it stops after as many steps there, it is a fault: the losses did not stop
-       it. With the knob ``accumulate``, 64 windows without a step are a fault for 1 and 4 micro-batches.
+    1. Faults of order are exact observations (docs/how-it-decides.md#order-of-backward-zeroing-and-steps): a gradient
+       read twice, by no step, or missing. Gradients that user code assigns are left out, unless one assignment serves
+       every step while backward passes bring others.
+    2. Four patterns are not reported: momentum kept in ``.grad``, SAM, another network's gradients that are cleared
+       unused, and batches skipped on purpose.
+    3. An optimizer has stopped if it makes no step during 64 backward passes and 8 of its windows. The check repeats
+       the run from weights multiplied by 0.5 and by 2. If it stops after as many steps there, it is a fault: the losses
+       did not stop it. With the knob ``accumulate``, 64 windows without a step are a fault for 1 and 4 micro-batches.
     4. A clip is useless if none of its calls (two or more) clips a gradient that a step uses, and no other clip covers
        what is stepped.
     5. A loop trains nothing (``nothing_trains``) if 400 batches bring neither backward pass nor step. Own changes of
@@ -31,15 +32,15 @@ How it decides
     | a step uses a residual that an earlier step used, bit for bit | ``not_zeroed``, ``wrong_object_zeroed`` |  |
     | one gradient is used twice, or an assigned one by every step | ``stepped_twice`` and others |  |
     | steps find nothing, backward passes brought something | ``zeroed_before_step``, ``step_before_backward`` |  |
-    | steps without backward, or passes without step | ``backward_missing``, ``step_missing`` | step 3 is not shown |
+    | steps without backward, or passes without step | ``backward_missing``, ``step_missing`` | unless step 3 holds |
     | in every window some micro-batches are cleared | ``zeroed_inside_window`` |  |
     | a clip or a scheduler is on the wrong side of its step | ``clip_after_step`` and another |  |
     | a step uses passes that another optimizer stepped with | ``another_loss_kept`` | always |
     | a clip is useless: too late, zeroed, another net | ``clips_nothing``, ``clips_another`` | a shared line |
     | a clip takes one of two groups split by weight decay | ``clips_one_group`` |  |
     | a clip leaves out other parts, or acts in a window | ``clip_leaves_out``, ``clip_inside_window`` | always |
-    | gradients are left after an epoch | ``leaks_into_next``, ``window_left_over`` | step 6 |
-    | weights are pulled back to a fixed point | ``step_taken_back`` | four steps away can be reached |
+    | gradients are left after an epoch | ``leaks_into_next``, ``window_left_over`` | unless step 6 holds |
+    | weights are pulled back to a fixed point | ``step_taken_back`` | weights get four steps away from it |
 
 Faulty
     >>> for x, y in batches:
