@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.batch.input_dependence.lost_at import CallsSeen, lost_at
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.ours import is_ours
 from pytest_trainloop.declare import nested
@@ -27,6 +26,7 @@ from pytest_trainloop.instruments.batches.own_data import makes_own_data
 from pytest_trainloop.instruments.batches.values import binary, constant
 from pytest_trainloop.instruments.gradients.dependence import moved_a_little
 from pytest_trainloop.instruments.tracing.arguments import named_arguments
+from pytest_trainloop.instruments.tracing.call_log import Calls
 from pytest_trainloop.instruments.tracing.forward_pass import LONGEST
 from pytest_trainloop.instruments.tracing.made_at import own_method
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytest_trainloop.declare.loop import TrainLoop
+    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
@@ -180,6 +181,22 @@ class _Run(WatchingMode):
                 self.outputs += outputs
 
 
+def _lost_at(one: Sequence[Call], other: Sequence[Call]) -> str:
+    """The only line whose calls are given other values in two runs and give the same ones; empty where several lines
+    do, or a call is made in one run alone."""
+    lines = set[str]()
+    for mine, theirs in zip(one, other, strict=False):
+        if (mine.name, mine.place) != (theirs.name, theirs.place):
+            return ""
+        if _digests(mine.inputs) != _digests(theirs.inputs) and _digests(mine.outputs) == _digests(theirs.outputs):
+            lines.add(str(mine.place))
+    return lines.pop() if len(lines) == 1 else ""
+
+
+def _digests(values: Sequence[Value]) -> list[tuple[Any, ...]]:
+    return [(value.shape, value.digest) for value in values]
+
+
 class InputRuns:
     """The runs behind ``input_dependence``.
 
@@ -282,11 +299,11 @@ class InputRuns:
         returns that is: to use them there."""
         runs = []
         for rows in (False, True):
-            seen = CallsSeen()
+            seen = Calls()
             next(self._with_equal_rows(*(tensors if rows else ()), seen=seen))
-            runs.append(seen.calls)
-        if any(mine.given != theirs.given for mine, theirs in zip(*runs, strict=False)):
-            return lost_at(*runs)
+            runs.append([call for call in seen.calls if call.outputs])
+        if any(_digests(mine.inputs) != _digests(theirs.inputs) for mine, theirs in zip(*runs, strict=False)):
+            return _lost_at(*runs)
         places = [] if self.own_data else [self.unchanged.addresses[t.number] for t in tensors]
         forward = next((self.unchanged.forwards[p] for p in places if p in self.unchanged.forwards), "")
         return use_of(forward, ())
@@ -331,7 +348,7 @@ class InputRuns:
 
         self.inputs = [tensor_of(n, t) for n, t in kept.items() if run.addresses or self.own_data]
 
-    def _with_equal_rows(self, *tensors: Input, seen: CallsSeen | None = None) -> Iterator[_Run]:
+    def _with_equal_rows(self, *tensors: Input, seen: Calls | None = None) -> Iterator[_Run]:
         """The runs in which all rows of these inputs are the first one, and the last one."""
         numbers = {tensor.number for tensor in tensors}
         for row in (0, -1):
@@ -343,7 +360,7 @@ class InputRuns:
 
             yield self._run(repeat_row, seen)
 
-    def _run(self, prepare: Prepare, seen: CallsSeen | None = None) -> _Run:
+    def _run(self, prepare: Prepare, seen: Calls | None = None) -> _Run:
         """A run over one batch, whose tensors ``prepare`` is given first; where the loop makes its own data, those that
         a model is called with."""
         run, first = _Run(), list[Any]()
@@ -362,7 +379,7 @@ class InputRuns:
                 first.append(item)  # no tensor that the loop makes may get its place in memory
                 run.addresses = [address(t) for t in nested.tensors(item)]
                 if seen is not None:
-                    seen.begun = True
+                    seen.calls.clear()  # those that made the batch
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
             yield from run.contexts(watch)
