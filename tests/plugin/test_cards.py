@@ -57,7 +57,7 @@ def cards(result: pytest.RunResult) -> dict[str, list[str]]:
 def test_each_loop_has_its_card_behind_the_closing_section(run, pytester):
     result = run("--trainloop-card")
     result.assert_outcomes(passed=5)  # three checks, two tests
-    assert result.parseoutcomes()["card(s)"] == 2
+    assert result.parseoutcomes()["cards"] == 2
     shown = cards(result)
     assert list(shown) == ["test_a.py::test_by_hand", "test_a.py::test_it", "test_a.py::test_wide[8]"]
     assert shown["test_a.py::test_it"][0].startswith("model       49 weights in 4 tensors")

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Do not count cards as passed tests: a card checks nothing."""
     made = report.when == "call" and report.passed and check_in(report.nodeid) == CARD
-    return ("card(s)", "c", "CARD") if made and PROPERTY in dict(report.user_properties) else None
+    return ("cards", "c", "CARD") if made and PROPERTY in dict(report.user_properties) else None
 
 
 def take(item: pytest.Function, loop: str, subject: Subject, results: Mapping[str, Result]) -> None:
