@@ -46,7 +46,7 @@ def text_of(report: Report, pair: Any) -> str:
 
 
 def _same_everywhere(line: str) -> str:
-    line = re.sub(r"\bline \d+", "line #", re.sub(r"(?<=\.py):\d+|(?<=\")/\S+/site-packages/", "", line))
+    line = re.sub(r"\bline \d+", "line #", re.sub(r"(?<=\.py):\d+|(?<=\")[^\s\"]+/site-packages/", "", line))
     if line.startswith(("seen at ", "change ")):
         return line
     code = line.startswith(("repair ", "do not ", " "))  # whose 0.9 and 1e-3 are to be written
