@@ -34,6 +34,7 @@ class OtherValue:
     def __init__(self, optimizer: Optimizer, option: str) -> None:
         self._number, self._option = optimizer.index, option
         self.default: object = None
+        self.inherited = False  # its __init__ is torch's
         self.given: set[float] = set()
         self.other = math.nan
 
@@ -42,8 +43,10 @@ class OtherValue:
         def enter(optimizer: Any, _args: Any, _kwargs: Any) -> None:
             if watch.is_suspended or watch.optimizers.known(optimizer) != self._number:
                 return
-            parameter = inspect.signature(type(optimizer).__init__).parameters.get(self._option)
+            made_by = type(optimizer).__init__
+            parameter = inspect.signature(made_by).parameters.get(self._option)
             self.default = None if parameter is None else parameter.default
+            self.inherited = getattr(made_by, "__module__", "").startswith("torch.")
             rates = [float(g["lr"]) for g in optimizer.param_groups if g.get("lr")]
             for place in (*optimizer.param_groups, optimizer.defaults, vars(optimizer)):
                 own = place is vars(optimizer)  # where it may have another name
@@ -81,6 +84,8 @@ def without_effect(evidence: Evidence) -> Iterator[Finding]:
                 facts = {"kind": optimizer.kind, "option": option, "value": max(value.given), "other": value.other}
                 facts |= {"steps": optimizer.steps, "tensors": len(optimizer.parameters)}
                 chosen = value.given != {value.default}
+                if not chosen and value.inherited:
+                    continue  # a class derived from torch's AdamW that has another update, and no __init__ of its own
                 facts["level"] = "fault" if chosen else "advice"
                 yield found("option_without_effect", record.step_line(), (option,), **facts)
 
