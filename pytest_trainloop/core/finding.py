@@ -134,7 +134,7 @@ class Result:
     """False where the time of all checks was over before this one could decide."""
     needs: str = ""
     """What the user can give to have a skipped check decided: ``padding=``."""
-    rates: tuple[dict[str, Any], ...] = ()
+    learning_rates: tuple[dict[str, Any], ...] = ()
     """The learning rates of the watched run, with the first result of a loop that knows them."""
     previews_off: int = 0
     """How many causes of the check were not reported, since they are a preview."""
@@ -170,7 +170,7 @@ class Result:
             "needs": self.needs,
             "error": asdict(self.error) if self.error else None,
             "findings": [f.to_json() for f in self.findings],
-            **({"rates": list(self.rates)} if self.rates else {}),
+            **({"learning_rates": list(self.learning_rates)} if self.learning_rates else {}),
             **({"previews_off": self.previews_off} if self.previews_off else {}),
             **({"mistake": self.mistake} if self.mistake else {}),
         }
@@ -190,7 +190,7 @@ class Result:
             applies=data.get("applies", True),
             looked_at=data.get("looked_at", True),
             needs=data.get("needs", ""),
-            rates=tuple(data.get("rates", ())),
+            learning_rates=tuple(data.get("learning_rates", ())),
             previews_off=data.get("previews_off", 0),
             mistake=data.get("mistake", ""),
         )

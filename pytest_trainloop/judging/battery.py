@@ -115,7 +115,7 @@ class Subject:
         self._broken: tuple[UserError, str] | None = None
         self._script: ScriptRun | UsageError | None = None
         self._verdicts: dict[tuple[str, str], Verdict] = {}
-        self._rates_given = False
+        self._lrs_given = False
         self._budget = Budget(settings.loop_seconds)
         self._budget.needed = lambda: self._budget.spent + self._to_come()
         self._waiting = Waiting()
@@ -185,7 +185,7 @@ class Subject:
             result = self._judged(check, options, reporter)
             cost = self._cost() - before - others + self._ahead.pop(check.name, Cost())
         off = 0 if self._settings.preview else len(check.previews)
-        return replace(result, seconds=cost.seconds, steps=cost.steps, rates=self._rates(), previews_off=off)
+        return replace(result, seconds=cost.seconds, steps=cost.steps, learning_rates=self._lrs(), previews_off=off)
 
     def _few_threads(self) -> contextlib.AbstractContextManager[None]:
         """What a check computes of the loop's records takes as many threads as the loop; losses have their own rule."""
@@ -243,14 +243,14 @@ class Subject:
         """What all checks cost so far."""
         return Cost(self._budget.spent, 0 if self._evidence is None else self._evidence.own_steps)
 
-    def _rates(self) -> tuple[dict[str, Any], ...]:
+    def _lrs(self) -> tuple[dict[str, Any], ...]:
         """The learning rates of the watched run, with the first result after it was made."""
         from pytest_trainloop.instruments.records.learning_rates import table
 
         record = getattr(self._evidence, "watched", None)
-        if record is None or self._rates_given:
+        if record is None or self._lrs_given:
             return ()
-        self._rates_given = True
+        self._lrs_given = True
         return tuple(table(record))
 
     def _judged(self, check: Check, options: dict[str, Any], reporter: str) -> Result:

@@ -241,7 +241,7 @@ class Step(Event):
     """The position at which it ended."""
     lrs: tuple[float, ...] = ()
     """The learning rate of each group."""
-    named_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    named_lrs: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Numbers that are called a rate and that the step of torch's optimizers does not read: by the expression that
     holds them, ``group["learning_rate"]`` for each group."""
     reads: list[Read] = field(default_factory=list)
@@ -307,7 +307,7 @@ class SchedulerStep(Event):
 
 
 @dataclass(slots=True, kw_only=True)
-class CopiedRates(Event):
+class CopiedLRs(Event):
     """A call of ``state_dict()`` whose groups had other rates at the next step, or the end of the run: not those that
     they were given out with, nor the optimizer's own."""
 

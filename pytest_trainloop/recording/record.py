@@ -10,7 +10,7 @@ from pytest_trainloop.recording.events import (
     Arrival,
     Backward,
     CheckpointCall,
-    CopiedRates,
+    CopiedLRs,
     Event,
     Forward,
     Move,
@@ -247,7 +247,7 @@ class Record:
     """Changes of weights, in order."""
     schedulers: list[Scheduler] = field(default_factory=list)
     """Those that were built or stepped, and those that are declared."""
-    copied_rates: list[CopiedRates] = field(default_factory=list)
+    copied_lrs: list[CopiedLRs] = field(default_factory=list)
     """Rates that were written to what ``state_dict()`` gave, and that no optimizer was given."""
     checkpoints: list[CheckpointCall] = field(default_factory=list)
     end: dict[int, TensorSample] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class Schedules:
                 self._watch.thread.scheduling -= 1
             if noted is not None:
                 with self._watch.suspended():
-                    self._read_rates(scheduler, noted, "after")
+                    self._read_lrs(scheduler, noted, "after")
                     noted.until = self._watch.tick()
             return out
 
@@ -73,7 +73,7 @@ class Schedules:
                 metric=plateau or bool(args or kwargs),
                 number=self._built.called(scheduler),
             )
-            self._read_rates(scheduler, noted, "before")
+            self._read_lrs(scheduler, noted, "before")
             metric = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(metric, torch.Tensor):
                 if metric.numel() == 1:
@@ -83,19 +83,19 @@ class Schedules:
             watch.add(noted)
         return noted
 
-    def _read_rates(self, scheduler: Any, noted: SchedulerStep, moment: str) -> None:
+    def _read_lrs(self, scheduler: Any, noted: SchedulerStep, moment: str) -> None:
         """The rate of each group of the scheduler's optimizer; one that is a tensor is noted when it is read."""
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None) or ()
-        rates_of(groups, self._watch.reader, noted, moment)
+        lrs_of(groups, self._watch.reader, noted, moment)
 
 
-def rates_of(groups: Any, reader: Reader, event: Any, name: str) -> None:
+def lrs_of(groups: Any, reader: Reader, event: Any, name: str) -> None:
     """Give an event's field of this name the learning rate of each group: NaN where it has none, and later, when it is
     read, that of a tensor."""
-    rates = [group.get("lr") for group in groups if isinstance(group, dict)]
-    plain = tuple(float(lr) if isinstance(lr, (int, float)) else float("nan") for lr in rates)
+    lrs = [group.get("lr") for group in groups if isinstance(group, dict)]
+    plain = tuple(float(lr) if isinstance(lr, (int, float)) else float("nan") for lr in lrs)
     setattr(event, name, plain)
-    for g, lr in enumerate(rates):
+    for g, lr in enumerate(lrs):
         if isinstance(lr, torch.Tensor) and lr.numel() == 1:
 
             def put(value: float, group: int = g) -> None:

@@ -16,7 +16,7 @@ from pytest_trainloop.recording.events import GradWrite, Read, Step, TensorSampl
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.mode_stack import looks_into_steps
 from pytest_trainloop.recording.record import Optimizer as Held
-from pytest_trainloop.recording.schedulers import rates_of
+from pytest_trainloop.recording.schedulers import lrs_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import (
     has_step_hooks,
@@ -67,7 +67,7 @@ class Optimizers:
         ours = type(inner).__module__.startswith("torch.")
         held = Held(index=index, kind=type(inner).__name__, declared=declared, from_torch=ours)
         self._watch.record.optimizers.append(held)
-        rates_of(getattr(inner, "param_groups", None) or (), self._watch.reader, held, "first_lrs")
+        lrs_of(getattr(inner, "param_groups", None) or (), self._watch.reader, held, "first_lrs")
         self.refresh(inner, known_only)
         return index
 
@@ -129,8 +129,8 @@ class Optimizers:
             step.blocks = open_blocks()
             # inside backward the function mode sees nothing
             step.in_backward = step.asked = step.computed = watch.backward is not None
-            rates_of(optimizer.param_groups, watch.reader, step, "lrs")
-            step.named_rates = _named_rates(optimizer)
+            lrs_of(optimizer.param_groups, watch.reader, step, "lrs")
+            step.named_lrs = _named_lrs(optimizer)
             late = has_step_pre_hooks(optimizer)  # they may yet write gradients: it begins after them
             if not late:
                 watch.add(step)
@@ -284,26 +284,26 @@ _NOT_READ = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
 """Keys of a group that torch's optimizers or schedulers read themselves."""
 
 
-def _named_rates(optimizer: Any) -> dict[str, tuple[float, ...]]:
+def _named_lrs(optimizer: Any) -> dict[str, tuple[float, ...]]:
     """The numbers that are called a rate, but for those that are read: keys of the groups, the default rate and
     attributes of the optimizer."""
     groups = [g for g in optimizer.param_groups if isinstance(g, dict)]
     found: dict[str, list[float]] = {}
     for group in groups:
         for key, value in group.items():
-            if key not in _NOT_READ and isinstance(value, (int, float)) and _is_a_rate(key):
+            if key not in _NOT_READ and isinstance(value, (int, float)) and _is_a_lr(key):
                 found.setdefault(f'group["{key}"]', []).append(float(value))
     default = (getattr(optimizer, "defaults", None) or {}).get("lr")
     if isinstance(default, (int, float)):
         found['optimizer.defaults["lr"]'] = [float(default)]
     for name, value in vars(optimizer).items():
-        if isinstance(value, (int, float)) and _is_a_rate(name):
+        if isinstance(value, (int, float)) and _is_a_lr(name):
             found[f"optimizer.{name}"] = [float(value)]
     return {name: tuple(values) for name, values in found.items()}
 
 
 @functools.cache
-def _is_a_rate(name: str) -> bool:
+def _is_a_lr(name: str) -> bool:
     words = set(re.split(r"[^a-z]+", name.lower()))
     return bool(words & {"lr", "rate", "learningrate"}) and not words & {"decay", "drop", "dropout", "momentum", "ema"}
 

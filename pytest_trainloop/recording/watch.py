@@ -17,7 +17,7 @@ from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.checkpoints import Checkpoints
 from pytest_trainloop.recording.clips import Clips
-from pytest_trainloop.recording.copied_rates import StateDicts
+from pytest_trainloop.recording.copied_lrs import StateDicts
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.graphs import Graphs

@@ -15,14 +15,14 @@ from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import fit_of
-from pytest_trainloop.runs.scheduled import Curve, Driven, Schedules, project, rates_of
+from pytest_trainloop.runs.scheduled import Curve, Driven, Schedules, lrs_of, project
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.scheduled import Rates
+    from pytest_trainloop.runs.scheduled import LearningRates
 
 Unit = Literal["step", "micro-batch", "pass"]
 
@@ -134,7 +134,7 @@ class Projected:
     def falls(self, call: int, to: float = 0.5) -> bool:
         """Whether the highest rate has fallen to this part of its peak, or less, after so many calls."""
         group = self.curve.leading
-        return self.curve.raises_at is not None or self.curve.rate(call)[group] <= to * max(self.curve.group(group))
+        return self.curve.raises_at is not None or self.curve.lr(call)[group] <= to * max(self.curve.group(group))
 
     @property
     def raises_at(self) -> int | None:
@@ -144,9 +144,9 @@ class Projected:
     def message(self) -> str:
         return self.curve.message
 
-    def rate(self, call: int) -> Rates:
+    def lr(self, call: int) -> LearningRates:
         """The rate of each group after so many calls."""
-        return self.curve.rate(call)
+        return self.curve.lr(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +210,8 @@ def horizon(curve: Curve, kind: str) -> int | None:
 def turns_at(curve: Curve) -> int | None:
     """The call at which the highest rate has fallen to a hundredth of its peak or less, and rises again from there."""
     group = curve.leading
-    rates, low = curve.group(group), curve.lowest_at(group)
-    lowest, peak = rates[curve.calls.index(low)], max(rates)
+    lrs, low = curve.group(group), curve.lowest_at(group)
+    lowest, peak = lrs[curve.calls.index(low)], max(lrs)
     rises = max(curve.group_since(group, low)) > max(2 * lowest, peak / 50)
     return low if lowest <= peak / 100 and rises else None
 
@@ -368,7 +368,7 @@ def _by_trainer(evidence: Evidence) -> list[Projected]:
 
 
 def _of_trainer(one: Planned) -> Projected:
-    curve = Curve(calls=[0], rates=[rates_of(one.optimizer)])
+    curve = Curve(calls=[0], lrs=[lrs_of(one.optimizer)])
     project(one.schedulers, one.optimizer, curve, max(AHEAD, 5 * one.calls // 2))
     kind = " and ".join(type(s).__name__ for s in one.schedulers)
     return Projected(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
 
-    Rates = tuple[float, ...]
+    LearningRates = tuple[float, ...]
 
 MOST_CALLS = 60_000
 """Calls that are projected one by one: 0.2 seconds. What goes on beyond them is looked at in leaps."""
@@ -53,7 +53,7 @@ class Curve:
     """The rate of each group of one optimizer after each call of its schedulers, from 0 calls on."""
 
     calls: list[int]
-    rates: list[Rates]
+    lrs: list[LearningRates]
     raises_at: int | None = None
     """The call that raises."""
     message: str = ""
@@ -67,49 +67,49 @@ class Curve:
     def settles(self) -> int | None:
         """The call after which no rate changes any more; None where one changes until the end, or until it is too small
         for a float."""
-        peak = max(max(rates, default=0.0) for rates in self.rates)
-        for i in range(len(self.rates) - 1, 0, -1):
-            before = self.rates[i - 1]
-            if self.rates[i] != before:
+        peak = max(max(lrs, default=0.0) for lrs in self.lrs)
+        for i in range(len(self.lrs) - 1, 0, -1):
+            before = self.lrs[i - 1]
+            if self.lrs[i] != before:
                 fades = max(before) < peak * _ROUNDING**2
-                return None if i == len(self.rates) - 1 or fades else self.calls[i]
+                return None if i == len(self.lrs) - 1 or fades else self.calls[i]
         return 0
 
     def group(self, number: int) -> list[float]:
-        return [rates[number] for rates in self.rates]
+        return [lrs[number] for lrs in self.lrs]
 
     def group_since(self, number: int, call: int) -> list[float]:
-        return [rates[number] for rates in self.since(call)]
+        return [lrs[number] for lrs in self.since(call)]
 
     @property
     def leading(self) -> int:
         """The group whose rate is the highest."""
-        return max(range(len(self.rates[0])), key=lambda g: max(self.group(g)), default=0)
+        return max(range(len(self.lrs[0])), key=lambda g: max(self.group(g)), default=0)
 
     def peak_at(self, group: int) -> int:
         """The first call at which the rate is as high as it gets, but for the rounding of rates that come again."""
-        rates = self.group(group)
-        bound = max(rates) * (1 - _ROUNDING)
-        return self.calls[next(i for i, rate in enumerate(rates) if rate >= bound)]
+        lrs = self.group(group)
+        bound = max(lrs) * (1 - _ROUNDING)
+        return self.calls[next(i for i, lr in enumerate(lrs) if lr >= bound)]
 
     def lowest_at(self, group: int) -> int:
         """The first call after the peak at which the rate is as low as it gets there."""
-        rates = self.group(group)
+        lrs = self.group(group)
         after = self.calls.index(self.peak_at(group))
-        bound = min(rates[after:]) + max(rates) * _ROUNDING
-        return self.calls[next(i for i in range(after, len(rates)) if rates[i] <= bound)]
+        bound = min(lrs[after:]) + max(lrs) * _ROUNDING
+        return self.calls[next(i for i in range(after, len(lrs)) if lrs[i] <= bound)]
 
-    def until(self, call: int) -> list[Rates]:
+    def until(self, call: int) -> list[LearningRates]:
         """The rates of the calls from 0 to this one."""
-        return [rates for at, rates in zip(self.calls, self.rates, strict=True) if at <= call]
+        return [lrs for at, lrs in zip(self.calls, self.lrs, strict=True) if at <= call]
 
     def group_between(self, number: int, first: int, last: int) -> list[float]:
-        return [rates[number] for at, rates in zip(self.calls, self.rates, strict=True) if first <= at <= last]
+        return [lrs[number] for at, lrs in zip(self.calls, self.lrs, strict=True) if first <= at <= last]
 
-    def since(self, call: int) -> list[Rates]:
-        return [rates for at, rates in zip(self.calls, self.rates, strict=True) if at >= call]
+    def since(self, call: int) -> list[LearningRates]:
+        return [lrs for at, lrs in zip(self.calls, self.lrs, strict=True) if at >= call]
 
-    def rate(self, call: int) -> Rates:
+    def lr(self, call: int) -> LearningRates:
         """The rates after so many calls; those of the last call that was projected, beyond it."""
         return self.until(call)[-1]
 
@@ -164,8 +164,8 @@ class _Traced:
 
     optimizer: Any
     schedulers: list[_Scheduler] = field(default_factory=list)
-    start: Rates = ()
-    trace: list[tuple[int, Rates]] = field(default_factory=list)
+    start: LearningRates = ()
+    trace: list[tuple[int, LearningRates]] = field(default_factory=list)
     """The scheduler of each call, by its number among ``schedulers``, and the rates after it."""
     by_hand: bool = False
 
@@ -247,7 +247,7 @@ class Schedules:
             finally:
                 self._inside -= 1
             called.calls += 1
-            traced.trace.append((traced.schedulers.index(called), rates_of(traced.optimizer)))
+            traced.trace.append((traced.schedulers.index(called), lrs_of(traced.optimizer)))
             return result
 
         return step
@@ -260,7 +260,7 @@ class Schedules:
         called.place = called.place or str((library and called.made_at) or place)
         optimizer = unwrap(scheduler.optimizer)
         traced = self._traced.setdefault(id(optimizer), _Traced(optimizer))
-        now = rates_of(optimizer)
+        now = lrs_of(optimizer)
         if not traced.trace:
             traced.start = traced.start or now
         elif traced.trace[-1][1] != now:
@@ -287,15 +287,15 @@ class Schedules:
         )
         driven.why = _why_not(traced)
         if driven.why == PLATEAU:
-            driven.curve = Curve(calls=[0], rates=[traced.start])  # it is lowered by what the metric does
+            driven.curve = Curve(calls=[0], lrs=[traced.start])  # it is lowered by what the metric does
         elif driven.why == BY_HAND and len(traced.schedulers) == 1 and not driven.raised:
-            driven.alone = Curve(calls=[0], rates=[traced.trace[-1][1]])
+            driven.alone = Curve(calls=[0], lrs=[traced.trace[-1][1]])
             self.driven.append(driven)
             project([first.scheduler], traced.optimizer, driven.alone, self._ahead(self))
             self.driven.pop()
         elif not driven.why:
-            rounds = [rates for number, rates in traced.trace if number == len(traced.schedulers) - 1]
-            curve = Curve(calls=list(range(len(rounds) + 1)), rates=[traced.start, *rounds])
+            rounds = [lrs for number, lrs in traced.trace if number == len(traced.schedulers) - 1]
+            curve = Curve(calls=list(range(len(rounds) + 1)), lrs=[traced.start, *rounds])
             driven.curve = curve
             if driven.raised:
                 curve.raises_at, curve.message = curve.end + 1, driven.raised
@@ -329,17 +329,17 @@ def project(schedulers: Sequence[Any], optimizer: Any, curve: Curve, ahead: int)
             for call in range(curve.end + 1, min(ahead, MOST_CALLS) + 1):
                 for scheduler in schedulers:
                     scheduler.step()
-                now = rates_of(optimizer)
-                if any(math.isnan(rate) for rate in now):
+                now = lrs_of(optimizer)
+                if any(math.isnan(lr) for lr in now):
                     return
                 curve.calls.append(call)
-                curve.rates.append(now)
+                curve.lrs.append(now)
             if ahead > MOST_CALLS and len(schedulers) == 1 and _leaps(schedulers[0]):
                 stride = -(-(ahead - MOST_CALLS) // LEAPS)
                 for call in range(MOST_CALLS + stride, ahead + 1, stride):
                     schedulers[0].step(call)
                     curve.calls.append(call)
-                    curve.rates.append(rates_of(optimizer))
+                    curve.lrs.append(lrs_of(optimizer))
         except Exception as error:  # of a scheduler that has come to its end, or of a lambda
             reraise_ours(error)
             total = getattr(schedulers[0], "total_steps", 0)  # the call itself may lie between two leaps
@@ -352,11 +352,11 @@ def _leaps(scheduler: Any) -> bool:
     return "epoch" in inspect.signature(scheduler.step).parameters
 
 
-def rates_of(optimizer: Any) -> Rates:
+def lrs_of(optimizer: Any) -> LearningRates:
     """The rate of each group: 0 where it has none, as of Adafactor(lr=None); NaN for a complex number, as
     (1 - step / total) ** 0.9 gives beyond the last step."""
-    rates = (0.0 if (rate := group.get("lr")) is None else rate for group in optimizer.param_groups)
-    return tuple(math.nan if isinstance(rate, complex) else float(rate) for rate in rates)
+    lrs = (0.0 if (lr := group.get("lr")) is None else lr for group in optimizer.param_groups)
+    return tuple(math.nan if isinstance(lr, complex) else float(lr) for lr in lrs)
 
 
 def _whole_numbers(original: Callable[..., Any], scheduler: Any, args: Any, kwargs: Any) -> dict[str, int]:

@@ -36,7 +36,7 @@ def trajectory(tensors, calls):
             optimizer=0,
             batches=number,
             losses=(NUMBER,),
-            rates=(0.1,),
+            lrs=(0.1,),
             gradients=dict.fromkeys(names, digest) if recorded else {},
             updates=dict.fromkeys(names, NUMBER) if recorded else {},
             weights=dict.fromkeys(names, digest) if recorded else {},

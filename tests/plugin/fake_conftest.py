@@ -83,7 +83,7 @@ class Subject:
         if isinstance(answer, BaseException):
             raise answer
         rates = ({"optimizer": "SGD", "groups": [{"lr": [0.1] * 12, "moved_by": []}]},)
-        return answer or Result(check=name, outcome="passed", seconds=0.25, steps=4, rates=rates)
+        return answer or Result(check=name, outcome="passed", seconds=0.25, steps=4, learning_rates=rates)
 
     def __del__(self) -> None:
         _log("gone", self.name, file=self.log)

@@ -144,8 +144,8 @@ def test_json(pytester, run):
     ]
     assert [loop["at"] for loop in (more, right, root, wrong)] == [f"test_a.py:{line}" for line in (12, 18, 4, 21)]
     assert right["steps"] == 12
-    assert [set(rates) for rates in right["rates"]] == [{"optimizer", "groups"}]
-    assert [len(group["lr"]) for group in right["rates"][0]["groups"]] == [12]
+    assert [set(rates) for rates in right["learning_rates"]] == [{"optimizer", "groups"}]
+    assert [len(group["lr"]) for group in right["learning_rates"][0]["groups"]] == [12]
     assert [check["outcome"] for check in more["checks"]] == ["skipped", "skipped", "unreliable"]
     assert [check["outcome"] for check in wrong["checks"]] == ["xfailed", "error"]
     assert more["checks"][0]["nodeid"] == "test_a.py::test_more[2-step_order]"

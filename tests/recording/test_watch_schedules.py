@@ -183,7 +183,7 @@ def test_numbers_that_are_called_a_rate_are_noted_at_each_step(write, name):
     write(optimizer)
     with Watch({}, [optimizer]) as watch:
         optimizer.step()
-    assert watch.record.of(Step)[0].named_rates[name] == (0.5,)
+    assert watch.record.of(Step)[0].named_lrs[name] == (0.5,)
 
 
 def scaled_loop(model, optimizer, scaler, losses, *, clip=False):

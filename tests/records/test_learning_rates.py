@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pytest_trainloop.instruments.records.learning_rates import cadence, rates, table
+from pytest_trainloop.instruments.records.learning_rates import cadence, lrs, table
 from pytest_trainloop.recording.record import Scheduler
 from tests.helpers.record_builder import RecordBuilder
 
@@ -43,7 +43,7 @@ def test_a_rate_is_moved_by_the_scheduler_that_was_called_last():
     loop.scheduled(number=0)
     loop.scheduled(number=1)
     loop.stepped()
-    first, second = rates(loop.made())
+    first, second = lrs(loop.made())
     assert first.values == (0.1, 0.05, 0.0125)
     assert first.moved_by == (None, 0, 1)
     assert second.values == (0.2, 0.1, 0.025)
@@ -56,7 +56,7 @@ def test_a_rate_that_no_scheduler_left_was_written_by_hand():
     loop.scheduled()
     loop.lrs[0] = 0.1
     loop.stepped()
-    first, second = rates(loop.made())
+    first, second = lrs(loop.made())
     assert (first.values, first.moved_by) == ((0.1, 0.1), (None, "hand"))
     assert first.constant
     assert second.moved_by == (None, 0)
@@ -68,7 +68,7 @@ def test_a_group_that_is_added_late_has_no_rate_before():
     loop.stepped()
     loop.lrs = [0.1, 0.3]
     loop.stepped()
-    _, second = rates(loop.made())
+    _, second = lrs(loop.made())
     assert math.isnan(second.values[0])
     assert second.known == (0.3,)
     assert second.constant

@@ -60,7 +60,7 @@ def test_what_does_not_conform_is_refused(spoil):
 def test_every_field_has_its_key():
     known = schema()["$defs"]
     assert set(known["finding"]["properties"]) == {field.name for field in fields(Finding)}
-    assert set(known["check"]["properties"]) == {field.name for field in fields(Result)} - {"rates"} | {"nodeid"}
+    assert set(known["check"]["properties"]) == {field.name for field in fields(Result)} - {"learning_rates"} | {"nodeid"}
     assert set(known["picture"]["properties"]) == {field.name for field in fields(picture.Picture)}
 
 
@@ -99,9 +99,9 @@ def test_every_key_says_what_it_is():
 
 def test_numbers_that_are_not_finite_are_null():
     data = full()
-    data["loops"][0]["rates"] = [{"optimizer": "SGD", "groups": [{"lr": [0.1, float("inf")], "moved_by": []}]}]
+    data["loops"][0]["learning_rates"] = [{"optimizer": "SGD", "groups": [{"lr": [0.1, float("inf")], "moved_by": []}]}]
     read = strict(text(data))
-    assert read["loops"][0]["rates"][0]["groups"][0]["lr"] == [0.1, None]
+    assert read["loops"][0]["learning_rates"][0]["groups"][0]["lr"] == [0.1, None]
     of_reports().validate(read)
 
 

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.projection import Projections, horizon
-from pytest_trainloop.runs.scheduled import Curve, project, rates_of
+from pytest_trainloop.runs.scheduled import Curve, lrs_of, project
 from tests.loops import plain
 
 
@@ -22,7 +22,7 @@ def optimizer():
 def curve_of(build, ahead=2000):
     held = optimizer()
     scheduler = build(held)
-    curve = Curve(calls=[0], rates=[rates_of(held)])
+    curve = Curve(calls=[0], lrs=[lrs_of(held)])
     project([scheduler], held, curve, ahead)
     return curve, type(scheduler).__name__
 
@@ -58,7 +58,7 @@ def test_a_long_schedule_is_asked_in_leaps():
     curve, kind = curve_of(lambda o: lr_scheduler.LambdaLR(o, lambda n: max(0.0, 1 - n / 200_000)), ahead=400_000)
     assert len(curve.calls) < 70_000
     assert horizon(curve, kind) == pytest.approx(200_000, rel=0.01)
-    assert curve.rate(100_000)[0] == pytest.approx(0.5, abs=0.01)
+    assert curve.lr(100_000)[0] == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_call_that_raises():

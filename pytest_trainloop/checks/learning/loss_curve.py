@@ -111,10 +111,10 @@ def repeats(losses: Sequence[float]) -> bool:
     )
 
 
-def rising(rates: Sequence[float]) -> bool:
+def rising(lrs: Sequence[float]) -> bool:
     """Whether rates still go up in the second half of a run."""
-    half = len(rates) // 2
-    return half > 0 and max(rates[half:]) > 1.1 * max(rates[:half])
+    half = len(lrs) // 2
+    return half > 0 and max(lrs[half:]) > 1.1 * max(lrs[:half])
 
 
 def still_falls(losses: Sequence[float]) -> bool:

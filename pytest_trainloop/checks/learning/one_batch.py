@@ -55,7 +55,7 @@ fifth (docs/how-it-decides.md#update-sizes-and-the-loss-at-initialisation)."""
 HELD = 0.1
 """Share of its peak down to which a rate has not decayed yet."""
 
-REFERENCE_RATES = (3e-3, 2e-2)
+REFERENCE_LRS = (3e-3, 2e-2)
 REFERENCE_STEPS = 150
 """Rates and steps of the plain Adam."""
 
@@ -82,7 +82,7 @@ class Curve:
     """
 
     losses: tuple[float, ...]
-    rates: tuple[float, ...]
+    lrs: tuple[float, ...]
     record: Record
     done: float = math.nan
     expected: float = math.nan
@@ -171,7 +171,7 @@ class OneBatch:
     @property
     def curve(self) -> Curve:
         """The loop itself, until its loss is halved or its steps are spent."""
-        patience = Patience(self.progress, self.most, FIRST, lambda losses, rates: _going(losses, rates, self.ratios))
+        patience = Patience(self.progress, self.most, FIRST, lambda losses, lrs: _going(losses, lrs, self.ratios))
         return self._as_it_is("own", self.ratios.contexts, patience, own_steps=True)
 
     def changed(self, name: str, contexts: Contexts) -> Curve:
@@ -182,42 +182,42 @@ class OneBatch:
     def going(self) -> bool:
         """Whether the loop lowers its loss by steps that count, at rates that have not decayed: no fault any more,
         however slow it is."""
-        return _going(self.curve.losses, self.curve.rates, self.ratios)
+        return _going(self.curve.losses, self.curve.lrs, self.ratios)
 
     @property
     def quick(self) -> Curve:
         """The loop with the faster plain Adam in place of its steps, until its loss is halved."""
-        return self._instead("quick", Adam(max(REFERENCE_RATES)), Patience(self.progress, REFERENCE_STEPS))
+        return self._instead("quick", Adam(max(REFERENCE_LRS)), Patience(self.progress, REFERENCE_STEPS))
 
     @property
     def still(self) -> Curve:
         """The loop with no weight moving."""
         return self._instead("still", stay, Steps(self.progress, STILL_STEPS))
 
-    def reference(self, rate: float) -> Curve:
+    def reference(self, lr: float) -> Curve:
         """The loop with plain Adam at this rate in place of its steps."""
-        return self._instead(rate, Adam(rate), Steps(self.progress, REFERENCE_STEPS))
+        return self._instead(lr, Adam(lr), Steps(self.progress, REFERENCE_STEPS))
 
-    def with_equal_inputs(self, rate: float) -> tuple[Curve, bool]:
+    def with_equal_inputs(self, lr: float) -> tuple[Curve, bool]:
         """The same where every row of the model's input is the first, and whether they could be made so."""
         rows = self._rows.setdefault("equal inputs", OtherRows(self.rows, all_the_first))
         steps = Steps(self.progress, REFERENCE_STEPS)
-        return self._instead(("equal inputs", rate), Adam(rate), steps, rows.contexts), rows.made
+        return self._instead(("equal inputs", lr), Adam(lr), steps, rows.contexts), rows.made
 
-    def one_row(self, rate: float) -> Curve:
+    def one_row(self, lr: float) -> Curve:
         """The same where all rows of the batch are copies of the first, with all that they hold besides the model's
         input."""
         plan = replace(self.plan, stream=self._stream_of_one_row)
-        return self._instead(("one row", rate), Adam(rate), Steps(self.progress, REFERENCE_STEPS), plan=plan)
+        return self._instead(("one row", lr), Adam(lr), Steps(self.progress, REFERENCE_STEPS), plan=plan)
 
-    def rows_rolled(self, rate: float) -> tuple[Curve, Curve, bool]:
+    def rows_rolled(self, lr: float) -> tuple[Curve, Curve, bool]:
         """The first steps of plain Adam, and the same with every row moved to its neighbour's place, both in float64;
         and whether that could be made."""
         rows = self._rows.setdefault("rolled", OtherRows(self.rows, each_its_neighbours))
         wide = replace(self.plan, double=True)
-        plain = self._instead(("straight", rate), Adam(rate), Steps(self.progress, ROLLED_STEPS), plan=wide)
+        plain = self._instead(("straight", lr), Adam(lr), Steps(self.progress, ROLLED_STEPS), plan=wide)
         steps = Steps(self.progress, ROLLED_STEPS)
-        rolled = self._instead(("rolled", rate), Adam(rate), steps, rows.contexts, plan=wide)
+        rolled = self._instead(("rolled", lr), Adam(lr), steps, rows.contexts, plan=wide)
         return plain, rolled, rows.made and plain.record.double and rolled.record.double
 
     @property
@@ -270,7 +270,7 @@ class OneBatch:
             may_raise=True,
         )
         record = self.run(plan)
-        return Curve(tuple(Losses(record).read()), _rates(record), record)
+        return Curve(tuple(Losses(record).read()), _lrs(record), record)
 
     def _stream(self, loop: TrainLoop) -> Iterator[Any]:
         """The same batch again and again."""
@@ -310,10 +310,10 @@ class Steps:
         if losses:
             self._progress(len(losses), self._most, losses[-1])
             lost = not any(map(math.isfinite, losses[-PHASES:]))
-            self._over = lost or self._seen_enough(losses, _rates(record))
+            self._over = lost or self._seen_enough(losses, _lrs(record))
         return self._over
 
-    def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:
+    def _seen_enough(self, losses: Sequence[float], lrs: Sequence[float]) -> bool:
         return len(losses) >= self._most
 
 
@@ -322,29 +322,29 @@ class Patience(Steps):
     on, does not change."""
 
     def __init__(
-        self, progress: Progress, most: int, first: int | None = None, going: Going = lambda losses, rates: False
+        self, progress: Progress, most: int, first: int | None = None, going: Going = lambda losses, lrs: False
     ) -> None:
         super().__init__(progress, most)
         self._first, self._going = first or most, going
 
-    def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:
+    def _seen_enough(self, losses: Sequence[float], lrs: Sequence[float]) -> bool:
         spent = len(losses) >= self._most or (len(losses) >= self._first and not still_falls(losses))
-        sure = SURE <= len(losses) < FIRST and self._going(losses, rates)
-        return spent or sure or halved(losses) or _in_vain(losses, rates)
+        sure = SURE <= len(losses) < FIRST and self._going(losses, lrs)
+        return spent or sure or halved(losses) or _in_vain(losses, lrs)
 
 
-def _going(losses: Sequence[float], rates: Sequence[float], ratios: Ratios) -> bool:
-    known = [rate for rate in rates if not math.isnan(rate)]
+def _going(losses: Sequence[float], lrs: Sequence[float], ratios: Ratios) -> bool:
+    known = [lr for lr in lrs if not math.isnan(lr)]
     held = not known or known[-1] >= HELD * max(known)
     fell = mean(losses[:PHASES]) - level(losses) >= LITTLE * abs(losses[0])
     return held and fell and still_falls(losses) and not ratios.largest < TOO_SMALL
 
 
-def _in_vain(losses: Sequence[float], rates: Sequence[float]) -> bool:
+def _in_vain(losses: Sequence[float], lrs: Sequence[float]) -> bool:
     """Whether nothing changes although the rates are not zero."""
     last = losses[-IN_VAIN:]
     same = len(last) == IN_VAIN and all(last[i] == last[i - PHASES] for i in range(PHASES, IN_VAIN))
-    return same and all(rate > 0 for rate in rates[-IN_VAIN:])
+    return same and all(lr > 0 for lr in lrs[-IN_VAIN:])
 
 
 def _rows_differ(tensor: torch.Tensor, rows: int) -> bool:
@@ -352,7 +352,7 @@ def _rows_differ(tensor: torch.Tensor, rows: int) -> bool:
     return plain and not torch.equal(tensor, tensor[:1].expand_as(tensor))
 
 
-def _rates(record: Record) -> tuple[float, ...]:
+def _lrs(record: Record) -> tuple[float, ...]:
     """The largest rate of each step of the optimizer that steps most often."""
     if not record.optimizers:
         return ()

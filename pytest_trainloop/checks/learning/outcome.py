@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.loss_curve import level, repeats, rising, still_falls
-from pytest_trainloop.checks.learning.one_batch import LITTLE, REFERENCE_RATES, REFERENCE_STEPS, STILL_STEPS, TOO_SMALL
+from pytest_trainloop.checks.learning.one_batch import LITTLE, REFERENCE_LRS, REFERENCE_STEPS, STILL_STEPS, TOO_SMALL
 from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.events import GradWrite
 
@@ -58,7 +58,7 @@ class Learning:
     start: float
     end: float
     reference: float
-    rate: float
+    lr: float
     ratio: float
     descent: float
     peak: float
@@ -134,9 +134,9 @@ def require_a_curve(curve: Curve) -> None:
             "batches, or raise its number of steps for this test",
             needs="more steps",
         )
-    if rising(curve.rates):
+    if rising(curve.lrs):
         raise CannotDecide(
-            f"the rate still rises after {curve.steps} steps ({curve.rates[-1]:.1e}); shorten the warm-up for the test",
+            f"the rate still rises after {curve.steps} steps ({curve.lrs[-1]:.1e}); shorten the warm-up for the test",
             needs="a shorter warm-up",
         )
 
@@ -159,12 +159,12 @@ def learning(batch: OneBatch) -> Learning:
         start=still.start,
         end=curve.end,
         reference=reference[0],
-        rate=reference[1],
+        lr=reference[1],
         ratio=batch.ratios.largest,
         descent=batch.ratios.descent,
-        peak=max((r for r in curve.rates if not math.isnan(r)), default=math.nan),
+        peak=max((r for r in curve.lrs if not math.isnan(r)), default=math.nan),
         falling=still_falls(curve.losses),
-        decayed=_decayed(curve.rates),
+        decayed=_decayed(curve.lrs),
         assigns=_assigns(batch.seen),
     )
 
@@ -172,8 +172,8 @@ def learning(batch: OneBatch) -> Learning:
 def best(batch: OneBatch) -> tuple[float, float]:
     """The lowest end of the references, and its rate. Raises ``CannotDecide`` where the loss is no function of the
     weights with these gradients, or has no floor."""
-    curves = {rate: batch.reference(rate) for rate in REFERENCE_RATES}
-    ends = {rate: c.end for rate, c in curves.items() if math.isfinite(c.end) and c.steps >= REFERENCE_STEPS // 2}
+    curves = {lr: batch.reference(lr) for lr in REFERENCE_LRS}
+    ends = {lr: c.end for lr, c in curves.items() if math.isfinite(c.end) and c.steps >= REFERENCE_STEPS // 2}
     if not ends:
         raise CannotDecide("plain Adam does not lower the loss either: it is not finite under it")
     if not any(_adds_up(c) for c in curves.values()):
@@ -181,11 +181,11 @@ def best(batch: OneBatch) -> tuple[float, float]:
             "what is backpropagated does not change as its gradients say under plain Adam (a policy gradient, a target "
             "that moves, a part held fixed, or steps too large for this model): how low it is says nothing"
         )
-    rate = min(ends, key=lambda r: ends[r])
-    curve = curves[rate]
-    if ends[rate] < 0 and level(curve.losses, curve.steps * 2 // 3) - ends[rate] > 0.1 * (curve.start - ends[rate]):
+    lr = min(ends, key=lambda r: ends[r])
+    curve = curves[lr]
+    if ends[lr] < 0 and level(curve.losses, curve.steps * 2 // 3) - ends[lr] > 0.1 * (curve.start - ends[lr]):
         raise CannotDecide("the loss has no floor that plain Adam comes to; how far the loop got is not known")
-    return ends[rate], rate
+    return ends[lr], lr
 
 
 def _adds_up(curve: Curve) -> bool:
@@ -194,8 +194,8 @@ def _adds_up(curve: Curve) -> bool:
     return abs(curve.done - curve.expected) <= WORK * scale
 
 
-def _decayed(rates: Sequence[float]) -> bool:
-    known = [rate for rate in rates if not math.isnan(rate)]
+def _decayed(lrs: Sequence[float]) -> bool:
+    known = [lr for lr in lrs if not math.isnan(lr)]
     return bool(known) and known[-1] < DECAYED * max(known)
 
 

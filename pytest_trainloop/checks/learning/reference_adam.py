@@ -36,8 +36,8 @@ def stay(_weight: torch.Tensor, _gradient: torch.Tensor) -> None:
 class Adam:
     """Plain Adam at one rate, in float32 or better whatever the weights are kept in."""
 
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
+    def __init__(self, lr: float) -> None:
+        self._lr = lr
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._steps: dict[int, int] = {}
 
@@ -51,7 +51,7 @@ class Adam:
         t = self._steps[id(weight)] = self._steps.get(id(weight), 0) + 1
         first.lerp_(g, 1 - BETA1)
         second.lerp_(g.abs().square(), 1 - BETA2)
-        exact.sub_(self._rate * (first / (1 - BETA1**t)) / ((second / (1 - BETA2**t)).sqrt() + EPS))
+        exact.sub_(self._lr * (first / (1 - BETA1**t)) / ((second / (1 - BETA2**t)).sqrt() + EPS))
         weight.copy_(exact)
 
 

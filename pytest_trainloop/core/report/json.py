@@ -49,7 +49,9 @@ def document(
                 **_at(entries, tests or {}),
                 "steps": sum(entry.result.steps for entry in entries),
                 "checks": [_check(entry) for entry in entries],
-                "rates": next((list(entry.result.rates) for entry in entries if entry.result.rates), []),
+                "learning_rates": next(
+                    (list(entry.result.learning_rates) for entry in entries if entry.result.learning_rates), []
+                ),
                 **({"card": cards[loop]} if cards and loop in cards else {}),
                 **({"pictures": pictures[loop]} if pictures and loop in pictures else {}),
             }
@@ -87,7 +89,7 @@ def _at(entries: list[Entry], tests: Mapping[str, tuple[str, int]]) -> dict[str,
 
 def _check(entry: Entry) -> dict[str, Any]:
     data = entry.result.to_json()
-    data.pop("rates", None)  # they are the loop's
+    data.pop("learning_rates", None)  # they are the loop's
     return {"check": data.pop("check"), "nodeid": entry.nodeid, **data}
 
 

@@ -106,7 +106,7 @@ def _course(course: Course) -> dict[str, Any]:
                 "optimizer": step.optimizer,
                 "batches": step.batches,
                 "losses": step.losses,
-                "rates": step.rates,
+                "learning_rates": step.lrs,
                 **({"clips": step.clips} if step.clips else {}),
             }
             for step in steps
@@ -232,7 +232,7 @@ def _read_course(data: Mapping[str, Any], facts: Mapping[str, Tensor], events: M
                 optimizer=int(given["optimizer"]),
                 batches=int(given["batches"]),
                 losses=tuple(map(float, given["losses"])),
-                rates=tuple(map(float, given["rates"])),
+                lrs=tuple(map(float, given["learning_rates"])),
                 clips=tuple(map(float, given.get("clips", ()))),
                 gradients={name: _digest(values[key]) for name, values in gradients.items() if key in values},
                 updates={name: float(values[key]) for name, values in updates.items() if key in values},

@@ -119,7 +119,7 @@ def _step(record: Record, moment: Moment, number: int, since: int) -> Step:
         optimizer=event.optimizer,
         batches=moment.batches,
         losses=tuple(root.value for e in window if isinstance(e, events.Backward) for root in e.roots),
-        rates=event.lrs,
+        lrs=event.lrs,
         clips=tuple(total for e in window if isinstance(e, events.ClipCall) for total in e.totals),
         gradients=moment.gradients,
         updates=moment.updates,

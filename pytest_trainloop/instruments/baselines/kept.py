@@ -105,7 +105,7 @@ def _differences(a: Course, b: Course, rounded: float) -> Iterator[str]:
             if not same(x.values, y.values):
                 yield f"{x.path} of batch {number}"
     for one, two in zip(a.steps, b.steps, strict=False):
-        for what, mine, others in (("loss", one.losses, two.losses), ("learning rate", one.rates, two.rates)):
+        for what, mine, others in (("loss", one.losses, two.losses), ("learning rate", one.lrs, two.lrs)):
             for p, q in zip(mine, others, strict=False):
                 if not close(p, q):
                     yield f"the {what} of step {one.number} ({p:.9g}, then {q:.9g})"

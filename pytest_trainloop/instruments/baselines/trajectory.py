@@ -207,7 +207,7 @@ class Step:
     """Batches that the loop had taken by then."""
     losses: tuple[float, ...]
     """The values given to backward, in order; NaN for one that is no scalar."""
-    rates: tuple[float, ...]
+    lrs: tuple[float, ...]
     """The learning rate of each group of its optimizer."""
     clips: tuple[float, ...] = ()
     """The norm that each clip of gradients computed."""

@@ -174,8 +174,8 @@ class RepeatedSteps:
         except REFUSED:
             return
         for group in snap.groups:
-            rate, beta = group.options.get("lr"), float(group.options.get("momentum") or 0.0)
-            lr = math.nan if rate is None else float(rate)
+            lr, beta = group.options.get("lr"), float(group.options.get("momentum") or 0.0)
+            lr = math.nan if lr is None else float(lr)
             for m in group.members:
                 steps = self._steps[m.index]
                 now = spaced_by_index(watch.table.tensors[m.index].detach())
@@ -193,7 +193,7 @@ def spaced_by_index(tensor: torch.Tensor) -> torch.Tensor:
 def highest_lr(record: Record, index: int) -> float:
     """The highest learning rate of a parameter's group that was seen or that its schedule is known to lead to; infinity
     where it rises to an unknown value."""
-    rates = [
+    lrs = [
         s.lrs[group]
         for o in record.optimizers
         if index in o.parameters
@@ -201,5 +201,5 @@ def highest_lr(record: Record, index: int) -> float:
         for s in record.of(Step)
         if s.optimizer == o.index and group < len(s.lrs)
     ]
-    mean = sum(rates) / len(rates) if rates else 0.0
-    return max([lr_growth(record, index) * mean, *rates])
+    mean = sum(lrs) / len(lrs) if lrs else 0.0
+    return max([lr_growth(record, index) * mean, *lrs])

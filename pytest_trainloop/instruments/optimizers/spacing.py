@@ -20,10 +20,10 @@ def lr_growth(record: Record, index: int) -> float:
         if index not in optimizer.parameters:
             continue
         group = optimizer.groups[optimizer.parameters.index(index)]
-        rates = [s.lrs[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.lrs)]
+        lrs = [s.lrs[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.lrs)]
         peak = optimizer.peak_lrs[group] if group < len(optimizer.peak_lrs) else math.nan
-        seen = sum(rates) / len(rates) if rates else 0.0
-        if len(rates) > 1 and rates[-1] > rates[-2] and not peak > rates[-1]:
+        seen = sum(lrs) / len(lrs) if lrs else 0.0
+        if len(lrs) > 1 and lrs[-1] > lrs[-2] and not peak > lrs[-1]:
             return math.inf  # it still rises, and nobody knows where to
         return max(1.0, peak / seen) if seen > 0 and peak > 0 else 1.0
     return 1.0

@@ -19,7 +19,7 @@ Mover = int | Literal["hand"] | None
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRates:
+class GroupLRs:
     """The learning rate of one group at each step of its optimizer, in order."""
 
     optimizer: int
@@ -56,7 +56,7 @@ class GroupRates:
         return {mover for mover in self.moved_by if mover is not None}
 
 
-def rates(record: Record) -> list[GroupRates]:
+def lrs(record: Record) -> list[GroupLRs]:
     """The rates of every group of every optimizer that steps, in the order of optimizers and groups."""
     found = []
     for optimizer in record.optimizers:
@@ -66,7 +66,7 @@ def rates(record: Record) -> list[GroupRates]:
         for group in range(count):
             values = tuple(s.lrs[group] if group < len(s.lrs) else math.nan for s in steps)
             movers = _movers(group, steps, calls)
-            found.append(GroupRates(optimizer.index, group, count, values, movers, tuple(s.at for s in steps)))
+            found.append(GroupLRs(optimizer.index, group, count, values, movers, tuple(s.at for s in steps)))
     return found
 
 
@@ -78,11 +78,11 @@ def _movers(group: int, steps: Sequence[Step], calls: Sequence[SchedulerStep]) -
     events: list[Step | SchedulerStep] = [*steps, *calls]
     for event in sorted(events, key=lambda e: e.at):
         if isinstance(event, Step):
-            rate = event.lrs[group] if group < len(event.lrs) else math.nan
-            if _differ(known, rate):
+            lr = event.lrs[group] if group < len(event.lrs) else math.nan
+            if _differ(known, lr):
                 mover = "hand"
             movers.append(mover)
-            mover, known = None, rate
+            mover, known = None, lr
             continue
         if group < len(event.before) and _differ(known, event.before[group]):
             mover, known = "hand", event.before[group]
@@ -102,7 +102,7 @@ def table(record: Record) -> list[dict[str, Any]]:
     group the rate at every step (None where the group was not there yet) and what moved it."""
     kinds = {s.number: s.kind for s in record.schedulers}
     found: dict[int, list[dict[str, Any]]] = {}
-    for group in rates(record):
+    for group in lrs(record):
         movers = sorted({kinds.get(m, "scheduler") if isinstance(m, int) else m for m in group.movers})
         values = [None if math.isnan(v) else v for v in group.values]
         found.setdefault(group.optimizer, []).append({"lr": values, "moved_by": movers})

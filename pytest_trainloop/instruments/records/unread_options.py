@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.core.finding import Finding
 from pytest_trainloop.core.wording import some
-from pytest_trainloop.instruments.records.learning_rates import rates
+from pytest_trainloop.instruments.records.learning_rates import lrs
 from pytest_trainloop.instruments.records.option_names import meaning
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class UnreadOptions:
         if keys is None or not groups:
             return None
         by_hand = suspect.option == "lr" and any(
-            "hand" in r.movers for r in rates(record) if r.optimizer == optimizer.index
+            "hand" in r.movers for r in lrs(record) if r.optimizer == optimizer.index
         )
         first = groups[0]
         value, own = suspect.values[first], _text(suspect.own[first])
@@ -102,7 +102,7 @@ class UnreadOptions:
     def _multiple(self, record: Record, suspect: Suspect) -> Finding | None:
         """A fault where a schedule runs, which would be the one to read it; else one outside fit may."""
         keys, optimizer = self.keys, record.optimizers[suspect.optimizer]
-        own = [r for r in rates(record) if r.optimizer == optimizer.index]
+        own = [r for r in lrs(record) if r.optimizer == optimizer.index]
         schedulers = [s for s in record.schedulers if s.optimizer == optimizer.index]
         runs = any(r.moves for r in own) or bool(schedulers)
         known = all(s.from_torch or s.calls for s in schedulers)
@@ -159,7 +159,7 @@ def _own(record: Record, optimizer: Optimizer, option: str) -> dict[int, tuple[o
     """The option of each group: a rate at every step, and before where it was another."""
     if option != "lr":
         return {g: (_value(settings[option]),) for g, settings in enumerate(optimizer.settings) if option in settings}
-    own = {r.group: r.known for r in rates(record) if r.optimizer == optimizer.index and r.known}
+    own = {r.group: r.known for r in lrs(record) if r.optimizer == optimizer.index and r.known}
     before = zip(optimizer.first_lrs, optimizer.peak_lrs, strict=False)
     known = {g: [v for v in pair if v == v] for g, pair in enumerate(before)}  # NaN without a scheduler
     return {g: (*values, *known.get(g, ())) for g, values in own.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.instruments.records.learning_rates import cadence, rates
+from pytest_trainloop.instruments.records.learning_rates import cadence, lrs
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.views.loop_facts.page import Line
 from pytest_trainloop.views.loop_facts.words import marked, numbered, span, two
@@ -12,7 +12,7 @@ from pytest_trainloop.views.loop_facts.words import marked, numbered, span, two
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.instruments.records.learning_rates import Cadence, GroupRates
+    from pytest_trainloop.instruments.records.learning_rates import Cadence, GroupLRs
     from pytest_trainloop.runs.projection import Projected
     from pytest_trainloop.views.loop_facts.facts import Facts
 
@@ -32,7 +32,7 @@ def schedule(facts: Facts) -> Iterator[Line]:
     record = facts.record
     calls = {call.number: call for call in reversed(record.of(SchedulerStep))}
     often = cadence(record)
-    every = rates(record)
+    every = lrs(record)
     for scheduler in record.schedulers:
         if scheduler.inner and scheduler.number not in calls:
             continue
@@ -70,11 +70,11 @@ def _called(often: Cadence | None) -> str:
 
 def _ahead(facts: Facts) -> Iterator[Line]:
     """Where the schedules go, from a projection without training."""
-    from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
+    from pytest_trainloop.instruments.records.lrs_by_hand import LRsByHand
     from pytest_trainloop.runs.projection import Projections
 
     found = facts.ask(Projections.of) if facts.record.schedulers else None
-    by_hand = facts.ask(RatesByHand.of)
+    by_hand = facts.ask(LRsByHand.of)
     for one in (*(found.schedulers if found else ()), *(by_hand.projected if by_hand else ())):
         where = facts.where(one.made_at or one.place)
         if one.made_in_fit and one.planned is None:
@@ -85,7 +85,7 @@ def _ahead(facts: Facts) -> Iterator[Line]:
         peak = f"peak {two(max(one.curve.group(one.curve.leading)))} at call {one.curve.peak_at(one.curve.leading):,}"
         plan = f"plan: {one.planned:,} calls" if one.planned is not None else "give steps= to see it against the plan"
         yield Line(label="", text=f"{one.kind} ahead: {peak}, {marked(end, odd)}; {plan}", where=where, odd=odd)
-        yield Line(label="", text=_drawn(one.rate, one.curve.leading, one.planned or until), where=where)
+        yield Line(label="", text=_drawn(one.lr, one.curve.leading, one.planned or until), where=where)
     if found and found.why:
         yield Line(label="", text=f"not projected: {found.why}")
 
@@ -95,8 +95,8 @@ def end_of(one: Projected) -> tuple[str, int, bool]:
     from pytest_trainloop.runs.projection import CYCLIC, turns_at
 
     curve, group = one.curve, one.curve.leading
-    rates = curve.group(group)
-    fallen = FALLEN * max(rates)
+    lrs = curve.group(group)
+    fallen = FALLEN * max(lrs)
     if one.raises_at is not None:
         early = one.planned is not None and one.planned >= one.raises_at
         return f"raises at call {one.raises_at:,}", one.raises_at - 1, early
@@ -105,30 +105,30 @@ def end_of(one: Projected) -> tuple[str, int, bool]:
     if (turn := turns_at(curve)) is not None:
         return f"lowest at call {turn:,}, and rises again", turn, one.planned is not None and one.planned > turn
     settled = curve.settles
-    if settled is not None and rates[-1] > fallen:
+    if settled is not None and lrs[-1] > fallen:
         return f"last change at call {settled:,}", settled, False
-    high = [at for at, rate in zip(curve.calls, rates, strict=True) if rate > fallen]
+    high = [at for at, lr in zip(curve.calls, lrs, strict=True) if lr > fallen]
     if high and high[-1] < curve.end:
         return f"below 1 % of its peak from call {high[-1] + 1:,}", high[-1] + 1, False
     return f"changes on past call {curve.end:,}", max(SHOWN, 2 * curve.peak_at(group)), False
 
 
-def _drawn(rate: Callable[[int], Sequence[float]], group: int, until: int) -> str:
+def _drawn(lr: Callable[[int], Sequence[float]], group: int, until: int) -> str:
     """The rate as a row of blocks, over the calls up to ``until``."""
     columns = max(2, min(COLUMNS, until + 1))
-    points = [rate(round(n * until / (columns - 1)))[group] for n in range(columns)]
+    points = [lr(round(n * until / (columns - 1)))[group] for n in range(columns)]
     most = max(points)
     blocks = "".join(BLOCKS[round(p / most * (len(BLOCKS) - 1)) if most > 0 else 0] for p in points)
     return f"rate {two(points[0])} {blocks} {two(points[-1])}   calls 0 to {until:,}"
 
 
-def _moves(groups: Sequence[GroupRates]) -> str:
+def _moves(groups: Sequence[GroupLRs]) -> str:
     """What a scheduler did to the rates; a group whose rates equal those of the previous one is left out."""
     moves = dict.fromkeys(span(g.known[0], g.known[-1]) for g in groups if g.known)
     return f"; rate {', '.join(moves)}" if moves else ""
 
 
-def _by_hand(every: Sequence[GroupRates], facts: Facts) -> Iterator[Line]:
+def _by_hand(every: Sequence[GroupLRs], facts: Facts) -> Iterator[Line]:
     """The groups whose rates a line of the loop writes."""
     for group in every:
         if "hand" in group.movers:

@@ -78,29 +78,29 @@ def optimizer(facts: Facts) -> Iterator[Line]:
             odd=bool(not held.steps or other or held.maximizes),
         )
         groups = measured.groups.get(index, [])
-        rates = _rates(facts, index)
+        lrs = _lrs(facts, index)
         line = facts.where(measured.made.group(index))
         for number, group in enumerate(groups):
-            yield _group(number, group, rates[number] if number < len(rates) else [], known, line)
+            yield _group(number, group, lrs[number] if number < len(lrs) else [], known, line)
 
 
-def _rates(facts: Facts, index: int) -> list[list[float]]:
+def _lrs(facts: Facts, index: int) -> list[list[float]]:
     """The rates of each group at the steps of an optimizer."""
     steps = [s for s in facts.record.innermost_steps() if s.optimizer == index and s.lrs]
     return [[s.lrs[g] for s in steps if g < len(s.lrs)] for g in range(max((len(s.lrs) for s in steps), default=0))]
 
 
-def _group(number: int, group: Group, rates: list[float], known: Mapping[str, Parameter], where: str) -> Line:
+def _group(number: int, group: Group, lrs: list[float], known: Mapping[str, Parameter], where: str) -> Line:
     unmoved = bool(group.moved) and all(m == 0 for m in group.moved)
     norms = [n for n in group.norms if not math.isnan(n)]
     empty = not group.names and not norms
-    still = bool(rates) and not any(rates) and not empty
+    still = bool(lrs) and not any(lrs) and not empty
     kinds = Counter(kind_of(known[name]) for name in group.names if name in known)
     kinds_of_norm = ", ".join(numbered(kinds[kind], kind) for kind in KINDS if kinds[kind])
     without = not norms and bool(group.norms) and not empty
     fields = [
         f"decay {two(group.decay)}",
-        f"rate {marked(span(rates[0], rates[-1]), still)}" if rates else "rate not seen",
+        f"rate {marked(span(lrs[0], lrs[-1]), still)}" if lrs else "rate not seen",
         f"|g| {span(norms[0], norms[-1])}" if norms else "" if empty else marked("|g| none", without),
         f"update/weight {marked(span(group.moved[0], group.moved[-1]), unmoved)}" if group.moved and not empty else "",
         "no tensors"

@@ -78,7 +78,7 @@ def _inside(facts: Facts) -> Line:
 
 _PARTS = {
     "optimizer_state_lost": "optimizer",
-    "rate_lost": "rates",
+    "lr_lost": "rates",
     "scheduler_restarts": "scheduler",
     "scaler_lost": "scaler",
     "rng_not_saved": "RNG",

@@ -6,7 +6,7 @@ import bisect
 import math
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.instruments.records.learning_rates import rates as rates_of
+from pytest_trainloop.instruments.records.learning_rates import lrs as lrs_of
 from pytest_trainloop.views.loop_facts.learning_rates import end_of
 from pytest_trainloop.views.loop_facts.words import numbered
 from pytest_trainloop.views.pictures.picture import POINTS, Axis, Mark, Picture, curve, scale_of
@@ -14,7 +14,7 @@ from pytest_trainloop.views.pictures.picture import POINTS, Axis, Mark, Picture,
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.instruments.records.learning_rates import GroupRates
+    from pytest_trainloop.instruments.records.learning_rates import GroupLRs
     from pytest_trainloop.runs.projection import Projected
     from pytest_trainloop.views.loop_facts.facts import Facts
     from pytest_trainloop.views.pictures.picture import Role
@@ -29,18 +29,18 @@ MOST_CURVES = 8
 """Curves of different groups: a reader cannot distinguish more."""
 
 
-def rates(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
+def lrs(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """The rates as the steps of the watched run read them, where one moves or has a schedule that should move it."""
-    every = [group for group in rates_of(facts.record) if group.known]
+    every = [group for group in lrs_of(facts.record) if group.known]
     if not any(group.moves for group in every) and not facts.record.schedulers:
         return
-    by_rates: dict[tuple[float, ...], list[GroupRates]] = {}
+    by_lrs: dict[tuple[float, ...], list[GroupLRs]] = {}
     for group in every:
-        by_rates.setdefault(group.values, []).append(group)
-    role: Role = "each" if len(by_rates) > 1 else "own"
+        by_lrs.setdefault(group.values, []).append(group)
+    role: Role = "each" if len(by_lrs) > 1 else "own"
     drawn = [
         curve(_name(facts, groups, of=len(every)), range(1, len(values) + 1), values, role, stepped=True)
-        for values, groups in list(by_rates.items())[:MOST_CURVES]
+        for values, groups in list(by_lrs.items())[:MOST_CURVES]
     ]
     if not drawn or max(len(one.x) for one in drawn) < 2:
         return
@@ -55,11 +55,11 @@ def rates(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
         where=facts.where(first.place) if first is not None else "",
         y=Axis(title=RATE, scale=scale_of(drawn)),
         curves=tuple(drawn),
-        note=f"{MOST_CURVES} of {len(by_rates)} different rates" if len(by_rates) > MOST_CURVES else "",
+        note=f"{MOST_CURVES} of {len(by_lrs)} different rates" if len(by_lrs) > MOST_CURVES else "",
     )
 
 
-def _name(facts: Facts, groups: Sequence[GroupRates], *, of: int) -> str:
+def _name(facts: Facts, groups: Sequence[GroupLRs], *, of: int) -> str:
     """What a curve is called: the optimizer and the groups that have these rates."""
     if len(groups) == of:
         return "all groups" if of > 1 else RATE
@@ -71,13 +71,13 @@ def _name(facts: Facts, groups: Sequence[GroupRates], *, of: int) -> str:
     return own if len(groups) == 1 else f"{own} and {numbered(len(groups) - 1, 'other')}"
 
 
-def rates_ahead(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
+def lrs_ahead(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     """Where the schedules go if training goes on to its end; nothing is trained for it."""
-    from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
+    from pytest_trainloop.instruments.records.lrs_by_hand import LRsByHand
     from pytest_trainloop.runs.projection import Projections
 
     found = facts.ask(Projections.of) if facts.record.schedulers and facts.evidence.repeatable else None
-    by_hand = facts.ask(RatesByHand.of) if facts.evidence.repeatable else None
+    by_hand = facts.ask(LRsByHand.of) if facts.evidence.repeatable else None
     every = (*(found.schedulers if found else ()), *(by_hand.projected if by_hand else ()))
     for number, one in enumerate(every[:MOST_SCHEDULES]):
         if len(one.curve.calls) > 1 and not (one.made_in_fit and one.planned is None):
@@ -90,14 +90,14 @@ def _ahead(facts: Facts, one: Projected, key: str) -> Picture:
     end, until, _ = end_of(one)
     last = min(one.curve.end, max(until, one.planned or 0))
     calls = _points(one, last)
-    at = [one.curve.rates[bisect.bisect_right(one.curve.calls, call) - 1] for call in calls]
-    by_rates: dict[tuple[float, ...], list[int]] = {}
+    at = [one.curve.lrs[bisect.bisect_right(one.curve.calls, call) - 1] for call in calls]
+    by_lrs: dict[tuple[float, ...], list[int]] = {}
     for group in range(len(at[0])):
-        by_rates.setdefault(tuple(rates[group] for rates in at), []).append(group)
-    role: Role = "each" if len(by_rates) > 1 else "own"
+        by_lrs.setdefault(tuple(lrs[group] for lrs in at), []).append(group)
+    role: Role = "each" if len(by_lrs) > 1 else "own"
     drawn = [
-        curve(_groups(groups, by_rates), calls, values, role, stepped=last <= POINTS)
-        for values, groups in list(by_rates.items())[:MOST_CURVES]
+        curve(_groups(groups, by_lrs), calls, values, role, stepped=last <= POINTS)
+        for values, groups in list(by_lrs.items())[:MOST_CURVES]
     ]
     marks = []
     if one.planned is not None:
@@ -125,15 +125,15 @@ def _points(one: Projected, last: int) -> list[int]:
     """The calls that are drawn: evenly spaced, with every call at which a rate jumps, as far as there are few."""
     step = max(1, math.ceil(last / (POINTS // 2)))
     calls = set(range(0, last + 1, step)) | {last}
-    rates = one.curve.group(one.curve.leading)
+    lrs = one.curve.group(one.curve.leading)
     known = [i for i, call in enumerate(one.curve.calls) if 0 < call <= last]
-    jumps = sorted(known, key=lambda i: -abs(rates[i] - rates[i - 1]))[: POINTS // 8]
+    jumps = sorted(known, key=lambda i: -abs(lrs[i] - lrs[i - 1]))[: POINTS // 8]
     for i in jumps:
         calls |= {one.curve.calls[i - 1], one.curve.calls[i]}
     return sorted(calls)
 
 
-def _groups(groups: Sequence[int], by_rates: dict[tuple[float, ...], list[int]]) -> str:
-    if len(by_rates) == 1:
+def _groups(groups: Sequence[int], by_lrs: dict[tuple[float, ...], list[int]]) -> str:
+    if len(by_lrs) == 1:
         return "all groups" if len(groups) > 1 else RATE
     return f"group {groups[0]}" if len(groups) == 1 else f"group {groups[0]} and {numbered(len(groups) - 1, 'other')}"

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.loss_curve import PHASES, SPAN, Losses, factor, kind_of, mean
-from pytest_trainloop.checks.learning.one_batch import REFERENCE_RATES, OneBatchRuns
+from pytest_trainloop.checks.learning.one_batch import REFERENCE_LRS, OneBatchRuns
 from pytest_trainloop.recording.events import Backward, LossCall, ScalerCall, Step
 from pytest_trainloop.views.loop_facts.loss import MOST_CALLS, chances
 from pytest_trainloop.views.loop_facts.words import numbered, two
@@ -118,10 +118,10 @@ def one_batch(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
         return
     span = SPAN if own.steps >= LONG * SPAN else PHASES
     drawn = [_steps(own.losses, "each step", "faint"), _mean(own, span, "the loop", "own")]
-    adam = {max(REFERENCE_RATES) if key == "quick" else key: run for key, run in runs.items() if _is_adam(key)}
+    adam = {max(REFERENCE_LRS) if key == "quick" else key: run for key, run in runs.items() if _is_adam(key)}
     if adam:
-        rate, best = min(adam.items(), key=lambda pair: _or_inf(pair[1].end))
-        drawn.append(_mean(best, span, f"plain Adam at {two(float(rate))}", "reference"))  # type: ignore[arg-type]
+        lr, best = min(adam.items(), key=lambda pair: _or_inf(pair[1].end))
+        drawn.append(_mean(best, span, f"plain Adam at {two(float(lr))}", "reference"))  # type: ignore[arg-type]
     marks = []
     if own.start > 0:
         marks.append(Mark(axis="y", at=number(own.start / 2) or 0.0, text="half of the first loss"))

@@ -128,7 +128,7 @@ def files(
         batch=batch,
     )
     finding = {"loop": failure.entry.loop, "nodeid": failure.entry.nodeid, **own.to_json()}
-    finding.pop("rates", None)
+    finding.pop("learning_rates", None)
     return {
         "reproduce.py": script,
         "finding.txt": failure_text(own, proofs).rstrip() + "\n",

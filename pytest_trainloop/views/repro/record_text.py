@@ -94,10 +94,10 @@ def _told(event: Event, record: Record) -> str:
         values = ", ".join(f"{root.value:.8g}" for root in event.roots)
         return f"{event.kind} of {values or 'nothing'}, to {len(event.arrivals)} weights"
     if isinstance(event, Step):
-        rates = ", ".join(f"{rate:.6g}" for rate in event.lrs)
-        return f"step of {record.optimizers[event.optimizer].kind} {event.optimizer}, rate {rates}"
+        lrs = ", ".join(f"{lr:.6g}" for lr in event.lrs)
+        return f"step of {record.optimizers[event.optimizer].kind} {event.optimizer}, rate {lrs}"
     if isinstance(event, SchedulerStep):
-        return f"step of {event.scheduler}, rate {_rates(event.before)} -> {_rates(event.after)}"
+        return f"step of {event.scheduler}, rate {_lrs(event.before)} -> {_lrs(event.after)}"
     if isinstance(event, GradWrite):
         how = {"none": "gradients set to None", "zero": "gradients zeroed"}.get(event.how, f"gradients {event.how}")
         return f"{how} of {some(record.names(event.parameters), MOST_NAMES)}"
@@ -111,8 +111,8 @@ def _told(event: Event, record: Record) -> str:
     return f"{type(event).__name__} {_fields(event)}".rstrip()
 
 
-def _rates(rates: tuple[float, ...]) -> str:
-    return ", ".join(f"{rate:.6g}" for rate in rates)
+def _lrs(lrs: tuple[float, ...]) -> str:
+    return ", ".join(f"{lr:.6g}" for lr in lrs)
 
 
 def _fields(event: Event) -> str:

@@ -117,7 +117,7 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         moved = next((s for s in splits if s.equal and s.updates > windows.CLOSE), None)
         if moved is not None:
             explained = inside.settled(evidence, moved)
-            yield from explained if explained is not None else weights.other_rates(moved)
+            yield from explained if explained is not None else weights.other_lrs(moved)
 
 
 def _first_cause(evidence: Evidence, wrong: Sequence[Split], splits: Sequence[Split]) -> Iterator[Finding]:

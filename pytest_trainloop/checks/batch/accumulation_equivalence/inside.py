@@ -14,7 +14,7 @@ from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.ours import is_ours
 from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.instruments.gradients.compare import learning_rates, passes, update_difference
-from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
+from pytest_trainloop.instruments.tracing.lr_writes import LRWrites
 from pytest_trainloop.recording.events import Backward, GradWrite, Place, SchedulerStep, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.hooks import before_modules, before_steps
@@ -96,7 +96,7 @@ def settled(evidence: Evidence, split: Split) -> list[Finding] | None:
                     "scheduled_inside_window", "", ("scheduler.step()",), steps[0].place or split.step
                 )
             else:  # lines of the loop write them: what it counts in batches is its own choice
-                lines = map(evidence.shared(RateWrites.of).line, ("lr", "momentum", "betas", "weight_decay"))
+                lines = map(evidence.shared(LRWrites.of).line, ("lr", "momentum", "betas", "weight_decay"))
                 line, names = next(filter(None, lines), "") or split.step, ("optimizer.param_groups",)
                 finding = split.found("scheduled_inside_window", "by hand", names, line, level="advice")
         elif kind == "statistic":
@@ -122,9 +122,9 @@ def _in_other_units(evidence: Evidence, split: Split, *, inside: bool) -> bool:
     to the next step's rate there, or beyond it.
     """
     one, many = (learning_rates(record, split.optimizer, split.steps[1]) for record in (split.one, split.many))
-    rates = [r for of_step in zip(one, one[1:], many, strict=False) for r in zip(*of_step, strict=False)]
-    moving = [(now, after, got) for now, after, got in rates if not now == after == got]
-    between = (a != b and BETWEEN < (rate - a) / (b - a) < 1 - BETWEEN for a, b, rate in moving)
+    lrs = [r for of_step in zip(one, one[1:], many, strict=False) for r in zip(*of_step, strict=False)]
+    moving = [(now, after, got) for now, after, got in lrs if not now == after == got]
+    between = (a != b and BETWEEN < (lr - a) / (b - a) < 1 - BETWEEN for a, b, lr in moving)
     if inside and moving and all(between):
         return True
     try:

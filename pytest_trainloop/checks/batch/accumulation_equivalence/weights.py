@@ -167,7 +167,7 @@ def _later_window(split: Split) -> Finding:
     excess = combination(got - expected, basis)
     if excess and excess.residual < OUTSIDE and min(excess.weights) > CLOSE and all_equal(excess.weights):
         return split.found("carried_over", excess=listed(excess.weights))
-    for finding in other_rates(split):
+    for finding in other_lrs(split):
         return finding
     raise CannotDecide(
         "the gradients of the first window agree and those of the second do not, for no reason that is known here: "
@@ -175,7 +175,7 @@ def _later_window(split: Split) -> Finding:
     )
 
 
-def other_rates(split: Split) -> Iterator[Finding]:
+def other_lrs(split: Split) -> Iterator[Finding]:
     """Gradients that agree, and weights that do not, by the learning rate."""
     if split.lr_differs:
         yield split.found("update_differs", "learning rates", ("scheduler.step()",), split.step, level="advice")

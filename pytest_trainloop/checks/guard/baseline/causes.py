@@ -25,7 +25,7 @@ LINES: dict[str, tuple[Part, ...]] = {
     "data": ("data", "loader"),
     "rows": ("loader",),
     "loss": ("loss", "seen"),
-    "rate": ("scheduler", "optimizer"),
+    "lr": ("scheduler", "optimizer"),
     "update": ("step", "optimizer"),
     "buffer": ("module",),
     "start": ("drawn", "module"),
@@ -81,7 +81,7 @@ CAUSES = {
                 "shown_by": "batch, outputs of all modules and loss of step {step} are those of the baseline; {rest}",
                 "repair": "check for detach(), no_grad() or a scaled gradient between the loss and these; or " + ACCEPT,
             },
-            "rate": {
+            "lr": {
                 "summary": "the learning rate of step {step} is {new:.6g}; in the baseline {old:.6g}",
                 "measured": "{new:.6g} against {old:.6g} for {parameters:parameter}{ratio}",
                 "shown_by": _GRADIENTS_OF + ", and so is everything before it",

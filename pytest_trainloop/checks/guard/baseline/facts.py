@@ -32,7 +32,7 @@ MORE = 1.4
 """Times the rows per step from which a loop takes other data, and is not just one batch ahead."""
 
 GRADIENT = frozenset({"gradient", "update"})
-STEPPED = frozenset({"gradient", "rate", "update"})
+STEPPED = frozenset({"gradient", "lr", "update"})
 TRAINING = frozenset({"output", "loss", "gradient", "update", "buffer"})
 
 _SCHEDULED = re.compile(r"^\w+\.step\(.*\)$")
@@ -41,7 +41,7 @@ WATCHED = (
     (re.compile(r"zero_grad|^zero_$|^_foreach_zero_"), "zero_grad()", GRADIENT),
     (re.compile(r"^clip_grad_norm_|^clip_grad_value_"), "", GRADIENT),
     (re.compile(r"^scaler\.unscale"), "scaler.unscale_()", GRADIENT),
-    (_SCHEDULED, "", frozenset({"rate"})),
+    (_SCHEDULED, "", frozenset({"lr"})),
 )
 """Calls between two steps that change what a step reads, with the stages that they can change."""
 
@@ -283,14 +283,14 @@ def _rows_a_step(course: Course) -> float:
 
 def _schedulers(old: Course, new: Course, names: Names) -> Iterator[Fact]:
     """Those that are gone or have another setting. If one is built and no longer stepped, only the call is gone."""
-    rate = frozenset({"rate"})
+    lr = frozenset({"lr"})
     if old.schedulers and not new.schedulers:
         kinds = [scheduler.kind for scheduler in old.schedulers]
         if not set(kinds) & set(new.idle):
             summary = f"{some(kinds)} {be(kinds)} gone: no scheduler is built"
             measured = f"{count(len(old.schedulers), 'scheduler')} in the baseline, none now"
             alone = _is_flat(old)  # learning rates that still move are set by other means
-            yield Fact("scheduler", (f"{kinds[0]}()",), summary, measured, rate, alone=alone)
+            yield Fact("scheduler", (f"{kinds[0]}()",), summary, measured, lr, alone=alone)
         return
     for a, b in zip(old.schedulers, new.schedulers, strict=False):
         changed = [
@@ -315,12 +315,12 @@ def _schedulers(old: Course, new: Course, names: Names) -> Iterator[Fact]:
         else:
             continue
         alone = a.kind == b.kind and not any("lambda" in name for name in changed)
-        yield Fact("scheduler", (f"{b.kind}()",), summary, measured, rate, alone=alone)
+        yield Fact("scheduler", (f"{b.kind}()",), summary, measured, lr, alone=alone)
 
 
 def _is_flat(course: Course) -> bool:
     """Whether the learning rates are constant in the recorded steps."""
-    return len({rate for step in course.steps for rate in step.rates}) <= len(course.optimizers)
+    return len({lr for step in course.steps for lr in step.lrs}) <= len(course.optimizers)
 
 
 def _alike_by_group(name: str, a: Scheduler, b: Scheduler, old: Course, new: Course, names: Names) -> bool:

@@ -38,7 +38,7 @@ UNDECIDED = 1e-2
 """A bound from which on a place decides nothing: it comes from growth that leaves no digits, and faults mostly change
 numbers by more."""
 
-RATE = 1e-9
+LR_DIFFERENCE = 1e-9
 """The same schedule, computed by another formula, differs by rounding in Python's float64 over some hundred steps."""
 
 DATA = 1e-9
@@ -99,7 +99,7 @@ def _apart_by_place(mine: Step, theirs: Step) -> Iterator[tuple[tuple[str, str],
 class First:
     """Where two courses differ first."""
 
-    stage: Literal["data", "output", "loss", "gradient", "rate", "update", "buffer"]
+    stage: Literal["data", "output", "loss", "gradient", "lr", "update", "buffer"]
     step: Step
     before: Step
     """The same step of the baseline."""
@@ -142,7 +142,7 @@ class Comparison:
         self._only: dict[tuple[int, int], frozenset[str]] = {}
         """Of a pair of steps that are counted by optimizer, the tensors that both of their optimizers hold."""
         self.pairs = self._paired()
-        self._top_rate = max((rate for step in old.steps for rate in step.rates), default=0.0)
+        self._top_lr = max((lr for step in old.steps for lr in step.lrs), default=0.0)
 
     def _paired(self) -> list[tuple[Step, Step]]:
         """The steps of both that belong together: by number where the optimizers take turns as they did, or a loop
@@ -170,12 +170,12 @@ class Comparison:
         """The first difference in training, with what comes before it in the same step and was the same in the steps
         before; None where training is the same."""
         for before, step in self.pairs:
-            found = self._tensors("gradient", before, step) or self._rates(before, step)
+            found = self._tensors("gradient", before, step) or self._lrs(before, step)
             if found is None and (found := self._tensors("weights", before, step)) is not None:
                 own = tuple(name for name in found.names if name in self.new.parameters)
                 found = replace(found, stage="update" if own else "buffer", names=own or found.names)
             if found is not None:
-                return found if found.stage == "rate" else self._traced_back(found)
+                return found if found.stage == "lr" else self._traced_back(found)
         return None
 
     def first_gradient(self) -> First | None:
@@ -261,15 +261,15 @@ class Comparison:
             if (only is None or only.issuperset(match.new)) and (all(known) or (any(known) and kind == "gradient")):
                 yield (match, *match.digests(mine, theirs))
 
-    def _rates(self, before: Step, step: Step) -> First | None:
-        mine, theirs = _rates_of(self.old, before), _rates_of(self.new, step)
+    def _lrs(self, before: Step, step: Step) -> First | None:
+        mine, theirs = _lrs_of(self.old, before), _lrs_of(self.new, step)
         both = [(a, b) for a, b in self.names.pairs if a in mine and b in theirs]
-        other = [(a, b) for a, b in both if number_distance(mine[a], theirs[b], self._top_rate) > RATE]
+        other = [(a, b) for a, b in both if number_distance(mine[a], theirs[b], self._top_lr) > LR_DIFFERENCE]
         if not other:
             return None
         old, new = mine[other[0][0]], theirs[other[0][1]]
-        names, gap = tuple(dict.fromkeys(b for _, b in other)), number_distance(old, new, self._top_rate)
-        return First("rate", step, before, names, (), old, new, gap, RATE, new / old if old else None)
+        names, gap = tuple(dict.fromkeys(b for _, b in other)), number_distance(old, new, self._top_lr)
+        return First("lr", step, before, names, (), old, new, gap, LR_DIFFERENCE, new / old if old else None)
 
     def _call(self, base: First) -> First | None:
         """The first call of a module, of those that both have, that gave something else; children come before parents.
@@ -386,10 +386,10 @@ def same_optimizers(old: Course, new: Course, names: Names) -> list[tuple[int, i
     ]
 
 
-def _rates_of(course: Course, step: Step) -> dict[str, float]:
+def _lrs_of(course: Course, step: Step) -> dict[str, float]:
     """The learning rate of each parameter at a step."""
     groups = course.optimizers[step.optimizer].groups if step.optimizer < len(course.optimizers) else ()
-    return {name: rate for group, rate in zip(groups, step.rates, strict=False) for name in group.parameters}
+    return {name: lr for group, lr in zip(groups, step.lrs, strict=False) for name in group.parameters}
 
 
 def _summed(calls: Sequence[Call]) -> Call:

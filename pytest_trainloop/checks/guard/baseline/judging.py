@@ -40,7 +40,7 @@ PLACES = {
     "output": "in the output of {}",
     "loss": "in the loss",
     "gradient": "in the gradient of {}",
-    "rate": "in the learning rate of {}",
+    "lr": "in the learning rate of {}",
     "update": "in the update of {}",
     "buffer": "in the buffer {}",
 }

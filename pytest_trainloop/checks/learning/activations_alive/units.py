@@ -125,8 +125,8 @@ class Layer:
 class Units:
     """The layers of a run over different batches."""
 
-    def __init__(self, layers: tuple[Layer, ...], steps: int, rates: tuple[float, ...]) -> None:
-        self.layers, self.steps, self.rates = layers, steps, rates
+    def __init__(self, layers: tuple[Layer, ...], steps: int, lrs: tuple[float, ...]) -> None:
+        self.layers, self.steps, self.lrs = layers, steps, lrs
 
     @classmethod
     def of(cls, evidence: Evidence) -> Units:
@@ -157,8 +157,8 @@ class Units:
                 raise CannotDecide(f"{few}, and {record.rounds} steps of fit take no more")
             raise CannotDecide(f"{few}: give {DIFFERENT} or more in batches=", needs=HAND_OVER)
         steps = record.innermost_steps()
-        rates = tuple(max(step.lrs, default=math.nan) for step in steps)
-        return cls(tuple(mode.layers(record)), record.rounds, rates)
+        lrs = tuple(max(step.lrs, default=math.nan) for step in steps)
+        return cls(tuple(mode.layers(record)), record.rounds, lrs)
 
 
 class _Activations(WatchingMode):

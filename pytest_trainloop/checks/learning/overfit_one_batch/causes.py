@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pytest_trainloop.core.registry import Cause, finding_maker
 
-OF_EVERY_CALL = ("start", "end", "steps", "reference", "rate", "descent")
+OF_EVERY_CALL = ("start", "end", "steps", "reference", "lr", "descent")
 """Facts of every run on one batch, and of plain Adam."""
 
 _RUN = "loss {start:.4g} at the start, {end:.4g} after {steps} steps"
-_REACHED = f"{_RUN}; plain Adam (lr {{rate:g}}) comes to {{reference:.4g}}"
+_REACHED = f"{_RUN}; plain Adam (lr {{lr:g}}) comes to {{reference:.4g}}"
 _AT_RATE = "at {factor:g} times the learning rate the batch is learned in {learned_in} steps"
 _HELD = "with the learning rate held at its peak the batch is learned in {learned_in} steps"
 _FOLLOWS = ("update_ratio",)

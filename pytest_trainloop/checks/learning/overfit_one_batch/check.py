@@ -192,7 +192,7 @@ def _stuck(batch: OneBatch, learned: Learning) -> Finding:
     line, facts = batch.seen.step_line(), asdict(learned)
 
     def slow(why: str) -> Finding:
-        facts["largest_lr"] = max(batch.curve.rates, default=float("nan"))
+        facts["largest_lr"] = max(batch.curve.lrs, default=float("nan"))
         return found("learns_slowly", "", ("lr",), **facts, progress=learned.progress, why=why, level="advice")
 
     if learned.assigns:
@@ -228,9 +228,9 @@ def _decays(batch: OneBatch) -> dict[str, Any]:
     begins below it, too."""
     from pytest_trainloop.checks.learning.outcome import DECAYED
 
-    rates = batch.curve.rates
-    peak = max(range(len(rates)), key=lambda i: -1.0 if math.isnan(rates[i]) else rates[i])
-    gone = max(i for i in range(peak, len(rates)) if rates[i] >= DECAYED * rates[peak]) + 1
-    whole = sum(rate for rate in rates if not math.isnan(rate)) / rates[peak]
+    lrs = batch.curve.lrs
+    peak = max(range(len(lrs)), key=lambda i: -1.0 if math.isnan(lrs[i]) else lrs[i])
+    gone = max(i for i in range(peak, len(lrs)) if lrs[i] >= DECAYED * lrs[peak]) + 1
+    whole = sum(lr for lr in lrs if not math.isnan(lr)) / lrs[peak]
     places = {"peak_at": peak + 1, "gone": gone + 1, "whole": whole}
-    return places | {"peak_lr": rates[peak], "gone_lr": rates[gone], "last_lr": rates[-1]}
+    return places | {"peak_lr": lrs[peak], "gone_lr": lrs[gone], "last_lr": lrs[-1]}

@@ -41,16 +41,16 @@ def unused(batch: OneBatch, found: Learning) -> float | None:
     labelled = batch.differing >= 2 and all(f.grad_enabled for f in batch.seen.root_forwards())
     if found.hopeless and not labelled:
         return None
-    straight, rolled, made = batch.rows_rolled(found.rate)
+    straight, rolled, made = batch.rows_rolled(found.lr)
     if labelled and batch.lost_before:
         return found.reference
     if not made or not _same_way(rolled, straight):
         return None
-    one_input, made = batch.with_equal_inputs(found.rate)
+    one_input, made = batch.with_equal_inputs(found.lr)
     way = max(found.start - found.reference, LITTLE * found.start)
     if not made or abs(one_input.end - found.reference) > SAME * way:
         return None
-    labels_count = abs(batch.one_row(found.rate).end - one_input.end) > SAME * way
+    labels_count = abs(batch.one_row(found.lr).end - one_input.end) > SAME * way
     return one_input.end if labels_count else None
 
 

@@ -15,7 +15,7 @@ from pytest_trainloop.checks.learning.schedule.causes import FALLS, PLAIN, RISES
 from pytest_trainloop.core.errors import BrokenRun, CannotDecide
 from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.core.wording import module_of, some
-from pytest_trainloop.instruments.records.learning_rates import called, rates
+from pytest_trainloop.instruments.records.learning_rates import called, lrs
 from pytest_trainloop.recording.events import Backward, SchedulerStep
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.learning.schedule.called_functions import CalledFunctions
     from pytest_trainloop.core.finding import Finding
-    from pytest_trainloop.instruments.records.learning_rates import GroupRates
+    from pytest_trainloop.instruments.records.learning_rates import GroupLRs
     from pytest_trainloop.recording.events import Place, Step
     from pytest_trainloop.recording.record import Optimizer, Record, Scheduler
     from pytest_trainloop.runs.evidence import Evidence
@@ -41,11 +41,11 @@ def steps_of(record: Record, optimizer: int | None) -> list[Step]:
     return [s for s in record.innermost_steps() if s.optimizer == optimizer]
 
 
-def groups_of(record: Record, optimizer: int | None) -> list[GroupRates]:
-    return [r for r in rates(record) if r.optimizer == optimizer]
+def groups_of(record: Record, optimizer: int | None) -> list[GroupLRs]:
+    return [r for r in lrs(record) if r.optimizer == optimizer]
 
 
-def numbers(groups: Sequence[GroupRates]) -> str:
+def numbers(groups: Sequence[GroupLRs]) -> str:
     """The rates of groups in a sentence, each once: "0.1, 0.01"."""
     return some(list(dict.fromkeys(f"{value:g}" for group in groups for value in group.known)))
 
@@ -83,7 +83,7 @@ def drives_another(record: Record) -> Iterator[Finding]:
             facts: dict[str, Any] = {
                 "left": left.steps,
                 "other": other.kind,
-                "rate": numbers(groups),
+                "lr": numbers(groups),
                 "change": line_of(scheduler),
             }
             facts |= {"calls": len(moved), "first": moved[0].before[0], "last": moved[-1].after[0]}
@@ -121,7 +121,7 @@ def two_on_one(record: Record) -> Iterator[Finding]:
         left = without[0]
         facts: dict[str, Any] = {"repair": f"build the second {one.kind} on {whose(left)}", "without": whose(left)}
         facts |= {"driven": whose(record.optimizers[one.optimizer or 0]), "equal": equal, "steps": left.steps}
-        facts |= {"level": "fault" if equal else "advice", "rate": numbers(groups_of(record, left.index))}
+        facts |= {"level": "fault" if equal else "advice", "lr": numbers(groups_of(record, left.index))}
         facts |= {"one": called(one), "other": called(other), "one_calls": one.calls, "other_calls": other.calls}
         yield about(one, "two_on_one", second[0], change=line_of(other), **facts)
         return
@@ -154,7 +154,7 @@ def never_called(evidence: Evidence) -> Iterator[Finding]:
         facts: dict[str, Any] = {"level": "fault" if certain else "advice", "kinds": ("missing call",)}
         facts |= {"why": why or "fit may be one epoch of a loop that calls it", "change": change}
         facts |= {"steps": optimizer.steps, "optimizer": optimizer.kind}
-        facts |= {"rate": groups[0].known[0] if groups and groups[0].known else 0.0}
+        facts |= {"lr": groups[0].known[0] if groups and groups[0].known else 0.0}
         facts |= {"repair": repair if instead else _cadence(scheduler)}
         at, variant = instead or record.step_line(), "" if certain else "may come"
         yield about(scheduler, "never_called", at, (), variant, **facts)
@@ -336,7 +336,7 @@ def rebuilt(evidence: Evidence) -> Iterator[Finding]:
         inside = sum(any(a.at < at < b.at for at in groups[0].at) for a, b in itertools.pairwise(built))
         # a decay that goes on from the rate that it finds (odd: decay_built_for_each_step)
         if inside >= FEWEST and len({c.after for s in built for c in calls_of(record, s)}) == 1:
-            line, facts = line_of(built[0]), {"steps": len(groups[0].values), "rate": groups[0].known[-1]}
+            line, facts = line_of(built[0]), {"steps": len(groups[0].values), "lr": groups[0].known[-1]}
             yield about(built[0], "scheduler_rebuilt", line, change=line, built=len(built), **facts)
     if not evidence.repeatable or not any(s.at and s.place and loop_around(s.place) for s in record.schedulers):
         return
@@ -425,10 +425,10 @@ def _bound(record: Record, scheduler: Scheduler, first: object, facts: dict[str,
     base = _numbers(scheduler.settings.get("base_lrs", "")) or own
     if scheduler.optimizer is None or not scheduler.calls or not least or not any(base):
         return
-    if all(low > rate for low, rate in zip(least * len(base), base, strict=False)):
+    if all(low > lr for low, lr in zip(least * len(base), base, strict=False)):
         facts = {**facts, "least": least[0], "most": max(base), "base": base[0]}
         names, variant = (("eta_min",), "") if cosine else (("min_lr",), "min_lr")
-        yield about(scheduler, "bound_above_rate", first, names, variant, **facts)
+        yield about(scheduler, "bound_above_lr", first, names, variant, **facts)
 
 
 def _mode_of_the_loss(

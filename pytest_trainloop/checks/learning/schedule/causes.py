@@ -23,11 +23,11 @@ CAUSES = {
         ),
         summary=(
             "{kind} moves the learning rates of an optimizer that makes no step{left:? after its first {left}|}; the "
-            "{other} that steps stays at {rate}"
+            "{other} that steps stays at {lr}"
         ),
         measured=(
             "{calls:call} moved its rate from {first:g} to {last:g}; the other optimizer makes {steps:step} at a "
-            "constant {rate}"
+            "constant {lr}"
         ),
         shown_by="both optimizers hold {held}",
         repair="build the scheduler after the last optimizer, and from that one: scheduler = Scheduler(optimizer)",
@@ -36,21 +36,21 @@ CAUSES = {
     "two_on_one": _built(
         proof="two schedulers of one kind drive one optimizer, and another optimizer that steps has none",
         summary="two {kind} drive {driven}, and {without} has no schedule",
-        measured="both have {equal:?equal|different} settings; {without} makes {steps:step} at a constant {rate}",
+        measured="both have {equal:?equal|different} settings; {without} makes {steps:step} at a constant {lr}",
         shown_by="{one} and {other} are both called, {one_calls} and {other_calls} times",
         repair="build the second scheduler on the optimizer that has none",
         source="https://github.com/Lightning-AI/pytorch-lightning/pull/5519",
     ),
     "never_called": _seen(
         proof="the scheduler is built on an optimizer that steps, and fit comes to its end without a call of it",
-        summary="{kind} is built and fit never calls it: all {steps:step} are made at {rate:g}",
+        summary="{kind} is built and fit never calls it: all {steps:step} are made at {lr:g}",
         measured="0 calls of {kind}.step() in {steps:step} of {optimizer}",
         shown_by="{why}",
         repair="scheduler.step(), after each optimizer.step() where its settings count steps, else once a pass",
         variants={
             "may come": {
                 "summary": "{kind} is built, and no call of it was seen: the {steps:step} that were watched are made "
-                "at {rate:g}",
+                "at {lr:g}",
             }
         },
         settle="give fit the whole loop over the epochs, so that the call is in it",
@@ -85,7 +85,7 @@ CAUSES = {
     ),
     "scheduler_rebuilt": _seen(
         proof="a scheduler is built again for every step, or for every pass at the length of the whole run",
-        summary="{kind} is built again for every step, so the learning rate stays at {rate:g}",
+        summary="{kind} is built again for every step, so the learning rate stays at {lr:g}",
         measured="{built} {kind} are built in {steps:step}, each called once or not at all",
         shown_by="every call leaves the same rates: it is the first one of its scheduler",
         variants={
@@ -139,7 +139,7 @@ CAUSES = {
         repair="scheduler.step() without an argument; only ReduceLROnPlateau takes a metric",
         explains=LEARNING,
     ),
-    "bound_above_rate": _built(
+    "bound_above_lr": _built(
         proof="the lower bound of a schedule that lowers the rate lies above the rate of every group",
         summary="{kind}: eta_min={least:g} lies above the rate {most:g}: the schedule raises it",
         measured="{names} {least:g}, rates of the groups at the first step {base:g}",
@@ -173,10 +173,9 @@ CAUSES = {
     "schedule_overwritten": _seen(
         proof="each rate that the scheduler sets is replaced, by a line or by another scheduler, before a step uses it",
         summary=(
-            "{kind} is called and its rates are never used: before each step a line writes {rate:g} back to group "
-            "{group}"
+            "{kind} is called and its rates are never used: before each step a line writes {lr:g} back to group {group}"
         ),
-        measured="{calls:call} set it to {given}; all {steps:step} are made at {rate:g}",
+        measured="{calls:call} set it to {given}; all {steps:step} are made at {lr:g}",
         shown_by="between each call of the scheduler and the next step the rate changes without a scheduler",
         variants={
             "by another": {
@@ -191,32 +190,32 @@ CAUSES = {
         explains=LEARNING,
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/8884",
     ),
-    "written_rate_lost": _seen(
+    "written_lr_lost": _seen(
         proof="a line writes the rate, and the scheduler replaces it before a step uses it",
-        summary="a line writes {written:g} and {kind} sets the rate to {rate:g} before any step uses it",
+        summary="a line writes {written:g} and {kind} sets the rate to {lr:g} before any step uses it",
         measured="{lost} of {calls:call} find a rate that no step was made with",
         shown_by="{kind} computes each rate from the base rate, not from the present one",
         repair="remove the line that writes the rate, or the scheduler",
         source="https://github.com/AnswerDotAI/ModernBERT/pull/124",
     ),
-    "rate_nobody_reads": _seen(
+    "lr_nobody_reads": _seen(
         proof='a number called a rate takes new values, and group["lr"], which steps read, is constant in all groups',
-        summary='{names} changes with the steps and no step reads it: group["lr"] stays at {rate}',
+        summary='{names} changes with the steps and no step reads it: group["lr"] stays at {lr}',
         measured="{values} values in {steps:step}, {first:g} to {last:g}",
         shown_by='torch\'s {kind} reads group["lr"], which is constant at every step in every group',
         repair=_ALL_GROUPS,
         explains=LEARNING,
         source="https://github.com/pbaylies/stylegan2/issues/5",
     ),
-    "rate_written_to_copy": _seen(
+    "lr_written_to_copy": _seen(
         proof="the rate of a group that state_dict() gave is written, nobody reads it, and the optimizer's own stays",
         summary=(
             "a rate is written to the groups of state_dict(), which are copies: the rate of {kind} "
-            "{still:?stays at|is} {rate}"
+            "{still:?stays at|is} {lr}"
         ),
         measured=(
             "{copies:?the {copies} copies were|the copy was} set to {first:g}{last:? ... {last:g}|}; the optimizer is "
-            "at {rate}{line:?; written at {line}|}"
+            "at {lr}{line:?; written at {line}|}"
         ),
         shown_by=(
             "no copy is loaded, saved or read after that{alone:?, and the dict that held the groups is gone when they "
@@ -253,7 +252,7 @@ CAUSES = {
         proof="the group's rate is 0 at all watched steps, or all planned ones, and gradients arrive; others learn",
         summary="group {group} of {of} has a learning rate of 0 at all {steps:step}: {held} do not learn",
         measured=(
-            "gradients that are not 0 arrive; group {other} learns at {rate:g}{line:?; this line writes the rate of "
+            "gradients that are not 0 arrive; group {other} learns at {lr:g}{line:?; this line writes the rate of "
             "group {other} of {of}|}"
         ),
         shown_by="frozen= of TrainLoop does not name them",
@@ -272,7 +271,7 @@ CAUSES = {
     "zero_for_steps": _built(
         proof="the rate of every group is 0 for two steps or more, while gradients arrive",
         summary="the learning rate is 0 at the first {steps:step} in every group of {kind}",
-        measured="rates of the first steps: {rates}",
+        measured="rates of the first steps: {lrs}",
         shown_by="{kind} makes {steps:step} that change no weight",
         repair="begin a warm-up above 0, (step + 1) / warmup, and divide with / and not with //",
         source="https://github.com/Project-MONAI/tutorials/issues/630",
@@ -280,19 +279,18 @@ CAUSES = {
     "group_without_schedule": Cause(
         proof="the group was added after the schedule began, which moves the rates of all groups before it",
         summary=(
-            "group {group} was added after {kind} was built, which moves only the first {known}: {held} stay at "
-            "{rate:g}"
+            "group {group} was added after {kind} was built, which moves only the first {known}: {held} stay at {lr:g}"
         ),
         measured=(
-            "{calls:call} move group 0 from {first:g} to {last:g}; group {group} is at {rate:g} in all {steps:step}"
+            "{calls:call} move group 0 from {first:g} to {last:g}; group {group} is at {lr:g} in all {steps:step}"
         ),
         shown_by="a scheduler knows the groups that its optimizer has when it is built, and leaves others alone",
         variants={
             "by hand": {
                 "summary": "group {group} was added within the run, and a line writes the rates of the groups before "
-                "it only: {held} stay at {rate:g}",
+                "it only: {held} stay at {lr:g}",
                 "measured": "group {other} goes from {first:g} to {last:g} in the {steps:step} since; group {group} is "
-                "at {rate:g} in all of them",
+                "at {lr:g} in all of them",
                 "shown_by": "the rates of all groups before it change from each step to the next",
             },
             "refused": {
@@ -308,16 +306,16 @@ CAUSES = {
     ),
     "one_group_scheduled": _seen(
         proof="a line writes the rates of some groups by index or by zip(), and the others keep theirs at all steps",
-        summary="the rate is written to group {group} of {of} only: {held} stay at {rate:g}",
+        summary="the rate is written to group {group} of {of} only: {held} stay at {lr:g}",
         measured="group {group} goes from {first:g} to {last:g} in {steps:step}; group {other} does not move",
         shown_by="no scheduler moves a rate; the line that does {zipped:?ends with the shorter list|names one group}",
         repair=_ALL_GROUPS,
         source="https://github.com/yu-changqian/TorchSeg/issues/84",
     ),
-    "group_rates_made_equal": _seen(
+    "group_lrs_made_equal": _seen(
         proof="groups are built with different rates, and a line writes one rate into all of them",
         summary="{groups:group} were built with the rates {given}, and a line writes one rate into all of them",
-        measured="from the second of {steps:step} on all groups have one learning rate, at first {rate:g}",
+        measured="from the second of {steps:step} on all groups have one learning rate, at first {lr:g}",
         shown_by="a line of fit writes the rate of each group",
         repair=(
             'keep each rate once, base = [g["lr"] for g in optimizer.param_groups], and write base[i] * factor into '
@@ -328,7 +326,7 @@ CAUSES = {
     ),
     "group_left_empty": _seen(
         proof="a pattern is true of no name, and puts parameters into a group that is empty where it is answered yes",
-        summary="the group with lr={rate:g} is empty: {patterns} matches no name, and {names} {names:are} trained with "
+        summary="the group with lr={lr:g} is empty: {patterns} matches no name, and {names} {names:are} trained with "
         "lr={other:g}",
         measured="asked of {asked:name}, true of none",
         shown_by="with the answer yes, the same code puts {names} into that group",
@@ -347,7 +345,7 @@ CAUSES = {
         explains=LEARNING,
         source="https://github.com/potterhsu/easy-faster-rcnn.pytorch/issues/26",
     ),
-    "rate_is_the_factor": Cause(
+    "lr_is_the_factor": Cause(
         proof="LambdaLR multiplies each base rate by a factor whose highest value is that base rate",
         summary="the lambda of {kind} returns the learning rate, and {kind} multiplies it by lr={base:g}: {peak:.3g}",
         measured="the highest factor of every group is its own lr, or that of one group: {drawn}",

@@ -33,11 +33,11 @@ How it decides
     | a scheduler moves a replaced optimizer; two share one | ``drives_another``, ``two_on_one`` | rates differ |
     | no call, and no function that ran could make one | ``never_called`` | one could come later |
     | two lines call it; it is built again; its rate is set again | ``called_twice`` and others |  |
-    | nothing reads the written rate, copy or key | ``rate_nobody_reads`` and others | of multiples: no schedule |
+    | nothing reads the written rate, copy or key | ``lr_nobody_reads`` and others | of multiples: no schedule |
     | mode, metric, bound or milestones contradict themselves | ``plateau_mode`` and others |  |
     | a group has rate 0, or stays empty | ``group_at_zero`` and others | not 0 in the whole plan |
     | a group keeps its rate while others move | ``group_without_schedule`` | its rate was another |
-    | quotients are a warm-up; a LambdaLR returns the rate | ``factors_multiply``, ``rate_is_the_factor`` |  |
+    | quotients are a warm-up; a LambdaLR returns the rate | ``factors_multiply``, ``lr_is_the_factor`` |  |
     | constant, then 0; a group falls to 0 at warm-up; one dip | ``never_falls`` and others | no plan |
     | its end is another unit's count of the plan | ``counts_something_else`` | only names show it |
     | it raises early; rises past twice the calls; is 1e-6 at 3/4 | ``runs_out`` and others | less than twice |
@@ -104,12 +104,12 @@ CAUSES = {
 
 
 def _no_schedule(evidence: Evidence) -> str:
-    from pytest_trainloop.instruments.records.learning_rates import rates
+    from pytest_trainloop.instruments.records.learning_rates import lrs
 
     record = evidence.run()
     if not record.steps:
         return "no optimizer step was seen"
-    if record.schedulers or any(not group.constant for group in rates(record)):
+    if record.schedulers or any(not group.constant for group in lrs(record)):
         return ""
     return "the learning rate is constant, and no scheduler is used"
 

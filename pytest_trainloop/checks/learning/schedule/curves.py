@@ -18,7 +18,7 @@ from pytest_trainloop.checks.learning.schedule.learning_rates import held_in, le
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.core.wording import count, some
-from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
+from pytest_trainloop.instruments.records.lrs_by_hand import LRsByHand
 from pytest_trainloop.instruments.tracing.definitions import length_given
 from pytest_trainloop.instruments.tracing.statements import only_return
 from pytest_trainloop.runs.projection import CYCLIC, Projections
@@ -75,7 +75,7 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
     record, projections = evidence.run(), evidence.shared(Projections.of)
     undecided = [projections.why] if projections.why else []
     said: set[tuple[str, str]] = set()
-    for one in (*projections.schedulers, *evidence.shared(RatesByHand.of).projected):
+    for one in (*projections.schedulers, *evidence.shared(LRsByHand.of).projected):
         rules = [_of_shape(record, one), _of_another_unit(one), _of_plan(record, one)]
         if by_scheduler := one in projections.schedulers:
             rules[1:1] = [_of_fit(one)]
@@ -118,10 +118,10 @@ def _drawn(one: Projected, calls: int, group: int | None = None) -> str:
     """The rate at the start, in the middle and at the end of so many calls, and a picture of all of them; of the group
     with the highest."""
     group = one.curve.leading if group is None else group
-    points = [one.curve.rate(round(n * calls / 7))[group] for n in range(8)]
+    points = [one.curve.lr(round(n * calls / 7))[group] for n in range(8)]
     blocks = "".join("▁▂▃▄▅▆▇█"[round(7 * max(point, 0.0) / (max(points) or 1.0))] for point in points)
-    at = {call: one.curve.rate(call)[group] for call in (0, calls // 2, calls)}
-    return f"learning rate {blocks} " + ", ".join(f"{rate:.2g} at call {call}" for call, rate in at.items())
+    at = {call: one.curve.lr(call)[group] for call in (0, calls // 2, calls)}
+    return f"learning rate {blocks} " + ", ".join(f"{lr:.2g} at call {call}" for call, lr in at.items())
 
 
 def _sized_by_fit(one: Projected) -> bool:
@@ -137,20 +137,20 @@ def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
     curve, calls = one.curve, one.planned
     level = "fault" if calls is not None and not one.by_data and not _sized_by_fit(one) else "advice"
     end = min(calls or one.horizon or curve.end, curve.end)
-    group, rates = curve.leading, curve.group(curve.leading)
-    peaks = [max(curve.group(g)) for g in range(len(curve.rates[0]))]
+    group, lrs = curve.leading, curve.group(curve.leading)
+    peaks = [max(curve.group(g)) for g in range(len(curve.lrs[0]))]
     peak, cyclic = peaks[group], any(name in one.kind for name in CYCLIC)
-    still = next((call for call, rate in enumerate(rates) if rate != rates[0]), 0)
+    still = next((call for call, lr in enumerate(lrs) if lr != lrs[0]), 0)
     if peak <= 0 or cyclic or end < LEAST_END or curve.calls[: end + 1] != list(range(end + 1)):
         return
     bases: list[float] = []
     if one.optimizer < len(record.optimizers):
         optimizer = record.optimizers[one.optimizer]
         bases = [a if a == a else b for a, b in zip(optimizer.peak_lrs, optimizer.first_lrs, strict=False)]
-    facts: dict[str, Any] = {"calls": end, "drawn": _drawn(one, end), "end": end, "last": rates[end], "first": rates[0]}
-    if form := _multiplied(rates):
-        quotients = ", ".join(f"{b / a:.3g}" for a, b in itertools.pairwise(rates[:5]))
-        facts |= {"part": rates[end] / rates[0], "quotients": quotients, "form": form, "rises": "warm-up" in form}
+    facts: dict[str, Any] = {"calls": end, "drawn": _drawn(one, end), "end": end, "last": lrs[end], "first": lrs[0]}
+    if form := _multiplied(lrs):
+        quotients = ", ".join(f"{b / a:.3g}" for a, b in itertools.pairwise(lrs[:5]))
+        facts |= {"part": lrs[end] / lrs[0], "quotients": quotients, "form": form, "rises": "warm-up" in form}
         yield _finds(one, "factors_multiply", **facts)
     elif (
         one.kind == "LambdaLR"
@@ -163,32 +163,32 @@ def _of_shape(record: Record, one: Projected) -> Iterator[Finding]:
             for factors in (bases, [bases[group]] * len(bases))
         )
     ):  # a constant factor may be any number
-        yield _finds(one, "rate_is_the_factor", base=bases[group], peak=peak, **facts)
-    elif still >= max(LEAST_END, end - 1) and max(rates[still : end + 1], default=peak) <= GONE**3 * peak:
+        yield _finds(one, "lr_is_the_factor", base=bases[group], peak=peak, **facts)
+    elif still >= max(LEAST_END, end - 1) and max(lrs[still : end + 1], default=peak) <= GONE**3 * peak:
         # a whole number of parts, as 1 - step // total: the step of a staircase is no end (odd: milestones_in_steps)
-        facts |= {"calls": still, "end": still, "last": rates[still], "level": level, "drawn": _drawn(one, still)}
+        facts |= {"calls": still, "end": still, "last": lrs[still], "level": level, "drawn": _drawn(one, still)}
         yield _finds(one, "never_falls", **facts)
-    elif calls and rates[0] == 0 and group < len(bases) and bases[group] and _is_line([*rates[:calls], bases[group]]):
+    elif calls and lrs[0] == 0 and group < len(bases) and bases[group] and _is_line([*lrs[:calls], bases[group]]):
         # a range test goes on beyond the base rate, or ends somewhere else (odd: range_test_of_rates)
-        yield _finds(one, "never_falls", "rises", level=level, step=rates[1], **{**facts, "last": bases[group]})
+        yield _finds(one, "never_falls", "rises", level=level, step=lrs[1], **{**facts, "last": bases[group]})
     else:
         yield from _of_one_group(record, one, end, level)
         end = min(end, (one.raises_at or end + 2) - 2)  # OneCycleLR rises once more behind its last call
-        dips = [n for n in range(1, end) if 2 * rates[n] <= min(rates[n - 1], rates[n + 1]) > peak / 100]
-        if len(dips) == 1 and rates[dips[0] + 1] <= 2 * rates[dips[0] - 1]:
+        dips = [n for n in range(1, end) if 2 * lrs[n] <= min(lrs[n - 1], lrs[n + 1]) > peak / 100]
+        if len(dips) == 1 and lrs[dips[0] + 1] <= 2 * lrs[dips[0] - 1]:
             at = dips[0]
-            facts |= {"before": rates[at - 1], "low": rates[at], "after": rates[at + 1], "level": level}
+            facts |= {"before": lrs[at - 1], "low": lrs[at], "after": lrs[at + 1], "level": level}
             yield _finds(one, "dips_for_one_call", **{**facts, "end": at})
 
 
-def _multiplied(rates: list[float]) -> str:
+def _multiplied(lrs: list[float]) -> str:
     """What the quotients of successive rates are, where they are themselves a warm-up that ends at 1, or a decay; empty
     where they are not.
 
     The quotients of a linear decay over n calls are 1 - 1/(n - k): their second difference is 2/n of the first or more,
     which no straight line has.
     """
-    quotients = [b / a for a, b in itertools.pairwise(rates[:2000]) if a > 0 and b >= 0]
+    quotients = [b / a for a, b in itertools.pairwise(lrs[:2000]) if a > 0 and b >= 0]
     rising = list(itertools.takewhile(lambda quotient: quotient < 1 - 1e-12, quotients))
     after = quotients[len(rising) : len(rising) + 3]
     ends = bool(after) and all(math.isclose(quotient, 1, rel_tol=1e-12) for quotient in after)
@@ -213,11 +213,11 @@ def _of_one_group(record: Record, one: Projected, end: int, level: str) -> Itera
     """A group whose rate comes to 0 for good at the very call at which the warm-up of another one ends."""
     curve = one.curve
     optimizer = record.optimizers[one.optimizer] if one.optimizer < len(record.optimizers) else None
-    for group in range(len(curve.rates[0])) if optimizer is not None else ():
-        rates = curve.group(group)[: end + 1]
-        zero = len(rates) - len(list(itertools.takewhile(lambda rate: rate == 0, reversed(rates))))
+    for group in range(len(curve.lrs[0])) if optimizer is not None else ():
+        lrs = curve.group(group)[: end + 1]
+        zero = len(lrs) - len(list(itertools.takewhile(lambda lr: lr == 0, reversed(lrs))))
         # layers that are frozen one after the other (FreezeOut) have no warm-up that ends with it
-        other = next((g for g in range(len(curve.rates[0])) if curve.rate(0)[g] < curve.rate(zero)[g] / 2), None)
+        other = next((g for g in range(len(curve.lrs[0])) if curve.lr(0)[g] < curve.lr(zero)[g] / 2), None)
         if not 2 <= zero <= end / 2 or other is None or abs(curve.peak_at(other) - zero) > 1 or optimizer is None:
             continue
         names = held_in(record, optimizer, group)
@@ -267,11 +267,11 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
             continue
         passes = unit == "pass" and end >= LEAST_PASSES
         if one.falls(end, LITTLE) and (passes or (unit != "pass" and grows)) and first.curve:
-            rates = first.curve.group(one.curve.leading)
+            lrs = first.curve.group(one.curve.leading)
             numbers = (
                 f"in a fit of {count(end, unit)} its end is at call {end} of {first.calls}: the rate is "
-                f"{max(rates):.2g} at its peak, {_rate(one, first, end):.2g} at call {end} and "
-                f"{_rate(one, first, first.calls):.2g} at call {first.calls}"
+                f"{max(lrs):.2g} at its peak, {_lr(one, first, end):.2g} at call {end} and "
+                f"{_lr(one, first, first.calls):.2g} at call {first.calls}"
             )
             yield _otherwise(one, unit, numbers, _both(one, unit))
             return
@@ -284,12 +284,12 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
         rest = first.curve.since(end)[: first.calls - end + 1]
         if first.curve.settles is None:
             yield _finds(one, "rises_again", "first pass", level="advice", **facts)
-        elif rest and not any(any(rates) for rates in rest):
+        elif rest and not any(any(lrs) for lrs in rest):
             yield _finds(one, "over_too_early", "first pass", **facts)
 
 
-def _rate(one: Projected, size: Sized, call: int) -> float:
-    return size.curve.rate(call)[one.curve.leading] if size.curve else 0.0
+def _lr(one: Projected, size: Sized, call: int) -> float:
+    return size.curve.lr(call)[one.curve.leading] if size.curve else 0.0
 
 
 def _both(one: Projected, unit: Unit | None = None) -> str:
@@ -339,8 +339,8 @@ def _stretched(one: Projected, grown: Sized, window: int) -> bool:
     if grown.curve is None or grown.calls != grown.counts.micro_batches:
         return False
     calls = range(0, min(20, grown.curve.end // window, one.curve.end))
-    same = all(grown.curve.rates[window * call] == one.curve.rates[call] for call in calls)
-    return same and len({one.curve.rates[call] for call in calls}) > 1
+    same = all(grown.curve.lrs[window * call] == one.curve.lrs[call] for call in calls)
+    return same and len({one.curve.lrs[call] for call in calls}) > 1
 
 
 def _ends_otherwise(size: Sized, planned: int | None) -> bool:
@@ -402,8 +402,8 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     if not one.by_data and (zero := list(_zero_throughout(record, one, calls))):
         yield from zero
         return
-    group, rates = curve.leading, curve.group(curve.leading)
-    peak, peak_at, last, end = max(rates), curve.peak_at(group), curve.rate(calls)[group], one.horizon
+    group, lrs = curve.leading, curve.group(curve.leading)
+    peak, peak_at, last, end = max(lrs), curve.peak_at(group), curve.lr(calls)[group], one.horizon
     facts: dict[str, Any] = {
         "calls": calls,
         "in_all": f"{calls} calls in the whole training, one a {one.unit}",
@@ -416,33 +416,33 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
         return
     reached, long = max(r[group] for r in curve.until(calls)), peak_at >= 2 * calls
     cyclic = any(name in one.kind for name in CYCLIC)
-    grows = rates[0] > 0 and math.isclose(rates[1] / rates[0], rates[2] / rates[1]) if len(rates) > 2 else False
+    grows = lrs[0] > 0 and math.isclose(lrs[1] / lrs[0], lrs[2] / lrs[1]) if len(lrs) > 2 else False
     # no warm-up multiplies the rate at each call (odd: range_test_over_eight_decades)
     if peak_at > calls and reached < peak and (long or not one.by_data) and not (cyclic or grows):
         facts |= {"call": peak_at, "reached": reached, "part": reached / peak}
         yield _finds(one, "ends_in_warmup", level="fault" if long and not one.by_data else "advice", **facts)
         return
-    late = curve.rate(round(LATE * calls))[group]
+    late = curve.lr(round(LATE * calls))[group]
     if 0 < last <= late <= VANISHED * peak and (one.unit != "pass" or not one.by_data):
         yield _finds(one, "fades_out", part=late / peak, **facts)  # more data make it fade earlier still
         return
     if one.by_data:
         return
     if end is not None and curve.settles == end and end < calls / 2 and last <= GONE * peak:
-        nothing = not any(curve.rate(calls))
+        nothing = not any(curve.lr(calls))
         yield _finds(one, "over_too_early", level="fault" if nothing else "advice", **facts)
         return
     low = curve.lowest_at(group)
     if end is not None and end == low and curve.settles != end and one.raises_at is None and low < calls - 1:
         again = max(curve.group_between(group, low, calls))
-        if curve.rate(low + 1)[group] > 0.9 * peak:
+        if curve.lr(low + 1)[group] > 0.9 * peak:
             return  # an immediate restart is intended (odd: hard_restarts)
-        if again > max(2 * GONE * peak, 2 * curve.rate(low)[group]):
+        if again > max(2 * GONE * peak, 2 * curve.lr(low)[group]):
             # Once more up after the length of one epoch, where the first rise was a short warm-up: no cycle, which
             # would rise as it rose before (odd: cycles_through_the_training).
-            passes, warm = one.plan.passes or 1, curve.rates[0][group] < peak / 2
+            passes, warm = one.plan.passes or 1, curve.lrs[0][group] < peak / 2
             epoch = passes > 1 and one.unit == "step" and abs(low * passes - calls) <= passes
-            slower = curve.rate(low + peak_at)[group] < 0.9 * peak
+            slower = curve.lr(low + peak_at)[group] < 0.9 * peak
             level = "fault" if warm and epoch and slower else "advice"
             yield _finds(one, "rises_again", level=level, part=again / peak, **facts)
             return
@@ -454,14 +454,14 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
 def _zero_throughout(record: Record, one: Projected, calls: int) -> Iterator[Finding]:
     """Groups that never have a rate in the whole training and get gradients, while other groups have one."""
     through = one.curve.until(calls)
-    if one.optimizer >= len(record.optimizers) or not any(any(rates) for rates in through):
+    if one.optimizer >= len(record.optimizers) or not any(any(lrs) for lrs in through):
         return
     optimizer = record.optimizers[one.optimizer]
     for group in range(len(through[0])):
         reached = {record.name(i) for i in optimizer.parameters if record.reached(i)}
         names = [n for n in held_in(record, optimizer, group) if n in reached and not record.declared_frozen(n)]
-        if names and not any(rates[group] for rates in through):
-            later = (c for c, r in zip(one.curve.calls, one.curve.rates, strict=True) if r[group] > 0)
+        if names and not any(lrs[group] for lrs in through):
+            later = (c for c, r in zip(one.curve.calls, one.curve.lrs, strict=True) if r[group] > 0)
             facts: dict[str, Any] = {"group": group, "held": some(names), "calls": calls, "rises": next(later, 0)}
             yield _finds(
                 one, "group_at_zero", "planned", culprits=tuple(names), peak=max(max(r) for r in through), **facts

@@ -19,16 +19,16 @@ from pytest_trainloop.checks.learning.schedule.causes import found
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.finding import code_of
 from pytest_trainloop.core.wording import some
-from pytest_trainloop.instruments.records.rates_by_hand import RatesByHand
+from pytest_trainloop.instruments.records.lrs_by_hand import LRsByHand
 from pytest_trainloop.instruments.tracing.definitions import assigned_value, key_written
-from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
+from pytest_trainloop.instruments.tracing.lr_writes import LRWrites
 from pytest_trainloop.recording.events import SchedulerStep, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.core.finding import Finding
-    from pytest_trainloop.instruments.records.learning_rates import GroupRates
+    from pytest_trainloop.instruments.records.learning_rates import GroupLRs
     from pytest_trainloop.recording.record import Optimizer, Record, Scheduler
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -63,9 +63,9 @@ def overwritten(evidence: Evidence) -> Iterator[Finding]:
         back = [g for g in groups if _is_written_back(evidence, g, calls)]
         if back and not any(g.moves for g in groups):
             group = back[0]
-            line = evidence.shared(RateWrites.of).line(optimizer=group.optimizer, group=group.group)
+            line = evidence.shared(LRWrites.of).line(optimizer=group.optimizer, group=group.group)
             given = dict.fromkeys(f"{c.after[group.group]:g}" for c in calls if c.before != c.after)
-            facts: dict[str, Any] = {"change": line, "rate": group.known[0], "group": group.group, "calls": len(calls)}
+            facts: dict[str, Any] = {"change": line, "lr": group.known[0], "group": group.group, "calls": len(calls)}
             facts |= {"given": some(list(given)), "steps": len(group.values)}
             yield about(scheduler, "schedule_overwritten", line or calls[0], **facts)
             continue
@@ -85,7 +85,7 @@ def overwritten(evidence: Evidence) -> Iterator[Finding]:
                 break
 
 
-def _is_written_back(evidence: Evidence, group: GroupRates, calls: Sequence[SchedulerStep]) -> bool:
+def _is_written_back(evidence: Evidence, group: GroupLRs, calls: Sequence[SchedulerStep]) -> bool:
     """Whether each call moves a group's rate away from the one constant, non-zero rate of all steps.
 
     A rate that is kept within bounds, ``max(lr, floor)`` in a warm-up, looks the same: what the calls leave then comes
@@ -93,14 +93,14 @@ def _is_written_back(evidence: Evidence, group: GroupRates, calls: Sequence[Sche
     """
     if not group.constant or not group.known[0] or len(group.values) < FEWEST:
         return False
-    rate = group.known[0]
+    lr = group.known[0]
     left = [c.after[group.group] for c in calls if c.at < group.at[-1] and group.group < len(c.after)]
-    if len(left) < FEWEST or any(value == rate for value in left):
+    if len(left) < FEWEST or any(value == lr for value in left):
         return False
-    return abs(left[-1] - rate) >= abs(left[0] - rate) or _never_beyond(evidence, group, left[0] < rate)
+    return abs(left[-1] - lr) >= abs(left[0] - lr) or _never_beyond(evidence, group, left[0] < lr)
 
 
-def _never_beyond(evidence: Evidence, group: GroupRates, below: bool) -> bool:
+def _never_beyond(evidence: Evidence, group: GroupLRs, below: bool) -> bool:
     """Whether the calls of the scheduler alone leave the rate on one side of the group's, or at it, for good."""
     from pytest_trainloop.runs.projection import Projections
 
@@ -108,7 +108,7 @@ def _never_beyond(evidence: Evidence, group: GroupRates, below: bool) -> bool:
         curve = evidence.shared(Projections.of).alone.get(group.optimizer) if evidence.repeatable else None
     except CannotDecide:
         return False
-    if curve is None or group.group >= len(curve.rates[0]):
+    if curve is None or group.group >= len(curve.lrs[0]):
         return False
     ahead, rounding = curve.group(group.group), 1e-9 * group.known[0]
     return max(ahead) <= group.known[0] + rounding if below else min(ahead) >= group.known[0] - rounding
@@ -143,9 +143,9 @@ def lost_by_hand(evidence: Evidence) -> Iterator[Finding]:
                 lost.append(call)
         if len(lost) < max(FEWEST, len(calls) - 1) or any(c.before == c.after for c in lost):
             continue
-        line, call = evidence.shared(RateWrites.of).line(optimizer=scheduler.optimizer), lost[0]
-        facts: dict[str, Any] = {"change": line, "written": call.before[0], "rate": call.after[0]}
-        yield about(scheduler, "written_rate_lost", line or call, lost=len(lost), calls=len(calls), **facts)
+        line, call = evidence.shared(LRWrites.of).line(optimizer=scheduler.optimizer), lost[0]
+        facts: dict[str, Any] = {"change": line, "written": call.before[0], "lr": call.after[0]}
+        yield about(scheduler, "written_lr_lost", line or call, lost=len(lost), calls=len(calls), **facts)
 
 
 def unread(evidence: Evidence) -> Iterator[Finding]:
@@ -159,27 +159,27 @@ def unread(evidence: Evidence) -> Iterator[Finding]:
         groups = groups_of(record, optimizer.index)
         if not optimizer.from_torch or len(steps) < FEWEST or not groups or any(g.moves for g in groups):
             continue
-        for name in dict.fromkeys(name for step in steps for name in step.named_rates):
-            values = [max(step.named_rates[name]) for step in steps if name in step.named_rates]
+        for name in dict.fromkeys(name for step in steps for name in step.named_lrs):
+            values = [max(step.named_lrs[name]) for step in steps if name in step.named_lrs]
             if len(set(values)) < FEWEST:
                 continue
             key = name.partition('"')[2].rpartition('"')[0]
-            line = evidence.shared(RateWrites.of).line(key, optimizer=optimizer.index) if "group" in name else ""
+            line = evidence.shared(LRWrites.of).line(key, optimizer=optimizer.index) if "group" in name else ""
             moving.append(name)
             facts: dict[str, Any] = {
                 "change": line,
-                "rate": numbers(groups[:1]),
+                "lr": numbers(groups[:1]),
                 "values": len(set(values)),
                 "steps": len(steps),
             }
             facts |= {"first": values[0], "last": values[-1], "kind": optimizer.kind}
-            yield found("rate_nobody_reads", line or record.step_line(), (name,), **facts)
+            yield found("lr_nobody_reads", line or record.step_line(), (name,), **facts)
             break
     keys = tuple(name.removeprefix("group") for name in moving if "[" in name)
     for finding in evidence.shared(UnreadOptions.of).findings(record, decay=False):
         if not keys or not finding.culprits[0].endswith(keys):
             # of a multiplier next to a schedule by hand the line that writes the rate without it
-            by_hand = "a schedule runs in fit" in finding.shown_by and evidence.shared(RateWrites.of).line()
+            by_hand = "a schedule runs in fit" in finding.shown_by and evidence.shared(LRWrites.of).line()
             key = finding.culprits[0].rpartition('["')[2].removesuffix('"]')
             yield replace(finding, change=by_hand or key_written(finding.where, key))
 
@@ -194,8 +194,8 @@ def copied(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule.copied_groups import CopiedGroups
 
     record = evidence.run()
-    for index in dict.fromkeys(copy.optimizer for copy in record.copied_rates):
-        copies, own = [copy for copy in record.copied_rates if copy.optimizer == index], groups_of(record, index)
+    for index in dict.fromkeys(copy.optimizer for copy in record.copied_lrs):
+        copies, own = [copy for copy in record.copied_lrs if copy.optimizer == index], groups_of(record, index)
         if not own:
             continue
         groups = evidence.shared(CopiedGroups.of) if evidence.repeatable else None
@@ -216,8 +216,8 @@ def copied(evidence: Evidence) -> Iterator[Finding]:
                 "first": first,
                 "last": last if last != first else 0,
             }
-            facts |= {"rate": numbers(own[:1]), "line": writes[0].line if writes else "", "alone": alone}
-            yield found("rate_written_to_copy", copies[0], ("state_dict()",), **facts)
+            facts |= {"lr": numbers(own[:1]), "line": writes[0].line if writes else "", "alone": alone}
+            yield found("lr_written_to_copy", copies[0], ("state_dict()",), **facts)
 
 
 def zero_for_good(record: Record) -> Iterator[Finding]:
@@ -286,32 +286,32 @@ def _refused(record: Record) -> Iterator[Finding]:
         yield found("group_without_schedule", call, names[:8], "refused", **facts)
 
 
-def _at_zero(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRates]) -> Iterator[Finding]:
+def _at_zero(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupLRs]) -> Iterator[Finding]:
     """A group at rate 0 next to others that learn; or all of them at 0 for the first steps."""
     record = evidence.run()
     zero = [g for g in own if g.zero and learns(record, optimizer, g.group)]
-    ahead = [one.curve for one in evidence.shared(RatesByHand.of).projected if one.optimizer == optimizer.index]
+    ahead = [one.curve for one in evidence.shared(LRsByHand.of).projected if one.optimizer == optimizer.index]
     # unfrozen by its rate in a later step (odd: unfrozen_by_rates_long_after)
-    zero = [g for g in zero if not any(g.group < len(curve.rates[0]) and any(curve.group(g.group)) for curve in ahead)]
+    zero = [g for g in zero if not any(g.group < len(curve.lrs[0]) and any(curve.group(g.group)) for curve in ahead)]
     other = next((g for g in own if max(g.known, default=0) > 0), None)
     if zero and other is not None:
         names = held_in(record, optimizer, *(g.group for g in zero))
-        writes = evidence.shared(RateWrites.of)
+        writes = evidence.shared(LRWrites.of)
         line = writes.line(optimizer=optimizer.index, group=other.group)
         facts: dict[str, Any] = {
             "level": "advice",
             "change": writes.line(optimizer=optimizer.index, group=zero[0].group) or line,
         }
         facts |= {"group": zero[0].group, "of": len(own), "steps": len(zero[0].values), "held": some(names)}
-        facts |= {"other": other.group, "rate": max(other.known), "line": line}
+        facts |= {"other": other.group, "lr": max(other.known), "line": line}
         yield found("group_at_zero", line or record.step_line(), names[:8], **facts)
     elif all(g.known[:2] == (0.0, 0.0) for g in own) and any(learns(record, optimizer, g.group) for g in own):
         steps = min(next((n for n, v in enumerate(g.known) if v), len(g.known)) for g in own)
-        facts = {"steps": steps, "kind": optimizer.kind, "rates": ", ".join(f"{v:g}" for v in own[0].known[:6])}
+        facts = {"steps": steps, "kind": optimizer.kind, "lrs": ", ".join(f"{v:g}" for v in own[0].known[:6])}
         yield found("zero_for_steps", record.step_line(), ("lr",), level="advice", kinds=("attribute",), **facts)
 
 
-def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRates]) -> Iterator[Finding]:
+def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupLRs]) -> Iterator[Finding]:
     """Groups that keep one rate while the others' are moved."""
     record = evidence.run()
     still = [g for g in own if g.constant and g.known[0] > 0 and learns(record, optimizer, g.group)]
@@ -331,14 +331,14 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
                 "known": scheduler.groups,
                 "calls": len(calls),
             }
-            facts |= {"group": group.group, "held": some(names), "rate": group.known[0], "steps": len(group.known)}
+            facts |= {"group": group.group, "held": some(names), "lr": group.known[0], "steps": len(group.known)}
             facts |= {"first": moving[0].known[0], "last": moving[0].known[-1]}
             facts["level"] = "advice" if group.known[0] not in {g.known[0] for g in moving} else "fault"
             yield found("group_without_schedule", calls[0], names[:8], **facts)
             return
     if {m for g in moving for m in g.movers} != {"hand"}:
         return
-    writes = evidence.shared(RateWrites.of)
+    writes = evidence.shared(LRWrites.of)
     # A group that was added within the run, while a line writes the rates of all before it at each step: it was given
     # its own rate, or its optimizer's. Whether it is to keep it no record tells.
     late = [g for g in still if len(g.known) < len(g.values)]
@@ -352,7 +352,7 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
                 writes.line(optimizer=optimizer.index, group=other.group),
             )
             facts = {"level": "advice", "change": line, "group": group.group, "held": some(names), "steps": len(since)}
-            facts |= {"rate": group.known[0], "other": other.group, "first": since[0], "last": since[-1]}
+            facts |= {"lr": group.known[0], "other": other.group, "first": since[0], "last": since[-1]}
             yield found("group_without_schedule", line or record.step_line(), names[:8], "by hand", **facts)
             return
     # Groups that differ in nothing but their weight decay, and begin at one rate, are one schedule's: a fault where the
@@ -363,7 +363,7 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
     zipped = any("zip(" in loop_around(access.place) for access in lines[:1])
     if zipped or "param_groups[" in code_of(line):
         usual = all(_settings(optimizer, g.group) == _settings(optimizer, group.group) for g in still)
-        usual &= {g.known[0] for g in still} <= {_given_rate(optimizer, group), max(group.known)} and len(moving) == 1
+        usual &= {g.known[0] for g in still} <= {_given_lr(optimizer, group), max(group.known)} and len(moving) == 1
         names = held_in(record, optimizer, *(g.group for g in still))
         facts = {
             "level": "fault" if usual else "advice",
@@ -372,31 +372,31 @@ def _unscheduled(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRa
             "of": group.of,
         }
         facts["zipped"] = zipped
-        facts |= {"held": some(names), "rate": still[0].known[0], "other": still[0].group, "steps": len(group.known)}
+        facts |= {"held": some(names), "lr": still[0].known[0], "other": still[0].group, "steps": len(group.known)}
         facts |= {"first": group.known[0], "last": group.known[-1]}
         yield found("one_group_scheduled", line, names[:8], **facts)
 
 
-def _made_equal(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupRates]) -> Iterator[Finding]:
+def _made_equal(evidence: Evidence, optimizer: Optimizer, own: Sequence[GroupLRs]) -> Iterator[Finding]:
     """Groups that were built with rates of their own, and have one rate at every step."""
     record = evidence.run()
     learning = [g for g in own if g.group < len(optimizer.first_lrs) and learns(record, optimizer, g.group)]
-    given = sorted({_given_rate(optimizer, g) for g in learning})
+    given = sorted({_given_lr(optimizer, g) for g in learning})
     # a rate of 0 freezes a group until a line sets it (odd: group_begins_at_zero); a line may come after the first step
     if len(given) < 2 or given[0] <= 0 or len({g.values[1:] for g in learning}) > 1:
         return
-    moved = next((g for g in learning if g.values[1] != _given_rate(optimizer, g)), learning[0])
-    if line := evidence.shared(RateWrites.of).line(optimizer=optimizer.index, group=moved.group):
+    moved = next((g for g in learning if g.values[1] != _given_lr(optimizer, g)), learning[0])
+    if line := evidence.shared(LRWrites.of).line(optimizer=optimizer.index, group=moved.group):
         facts: dict[str, Any] = {
-            "given": " and ".join(f"{rate:g}" for rate in given),
+            "given": " and ".join(f"{lr:g}" for lr in given),
             "groups": len(learning),
-            "rate": moved.values[1],
+            "lr": moved.values[1],
         }
         names = held_in(record, optimizer, *(g.group for g in learning))
-        yield found("group_rates_made_equal", line, names[:8], level="advice", steps=len(moved.values), **facts)
+        yield found("group_lrs_made_equal", line, names[:8], level="advice", steps=len(moved.values), **facts)
 
 
-def _given_rate(optimizer: Optimizer, group: GroupRates) -> float:
+def _given_lr(optimizer: Optimizer, group: GroupLRs) -> float:
     """The rate that a group was given, before a line moved it."""
     return optimizer.first_lrs[group.group] if group.group < len(optimizer.first_lrs) else group.known[0]
 
@@ -412,7 +412,7 @@ def empty_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.instruments.tracing.unmatched_names import unmatched_names
 
     def empty_in(optimizer: Optimizer) -> dict[int, float]:
-        return {n: rate for n, rate in enumerate(optimizer.first_lrs) if n not in optimizer.groups}
+        return {n: lr for n, lr in enumerate(optimizer.first_lrs) if n not in optimizer.groups}
 
     def groups_in(record: Record, index: int) -> dict[str, int]:
         same = (o for o in record.optimizers if o.index == index)
@@ -420,7 +420,7 @@ def empty_groups(evidence: Evidence) -> Iterator[Finding]:
 
     for optimizer in evidence.run().optimizers:
         empty, index = empty_in(optimizer), optimizer.index
-        others = {rate for number, rate in enumerate(optimizer.first_lrs) if number not in empty}
+        others = {lr for number, lr in enumerate(optimizer.first_lrs) if number not in empty}
         if not others or others.issuperset(empty.values()):
             continue  # such as the group without decay of a model without biases
         record = evidence.shared(AskedNames.of).record
@@ -437,7 +437,7 @@ def empty_groups(evidence: Evidence) -> Iterator[Finding]:
                 facts: dict[str, Any] = {
                     "patterns": some(one.patterns),
                     "asked": one.asked,
-                    "rate": own[-1],
+                    "lr": own[-1],
                     "other": max(others),
                 }
                 yield found("group_left_empty", one.place, one.nearly, level="advice", repair=one.repair, **facts)

@@ -47,14 +47,14 @@ CAUSES = {
         },
         source="https://cs231n.github.io/neural-networks-3/#ratio",
     ),
-    "lambda_gives_the_rate": Cause(
+    "lambda_gives_the_lr": Cause(
         proof="the largest factor that the lambda of LambdaLR returns is the base rate itself, and higher rates learn",
         summary="the function of LambdaLR returns the learning rate where a factor on it is needed: {base:g} times "
         "{base:g} makes {peak:g}",
         measured=_SIZES,
         shown_by=f"its largest factor is the base rate, {{base:g}}; {_TRIED}",
         repair="let the function return a factor on the rate: LambdaLR(optimizer, lambda step: rate(step) / lr)",
-        explains=(*_NOT_LEARNED, "schedule:rate_is_the_factor"),
+        explains=(*_NOT_LEARNED, "schedule:lr_is_the_factor"),
         change=("scheduler",),
         source="https://github.com/lhoyer/MIC/issues/60",
     ),

@@ -25,7 +25,7 @@ How it decides
     | the learning rate is 0 throughout | ``lr_too_low`` |
     | step 5, and a lower learning rate learns it | ``lr_too_high`` |
     | step 4, and a usual eps alone learns it (now above 1e-3) | ``eps_too_large`` |
-    | step 4, a higher one learns it, and a LambdaLR's largest factor is the base rate | ``lambda_gives_the_rate`` |
+    | step 4, a higher one learns it, and a LambdaLR's largest factor is the base rate | ``lambda_gives_the_lr`` |
     | step 4, and a learning rate higher by a power of ten learns it | ``lr_too_low`` |
     | pretrained weights train at a random head's learning rate (advice) | ``same_lr_for_pretrained_and_new`` |
 
@@ -100,7 +100,7 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     if learned.nowhere and undecayed(batch, learned) is not None:
         return
     line, clip = batch.seen.step_line(), clipped_to(batch.seen)
-    facts = asdict(learned) | {"sizes": _sizes(batch), "lr": max(batch.curve.rates)}
+    facts = asdict(learned) | {"sizes": _sizes(batch), "lr": max(batch.curve.lrs)}
     if learned.peak == 0:
         made = found("lr_too_low", line, ("lr",), "rate 0", **facts)
         yield replace(made, change=evidence.shared(MadeAt.of).scheduler() or _written_by_hand(evidence))
@@ -114,9 +114,9 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
             yield found("eps_too_large", line, ("eps",), "usual", **facts, eps=eps[0], learned_in=eps[1])
         elif (helped := higher(batch, learned)) is not None:
             facts |= _helped(helped)
-            if given := _rate_as_factor(evidence):
+            if given := _lr_as_factor(evidence):
                 projected, base, peak = given
-                made = found("lambda_gives_the_rate", projected.place, ("lr",), **facts | {"base": base, "peak": peak})
+                made = found("lambda_gives_the_lr", projected.place, ("lr",), **facts | {"base": base, "peak": peak})
                 yield replace(made, change=projected.made_at)
             else:
                 yield found("lr_too_low", line, ("lr",), "raised", **facts)
@@ -128,20 +128,20 @@ def _same_lr(evidence: Evidence) -> Iterator[Finding]:
 
     record, origins = evidence.run(), evidence.shared(weight_origins)
     steps = {step.optimizer: step for step in reversed(record.innermost_steps())}
-    rates: dict[str, dict[float, list[str]]] = {"pretrained": {}, "random": {}}
+    lrs: dict[str, dict[float, list[str]]] = {"pretrained": {}, "random": {}}
     for optimizer in record.optimizers:
         groups = steps[optimizer.index].lrs if optimizer.index in steps else ()
         for index, group in zip(optimizer.parameters, optimizer.groups, strict=True):
             name = record.name(index)
             if name in origins and group < len(groups):
-                rates[origins[name]].setdefault(groups[group], []).append(name)
-    both = rates["pretrained"].keys() | rates["random"].keys()
-    if len(both) != 1 or not rates["pretrained"] or not rates["random"]:
+                lrs[origins[name]].setdefault(groups[group], []).append(name)
+    both = lrs["pretrained"].keys() | lrs["random"].keys()
+    if len(both) != 1 or not lrs["pretrained"] or not lrs["random"]:
         return
-    rate = next(iter(both))
-    pretrained, new = len(rates["pretrained"][rate]), rates["random"][rate]
+    lr = next(iter(both))
+    pretrained, new = len(lrs["pretrained"][lr]), lrs["random"][lr]
     if pretrained > len(new):
-        yield found("same_lr_for_pretrained_and_new", "", new, pretrained=pretrained, lr=rate, level="advice")
+        yield found("same_lr_for_pretrained_and_new", "", new, pretrained=pretrained, lr=lr, level="advice")
 
 
 def _sizes(batch: OneBatch) -> str:
@@ -166,16 +166,16 @@ def _helped(helped: Remedy) -> dict[str, Any]:
 
 def _written_by_hand(evidence: Evidence) -> str:
     """The line of the loop that writes the rates, where one moves them; else empty."""
-    from pytest_trainloop.instruments.records.learning_rates import rates
+    from pytest_trainloop.instruments.records.learning_rates import lrs
 
-    if not any("hand" in group.movers for group in rates(evidence.run())):
+    if not any("hand" in group.movers for group in lrs(evidence.run())):
         return ""
-    from pytest_trainloop.instruments.tracing.rate_writes import RateWrites
+    from pytest_trainloop.instruments.tracing.lr_writes import LRWrites
 
-    return evidence.shared(RateWrites.of).line()
+    return evidence.shared(LRWrites.of).line()
 
 
-def _rate_as_factor(evidence: Evidence) -> tuple[Projected, float, float] | None:
+def _lr_as_factor(evidence: Evidence) -> tuple[Projected, float, float] | None:
     """The schedule of a LambdaLR whose largest factor equals the base rate of its group and is not 1, with that rate
     and the largest product of the two."""
     from pytest_trainloop.runs.projection import Projections
@@ -186,7 +186,7 @@ def _rate_as_factor(evidence: Evidence) -> tuple[Projected, float, float] | None
             if "LambdaLR" not in projected.kind or projected.optimizer >= len(optimizers):
                 continue
             bases = optimizers[projected.optimizer].peak_lrs
-            for group, base in enumerate(bases[: len(projected.curve.rates[0])]):
+            for group, base in enumerate(bases[: len(projected.curve.lrs[0])]):
                 peak = max(projected.curve.group(group))
                 if base > 0 and base != 1 and math.isclose(peak, base * base, rel_tol=1e-6):
                     return projected, base, peak

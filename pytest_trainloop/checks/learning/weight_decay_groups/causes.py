@@ -97,7 +97,7 @@ CAUSES = {
             "matrices (group {matrices}) and {contents} (group {vectors}) have a group each, and "
             "{decay:?both decay at {decay:g}|neither decays}"
         ),
-        measured="the same learning rate, {rate:g}, and the same weight_decay in both",
+        measured="the same learning rate, {lr:g}, and the same weight_decay in both",
         shown_by="every option of the optimizer is the same in both groups",
         repair='"weight_decay": 0.0 in the group of norms and biases',
         change=("groups", "optimizer"),
@@ -107,7 +107,7 @@ CAUSES = {
         proof="gains of norms, biases or tables of embeddings are in groups with weight decay",
         summary="weight decay shrinks {shares}",
         measured=(
-            "{groups}; learning rate {rate:g}{known:?; over the steps of steps= decay alone shrinks them by "
+            "{groups}; learning rate {lr:g}{known:?; over the steps of steps= decay alone shrinks them by "
             "{percent:.2g} %|}"
         ),
         shown_by="each gets gradients, and its group has weight_decay above 0",
@@ -140,7 +140,7 @@ CAUSES = {
             "lr * weight_decay is {each:.3g} in group {group} of {optimizer}: each step multiplies its weights by "
             "{left:.3g}"
         ),
-        measured="lr {rate:g}, weight_decay {decay:g}",
+        measured="lr {lr:g}, weight_decay {decay:g}",
         shown_by="a step leaves (1 - lr * weight_decay) of each weight, which is below 0",
         repair="a smaller weight_decay: after 1 / (lr * weight_decay) steps a weight has decayed to 37 %",
     ),

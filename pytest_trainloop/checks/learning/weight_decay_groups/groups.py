@@ -47,7 +47,7 @@ class Group:
     optimizer: int
     number: int
     decay: float
-    rate: float
+    lr: float
     """Its learning rate at the first step."""
     momentum: float = 0.0
     into_gradient: bool = False
@@ -90,12 +90,12 @@ class DecayGroups:
     def in_record(cls, record: Record, spared: Mapping[int, tuple[frozenset[int], str]] | None = None) -> DecayGroups:
         """``spared``: by optimizer, the parameters that it leaves out of the decay of their group, and a line of its
         step (spared.py). They are a group without decay here."""
-        lrs = {step.optimizer: step.lrs for step in reversed(record.innermost_steps())}
+        by_optimizer = {step.optimizer: step.lrs for step in reversed(record.innermost_steps())}
         groups, empty = [], []
         for optimizer in record.optimizers:
-            rates = lrs.get(optimizer.index, ())
-            options = zip(rates, optimizer.weight_decays, optimizer.momenta, optimizer.decoupled, strict=False)
-            for number, (rate, decay, momentum, decoupled) in enumerate(options):
+            lrs = by_optimizer.get(optimizer.index, ())
+            options = zip(lrs, optimizer.weight_decays, optimizer.momenta, optimizer.decoupled, strict=False)
+            for number, (lr, decay, momentum, decoupled) in enumerate(options):
                 held = [i for i, g in zip(optimizer.parameters, optimizer.groups, strict=True) if g == number]
                 if not held and decay == 0:
                     empty.append((optimizer.index, number))
@@ -104,7 +104,7 @@ class DecayGroups:
                     optimizer.index,
                     number,
                     decay,
-                    rate,
+                    lr,
                     momentum,
                     into_gradient=optimizer.from_torch and optimizer.kind in _ADAMS and not decoupled,
                     default=optimizer.from_torch and (optimizer.kind, decay) == ("AdamW", ADAMW_DEFAULT),
@@ -158,7 +158,7 @@ class DecayGroups:
             mine = [g for g in self.groups if g.optimizer == index]
             flat = [g for g in mine if g.members.keys() <= FLAT]
             deep = [g for g in mine if not g.members.keys() & FLAT]
-            uniform = len({g.decay > 0 for g in mine}) == 1 and len({g.rate for g in mine}) == 1
+            uniform = len({g.decay > 0 for g in mine}) == 1 and len({g.lr for g in mine}) == 1
             common = any(g.members.keys() & {"norm", "bias"} for g in flat)
             grouped = any(len(g.names) > 1 for g in mine)  # groups of one weight each give all of them their options
             if deep and common and uniform and grouped and len(flat) + len(deep) == len(mine):

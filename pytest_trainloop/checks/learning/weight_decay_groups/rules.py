@@ -45,14 +45,14 @@ def divided_without_effect(evidence: Evidence, groups: DecayGroups) -> Iterator[
         given = evidence.shared(GivenGroups.of).group(vectors.optimizer, vectors.number)
         steps = [s for s in evidence.run().innermost_steps() if s.optimizer == matrices.optimizer]
         # with rates of their own the groups may be there for these
-        one_rate = all(s.lrs[matrices.number] == s.lrs[vectors.number] for s in steps)
-        if given is not None and given <= {"params", "lr"} and one_rate:
+        one_lr = all(s.lrs[matrices.number] == s.lrs[vectors.number] for s in steps)
+        if given is not None and given <= {"params", "lr"} and one_lr:
             facts |= {"optimizer": groups.kinds[vectors.optimizer], "default": vectors.default}
             facts |= {"decay": vectors.decay, "other": matrices.decay}
             yield found("decays_by_default", "", vectors.names, **facts)
             return
     if matrices.decay == vectors.decay:
-        facts |= {"decay": vectors.decay, "rate": vectors.rate}
+        facts |= {"decay": vectors.decay, "lr": vectors.lr}
         yield found("split_without_effect", "", vectors.names, level="advice", **facts)
 
 
@@ -75,7 +75,7 @@ def decayed(evidence: Evidence, groups: DecayGroups) -> Iterator[Finding]:
         if groups.count(kind, decayed=True)
     ]
     where = ", ".join(f"group {g.number} of {groups.kinds[g.optimizer]} at {g.decay:g}" for g in decaying[:3])
-    facts: dict[str, Any] = {"shares": listed(shares), "groups": where, "rate": decaying[0].rate, "level": "advice"}
+    facts: dict[str, Any] = {"shares": listed(shares), "groups": where, "lr": decaying[0].lr, "level": "advice"}
     facts |= {"known": shrinks is not None, "percent": 100 * (shrinks or 0.0)}
     yield found("norms_and_biases_decay", "", names, **facts)
 
@@ -112,7 +112,7 @@ def inside_adam(groups: DecayGroups) -> Iterator[Finding]:
 def overdone(groups: DecayGroups) -> Iterator[Finding]:
     """Decay in the place of momentum, and decay that turns weights over."""
     for group in groups.groups:
-        each = group.rate * group.decay
+        each = group.lr * group.decay
         facts: dict[str, Any] = {
             "optimizer": groups.kinds[group.optimizer],
             "group": group.number,
@@ -123,9 +123,9 @@ def overdone(groups: DecayGroups) -> Iterator[Finding]:
             facts |= {"momentum": group.momentum, "percent": 100 * each, "repair": repair}
             yield found("momentum_and_decay_swapped", "", ("weight_decay", "momentum"), **facts)
         elif each > 1 and not group.into_gradient:
-            facts |= {"each": each, "left": 1 - each, "rate": group.rate}
+            facts |= {"each": each, "left": 1 - each, "lr": group.lr}
             facts["repair"] = (
-                f"weight_decay={1e-4 / group.rate:.1g} decays a weight to 37 % in 10000 steps at this rate: "
+                f"weight_decay={1e-4 / group.lr:.1g} decays a weight to 37 % in 10000 steps at this rate: "
                 "1 / (lr * weight_decay) is that number of steps"
             )
             yield found("decay_turns_weights_over", "", ("weight_decay",), **facts)
@@ -146,15 +146,15 @@ def shrinkage(evidence: Evidence, groups: DecayGroups) -> float | None:
     for group in groups.groups:
         seen = [s.lrs[group.number] for s in record.innermost_steps() if s.optimizer == group.optimizer]
         peak = record.optimizers[group.optimizer].peak_lrs[group.number]
-        highest = max([rate for rate in (*seen, peak) if math.isfinite(rate)], default=0.0)
-        mean = _mean_rate(evidence, group)
+        highest = max([lr for lr in (*seen, peak) if math.isfinite(lr)], default=0.0)
+        mean = _mean_lr(evidence, group)
         highest = highest if mean is None else mean
         if group.decay > 0 and group.members.keys() - {"matrix"}:
             shares.append(1 - math.exp(-steps * highest * group.decay))
     return max(shares, default=None)
 
 
-def _mean_rate(evidence: Evidence, group: Group) -> float | None:
+def _mean_lr(evidence: Evidence, group: Group) -> float | None:
     """The mean learning rate of a group over the plan; None where its schedule, or the plan's calls, are not known."""
     try:
         schedulers = evidence.shared(Projections.of).schedulers
@@ -163,7 +163,7 @@ def _mean_rate(evidence: Evidence, group: Group) -> float | None:
     for projected in schedulers:
         if projected.optimizer == group.optimizer and projected.planned and projected.raises_at is None:
             calls = [projected.planned * i // SAMPLED for i in range(SAMPLED)]
-            rates = [projected.rate(call) for call in calls]
-            if all(group.number < len(each) for each in rates):
-                return sum(float(each[group.number]) for each in rates) / SAMPLED
+            lrs = [projected.lr(call) for call in calls]
+            if all(group.number < len(each) for each in lrs):
+                return sum(float(each[group.number]) for each in lrs) / SAMPLED
     return None

@@ -47,7 +47,7 @@ class OtherValue:
             parameter = inspect.signature(made_by).parameters.get(self._option)
             self.default = None if parameter is None else parameter.default
             self.inherited = getattr(made_by, "__module__", "").startswith("torch.")
-            rates = [float(g["lr"]) for g in optimizer.param_groups if g.get("lr")]
+            lrs = [float(g["lr"]) for g in optimizer.param_groups if g.get("lr")]
             for place in (*optimizer.param_groups, optimizer.defaults, vars(optimizer)):
                 own = place is vars(optimizer)  # where it may have another name
                 for name, value in place.items():
@@ -57,7 +57,7 @@ class OtherValue:
                         self.given.add(value)
                         if math.isnan(self.other):
                             decays = self._option == "weight_decay"
-                            self.other = max(SHRINKS / max(rates, default=1.0), 10 * value) if decays else value / 2
+                            self.other = max(SHRINKS / max(lrs, default=1.0), 10 * value) if decays else value / 2
                         place[name] = self.other
 
         with hooked(before_steps(enter)):

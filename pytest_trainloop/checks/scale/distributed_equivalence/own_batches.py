@@ -399,8 +399,8 @@ def parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[st
     differ = (n for n, at_once in enumerate(states) if any(len({s.get(name) for s in at_once}) > 1 for name in names))
     until = next(differ, len(states))  # steps that were made before some of these weights differ
     for number, at_once in enumerate(list(zip(*steps, strict=True))[:until]):
-        rates = [(s.lrs, *s.named_rates.values()) for s in at_once]
-        if any(r != rates[0] for r in rates[1:]):
+        lrs = [(s.lrs, *s.named_lrs.values()) for s in at_once]
+        if any(r != lrs[0] for r in lrs[1:]):
             groups = [of_group for of_group in zip(*(s.lrs for s in at_once), strict=False) if len(set(of_group)) > 1]
             shown = f": {by_rank(groups[0])}" if groups else ""
             scheduled = [

@@ -139,7 +139,7 @@ CAUSES = {
         },
         source="https://github.com/lightly-ai/lightly-train/pull/301",
     ),
-    "rate_lost": _lost(
+    "lr_lost": _lost(
         proof="with the values of the optimizer's groups alone not carried over, the resumed run ends elsewhere",
         summary="a resumed run loses values of the optimizer's groups: {changed}",
         repair="optimizer.load_state_dict(state) restores lr and the other values of the groups; build schedulers "

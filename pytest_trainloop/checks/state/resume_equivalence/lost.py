@@ -83,7 +83,7 @@ def losses(a: Uninterrupted, b: Resumed) -> tuple[list[Finding], set[str], Canno
     made = [(one, _finding(a, b, one)) for one in own]
     causes = {finding.cause for _, finding in made}
     if causes & {"optimizer_state_lost", "scheduler_restarts"}:  # what sets the rates is lost, and the rates with it
-        made = [(one, finding) for one, finding in made if finding.cause != "rate_lost"]
+        made = [(one, finding) for one, finding in made if finding.cause != "lr_lost"]
     calls = [_call_of(b, one) for one, finding in made if finding.cause == "weights_not_loaded"]
     keys = [{*call.missing, *call.unexpected} for call in calls if call is not None and call.missing]
     models = tuple(n.removeprefix("weights of ") for o, f in made if f.cause == "weights_not_loaded" for n in o.names)
@@ -221,9 +221,9 @@ def _finding(a: Uninterrupted, b: Resumed, lost: Lost) -> Finding:
         variant = "one of several" if what.startswith("optimizer[") else ""
         return lose("optimizer_state_lost", variant, which=what.partition(".")[0])
     if kind in ("scheduler", "scaler", "group_value"):
-        return lose({"scheduler": "scheduler_restarts", "scaler": "scaler_lost", "group_value": "rate_lost"}[kind])
-    if kind == "scalar" and all(map(b.is_decayed_rate, differences)):
-        return lose("rate_lost", "taken", change=last_call(b.statements, optimizer=True))
+        return lose({"scheduler": "scheduler_restarts", "scaler": "scaler_lost", "group_value": "lr_lost"}[kind])
+    if kind == "scalar" and all(map(b.is_decayed_lr, differences)):
+        return lose("lr_lost", "taken", change=last_call(b.statements, optimizer=True))
     if kind == "generator":
         return lose("own_generator", level="advice")
     # a window or a history fills again

@@ -342,16 +342,16 @@ class Resumed(Run):
 
     def _is_for_resuming_alone(self, d: Difference) -> bool:
         known = d.leaf.kind == "scalar" and d.how == "changed" and d.leaf.path in self.built.leaves
-        return known and same_value(self.built.value(d.leaf.path), d.before) and not self.is_decayed_rate(d)
+        return known and same_value(self.built.value(d.leaf.path), d.before) and not self.is_decayed_lr(d)
 
-    def is_decayed_rate(self, d: Difference) -> bool:
+    def is_decayed_lr(self, d: Difference) -> bool:
         """Whether a number that was the initial learning rate is that of the checkpoint after ``load``, with which the
         uninterrupted run goes on: a ``fit`` that sets the rate as it begins reads it there on purpose."""
         if not isinstance(d.before, float) or "scheduler" in self.renewed.names:
             return False
-        rates = [p for p, leaf in self.built.leaves.items() if leaf.kind == "group_value" and p.endswith("lr']")]
+        lrs = [p for p, leaf in self.built.leaves.items() if leaf.kind == "group_value" and p.endswith("lr']")]
         steps = self.a.made.record.innermost_steps()[self.a.made.steps[0] :]
-        return d.before in map(self.built.value, rates) and bool(steps) and d.after in steps[0].lrs
+        return d.before in map(self.built.value, lrs) and bool(steps) and d.after in steps[0].lrs
 
     def unequal(self) -> list[str]:
         """Names of weights and buffers that end with other values than in the uninterrupted run: those that training

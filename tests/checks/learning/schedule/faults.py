@@ -355,7 +355,7 @@ def by_hand(model):
 pair(
     "rate_in_another_key",
     "schedule",
-    "rate_nobody_reads",
+    "lr_nobody_reads",
     culprits=('group["learning_rate"]',),
     where='group["learning_rate"] =',
     mentions=('group["lr"] stays at 0.1',),
@@ -367,7 +367,7 @@ pair(
 pair(
     "rate_in_the_defaults",
     "schedule",
-    "rate_nobody_reads",
+    "lr_nobody_reads",
     culprits=('optimizer.defaults["lr"]',),
     faulty=trained(by_hand, write_defaults),
     fixed=trained(by_hand, write_rate),
@@ -456,7 +456,7 @@ def annealed(eta_min):
 pair(
     "cosine_that_rises",
     "schedule",
-    "bound_above_rate",
+    "bound_above_lr",
     culprits=("eta_min",),
     where="trainer.scheduler.step()",
     change="eta_min=eta_min",
@@ -549,7 +549,7 @@ def warm_up_of_each(trainer):
 pair(
     "warm_up_writes_one_rate_into_all_groups",
     "schedule",
-    "group_rates_made_equal",
+    "group_lrs_made_equal",
     level="advice",
     culprits=("2.weight",),
     where='group["lr"] = 3e-3 * min(',
@@ -710,7 +710,7 @@ def constant_lambda(model):
 pair(
     "decay_by_hand_before_the_lambda",
     "schedule",
-    "written_rate_lost",
+    "written_lr_lost",
     culprits=("LambdaLR.step()",),
     where='group["lr"] =',
     change='group["lr"] =',

@@ -106,7 +106,7 @@ pair(
 pair(
     "lambda_that_returns_the_rate",
     "schedule",
-    "rate_is_the_factor",
+    "lr_is_the_factor",
     where="scheduler.step()",
     mentions=("lr=0.05",),
     faulty=trained(by(lambda step: 0.05 * (1 + 1e-3 * step) ** -0.75)),
@@ -118,7 +118,7 @@ pair(
 pair(
     "lambda_of_one_rate_for_groups_with_their_own",
     "schedule",
-    "rate_is_the_factor",
+    "lr_is_the_factor",
     faulty=trained(by(lambda step: 0.05 * (1 + 1e-3 * step) ** -0.75), groups=slow_biases),
     fixed=trained(by(lambda step: (1 + 1e-3 * step) ** -0.75), groups=slow_biases),
 )

@@ -97,7 +97,7 @@ def plain(model):
 pair(
     "warm_up_written_to_the_state_dict",
     "schedule",
-    "rate_written_to_copy",
+    "lr_written_to_copy",
     culprits=("state_dict()",),
     where='in trainer.optimizer.state_dict()["param_groups"]',
     change='in trainer.optimizer.state_dict()["param_groups"]',
@@ -129,7 +129,7 @@ def warm_up_and_decay(groups):
 pair(
     "warm_up_written_to_copies_beside_a_schedule",
     "schedule",
-    "rate_written_to_copy",
+    "lr_written_to_copy",
     culprits=("state_dict()",),
     faulty=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.state_dict()["param_groups"])),
     fixed=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.param_groups)),

@@ -71,7 +71,7 @@ def scheduled(factor):
 pair(
     "schedule_gives_the_rate_where_a_factor_is_meant",
     "update_ratio",
-    "lambda_gives_the_rate",
+    "lambda_gives_the_lr",
     culprits=("lr",),
     where="schedule.step()",
     change="LambdaLR(",

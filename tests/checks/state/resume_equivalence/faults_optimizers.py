@@ -251,7 +251,7 @@ def decay(schedule_first):
 pair(
     "decayed_rate_for_the_initial_one",
     "resume_equivalence",
-    "rate_lost",
+    "lr_lost",
     mentions=("decayed",),
     faulty=decay(schedule_first=False),
     fixed=decay(schedule_first=True),
@@ -348,7 +348,7 @@ def decaying(keeps_rate):
 pair(
     "rate_lowered_by_hand_lost",
     "resume_equivalence",
-    "rate_lost",
+    "lr_lost",
     quick=True,
     faulty=decaying(keeps_rate=False),
     fixed=decaying(keeps_rate=True),

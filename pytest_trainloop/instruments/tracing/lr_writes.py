@@ -34,7 +34,7 @@ class Access:
     place: Place
 
 
-class RateWrites:
+class LRWrites:
     """Who writes which key of which group, and who reads it: lines of the user's, while ``fit`` runs.
 
     The groups are dicts that note it, for the length of one further run. Those that ``load_state_dict`` puts in their
@@ -50,7 +50,7 @@ class RateWrites:
         """Whether the run could be made."""
 
     @classmethod
-    def of(cls, evidence: Evidence) -> RateWrites:
+    def of(cls, evidence: Evidence) -> LRWrites:
         found = cls()
         if evidence.repeatable:
             with contextlib.suppress(CannotDecide, UsageError, UserCodeError):

@@ -30,7 +30,7 @@ def write_to_copies(optimizer):
 
 
 def test_each_copy_is_noted_with_its_line_and_both_rates():
-    found = watched(write_to_copies).copied_rates
+    found = watched(write_to_copies).copied_lrs
     assert [(c.before, c.written) for c in found] == [((0.1,), (0.05,))] * 3
     assert {c.place.code for c in found} == {'for group in optimizer.state_dict()["param_groups"]:'}
     assert {c.optimizer for c in found} == {0}
@@ -62,7 +62,7 @@ def write_to_a_deep_copy(optimizer):
     [load_it, write_both, load_a_copy_elsewhere, write_to_a_deep_copy, lambda optimizer: optimizer.state_dict()],
 )
 def test_what_is_loaded_or_written_to_the_optimizer_too_is_not(after):
-    assert watched(after).copied_rates == []
+    assert watched(after).copied_lrs == []
 
 
 def test_what_state_dict_gives_is_as_without_a_watch():

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.core.whose import reraise_ours
-from pytest_trainloop.instruments.records.learning_rates import rates
+from pytest_trainloop.instruments.records.learning_rates import lrs
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.mistakes import unnoticed
 from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.runs.projection import Counts, Projected, horizon
-from pytest_trainloop.runs.scheduled import Curve, rates_of
+from pytest_trainloop.runs.scheduled import Curve, lrs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.projection import Unit
-    from pytest_trainloop.runs.scheduled import Rates
+    from pytest_trainloop.runs.scheduled import LearningRates
 
 FEWEST = 3
 """Calls that show what follows."""
@@ -55,8 +55,8 @@ _OTHERWISE_CALLED = (
 class _Call:
     at: int
     given: list[Any]
-    before: dict[int, Rates]
-    after: dict[int, Rates] = field(default_factory=dict)
+    before: dict[int, LearningRates]
+    after: dict[int, LearningRates] = field(default_factory=dict)
     result: Any = None
 
 
@@ -101,25 +101,25 @@ class _Function:
         return found
 
 
-class RatesByHand:
+class LRsByHand:
     """The curves of the optimizers whose rates a line writes; ask for them by ``evidence.shared(RatesByHand.of)``."""
 
     def __init__(self) -> None:
         self.projected: list[Projected] = []
         self._functions: dict[CodeType, _Function | None] = {}
         self._open: dict[int, _Call] = {}
-        self._steps: dict[int, list[tuple[int, Rates]]] = {}
+        self._steps: dict[int, list[tuple[int, LearningRates]]] = {}
         self._optimizers: dict[int, Any] = {}
         self._at = 0
 
     @classmethod
-    def of(cls, evidence: Evidence) -> RatesByHand:
+    def of(cls, evidence: Evidence) -> LRsByHand:
         found = cls()
         record = evidence.run()
         driven = {s.optimizer for s in record.schedulers if s.optimizer is not None}
         built = {o.index: o.first_lrs for o in record.optimizers}
-        by_hand = {r.optimizer for r in rates(record) if "hand" in r.movers}
-        by_hand |= {r.optimizer for r in rates(record) if r.values[0] not in built[r.optimizer][r.group : r.group + 1]}
+        by_hand = {r.optimizer for r in lrs(record) if "hand" in r.movers}
+        by_hand |= {r.optimizer for r in lrs(record) if r.values[0] not in built[r.optimizer][r.group : r.group + 1]}
         by_hand -= driven
         if evidence.repeatable and by_hand:
             with contextlib.suppress(CannotDecide, UsageError, UserCodeError):
@@ -141,8 +141,8 @@ class RatesByHand:
             yield
             return
 
-        def now() -> dict[int, Rates]:
-            return {index: rates_of(optimizer) for index, optimizer in watch.optimizers.indexed()}
+        def now() -> dict[int, LearningRates]:
+            return {index: lrs_of(optimizer) for index, optimizer in watch.optimizers.indexed()}
 
         @unnoticed
         def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -165,7 +165,7 @@ class RatesByHand:
             self._at += 1
             for index, known in watch.optimizers.indexed():
                 if known is optimizer:
-                    self._steps.setdefault(index, []).append((self._at, rates_of(optimizer)))
+                    self._steps.setdefault(index, []).append((self._at, lrs_of(optimizer)))
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:  # what steps an optimizer trains, and is not called on
                 self._functions[frame.f_code] = None
@@ -206,8 +206,8 @@ class RatesByHand:
             plan, window = evidence.declared("steps"), max(1, round(record.items / max(record.rounds, 1)))
             counts = Counts(plan, plan and plan * window, evidence.declared("epochs"))
             seen = [c.after[index] if written else tuple(p * c.result for p in parts) for c in function.calls]
-            curve = Curve(calls=[], rates=seen if leads else [steps[0][1], *seen])
-            curve.calls.extend(range(len(curve.rates)))
+            curve = Curve(calls=[], lrs=seen if leads else [steps[0][1], *seen])
+            curve.calls.extend(range(len(curve.lrs)))
             planned = counts.of(unit)
             if self._call_on(function, optimizer, curve, planned, [] if written else parts):
                 return Projected(
@@ -242,10 +242,10 @@ class RatesByHand:
                 if (given := function.following(number)) is None:
                     break
                 result = again(*given)
-                now = tuple(part * result for part in parts) if parts else rates_of(optimizer)
-                if any(isinstance(rate, complex) or math.isnan(rate) for rate in now):
+                now = tuple(part * result for part in parts) if parts else lrs_of(optimizer)
+                if any(isinstance(lr, complex) or math.isnan(lr) for lr in now):
                     break
-                curve.rates.append(now)
+                curve.lrs.append(now)
                 curve.calls.append(curve.end + 1)
         except Exception as error:  # of a function that has come to its end
             reraise_ours(error)
@@ -265,18 +265,23 @@ def _before(function: _Function, at: int) -> _Call | None:
     return next((call for call in reversed(function.calls) if call.at < at), None)
 
 
-def _parts(function: _Function, steps: Sequence[tuple[int, Rates]]) -> list[float]:
+def _parts(function: _Function, steps: Sequence[tuple[int, LearningRates]]) -> list[float]:
     """What the rate of each group is of the highest result; empty where the results are no numbers."""
-    results = [(call.result, rates) for at, rates in steps if (call := _before(function, at)) is not None]
-    numbers = [(float(r), rates) for r, rates in results if _is_number(r)]
+    results = [(call.result, lrs) for at, lrs in steps if (call := _before(function, at)) is not None]
+    numbers = [(float(r), lrs) for r, lrs in results if _is_number(r)]
     if len(numbers) < len(results) or len({r for r, _ in numbers}) < FEWEST:
         return []
-    highest, rates_there = max(numbers, key=lambda one: abs(one[0]))
-    return [rate / highest for rate in rates_there]
+    highest, lrs_there = max(numbers, key=lambda one: abs(one[0]))
+    return [lr / highest for lr in lrs_there]
 
 
 def _is_used(
-    function: _Function, index: int, steps: Sequence[tuple[int, Rates]], parts: Sequence[float], *, written: bool
+    function: _Function,
+    index: int,
+    steps: Sequence[tuple[int, LearningRates]],
+    parts: Sequence[float],
+    *,
+    written: bool,
 ) -> bool:
     """Whether each step is made at the rates that the last call left, or at these parts of what it returned."""
     for at, own in steps:
@@ -289,7 +294,9 @@ def _is_used(
     return True
 
 
-def _rhythm(record: Record, function: _Function, steps: Sequence[tuple[int, Rates]]) -> tuple[Unit, bool] | None:
+def _rhythm(
+    record: Record, function: _Function, steps: Sequence[tuple[int, LearningRates]]
+) -> tuple[Unit, bool] | None:
     """What the function is called once for, and whether a call comes before the first step."""
     marks = [at for at, _ in steps]
     each = {sum(a < call.at < b for call in function.calls) for a, b in itertools.pairwise(marks)}

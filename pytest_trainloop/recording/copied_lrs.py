@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer
 
-from pytest_trainloop.recording.events import CopiedRates
+from pytest_trainloop.recording.events import CopiedLRs
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.source import here
 
@@ -28,7 +28,7 @@ class _Copy:
     optimizer: Any
     groups: list[dict[str, Any]]
     """Without the state, which holds tensors."""
-    rates: tuple[float, ...]
+    lrs: tuple[float, ...]
     at: int
     place: Place
     site: Site
@@ -52,16 +52,16 @@ class StateDicts:
         """Note the copies whose rates were written since."""
         watch = self._watch
         for copy in self._copies:
-            written = _rates(copy.groups)
-            own = _rates(copy.optimizer.param_groups)
-            if len(written) == len(copy.rates) and written not in (copy.rates, own):
-                watch.record.copied_rates.append(
-                    CopiedRates(
+            written = _lrs(copy.groups)
+            own = _lrs(copy.optimizer.param_groups)
+            if len(written) == len(copy.lrs) and written not in (copy.lrs, own):
+                watch.record.copied_lrs.append(
+                    CopiedLRs(
                         at=copy.at,
                         place=copy.place,
                         site=copy.site,
                         optimizer=watch.optimizers.index(copy.optimizer),
-                        before=copy.rates,
+                        before=copy.lrs,
                         written=written,
                     )
                 )
@@ -75,9 +75,9 @@ class StateDicts:
             groups = out.get("param_groups") if isinstance(out, dict) else None
             if not watch.is_suspended and isinstance(groups, list) and len(self._copies) < MOST_COPIES:
                 with watch.suspended():
-                    rates = _rates(groups)
-                    if len(rates) == len(optimizer.param_groups):
-                        self._copies.append(_Copy(optimizer, list(groups), rates, watch.tick(), *here()))
+                    lrs = _lrs(groups)
+                    if len(lrs) == len(optimizer.param_groups):
+                        self._copies.append(_Copy(optimizer, list(groups), lrs, watch.tick(), *here()))
             return out
 
         return state_dict
@@ -91,7 +91,7 @@ class StateDicts:
         return load_state_dict
 
 
-def _rates(groups: Any) -> tuple[float, ...]:
+def _lrs(groups: Any) -> tuple[float, ...]:
     """The rates that are plain numbers."""
-    rates = [group.get("lr") for group in groups if isinstance(group, dict)]
-    return tuple(float(lr) for lr in rates if isinstance(lr, (int, float)))
+    lrs = [group.get("lr") for group in groups if isinstance(group, dict)]
+    return tuple(float(lr) for lr in lrs if isinstance(lr, (int, float)))
