@@ -1,7 +1,8 @@
 """Steps of a project's own Adam, compared with Adam's by the number of steps that its bias correction takes.
 
 Each step is computed in float64 from the parameter and the gradients that were recorded, so that errors do not add up.
-Only entries whose gradient is far above eps are compared: where eps is added makes no difference there.
+Only entries whose gradient is far above eps are compared. Before or after the bias correction, eps moves the
+denominator by at most eps * (1 / sqrt(v) of the uncorrected average): that much error is allowed as well.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _moves(steps: list[_Step], count: Callable[[int, _Step], int]) -> bool:
             denominator = (v / (1 - b2**t)).sqrt() + s.options["eps"]
             update = -lr * m / (1 - b1**t) / denominator - (0.0 if coupled else lr * decay * s.before)
             size = s.before.abs() + lr
-            allowed = SAME * update.abs() + ROUNDINGS * torch.finfo(torch.float32).eps * size
+            allowed = (SAME + s.options["eps"] / v.sqrt()) * update.abs() + ROUNDINGS * torch.finfo(torch.float32).eps * size
             same = (s.after - s.before - update).abs() <= allowed
             kept = all(any(_equal(average, held) for held in s.state) for average in (m, v))
             if not kept or not bool(same[entries].all()) or not bool((update.abs() > 10 * allowed)[entries].any()):
