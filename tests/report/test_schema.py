@@ -60,7 +60,9 @@ def test_what_does_not_conform_is_refused(spoil):
 def test_every_field_has_its_key():
     known = schema()["$defs"]
     assert set(known["finding"]["properties"]) == {field.name for field in fields(Finding)}
-    assert set(known["check"]["properties"]) == {field.name for field in fields(Result)} - {"learning_rates"} | {"nodeid"}
+    assert set(known["check"]["properties"]) == {field.name for field in fields(Result)} - {"learning_rates"} | {
+        "nodeid"
+    }
     assert set(known["picture"]["properties"]) == {field.name for field in fields(picture.Picture)}
 
 

@@ -87,6 +87,16 @@ CAUSES = {
         measured="{steps:step} with {option}={other:.3g} give the {tensors:tensor} that {value:g} gives, bit for bit",
         shown_by="the run was made again, and the option had the other value in each step",
         repair="read the option where the update is computed, and before anything else has used what it changes",
+        variants={
+            "rounded": {
+                "summary": "{option}={value:g} of {kind} has no effect on parameters in {low}: rounding removes it",
+                "shown_by": "the run was made again without the decay: weights and optimizer state are the same",
+                "repair": (
+                    "compute decay and update together in float32 and round their sum to {low}, or keep the parameters "
+                    "in float32"
+                ),
+            }
+        },
         change=("step",),
         source="https://github.com/juntang-zhuang/Adabelief-Optimizer/pull/33",
     ),

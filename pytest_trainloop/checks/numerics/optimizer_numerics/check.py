@@ -30,7 +30,7 @@ How it decides
     | step 2, with eps = 0 | ``eps_missing`` |  |
     | the step count stops: at 256 in bfloat16, at 2048 in float16 | ``step_count_saturates`` |  |
     | an own Adam corrects as in step 1 always, or counts each tensor | ``steps_miscounted`` |  |
-    | another decay or momentum changes nothing | ``option_without_effect`` | it is the default |
+    | another decay or momentum changes nothing; in 16 bits, no decay | ``option_without_effect`` | it is the default |
     | a step is 10 times the last one with a gradient, and b1^2 / sqrt(b2) >= 1 | ``betas_swapped`` | it grows less |
     | the fused step is wrong by half the update, the for-loop right | ``variants_differ`` | other errors; not used |
 

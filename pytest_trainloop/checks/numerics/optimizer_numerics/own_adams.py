@@ -147,7 +147,9 @@ def _moves(steps: list[_Step], count: Callable[[int, _Step], int]) -> bool:
             denominator = (v / (1 - b2**t)).sqrt() + s.options["eps"]
             update = -lr * m / (1 - b1**t) / denominator - (0.0 if coupled else lr * decay * s.before)
             size = s.before.abs() + lr
-            allowed = (SAME + s.options["eps"] / v.sqrt()) * update.abs() + ROUNDINGS * torch.finfo(torch.float32).eps * size
+            allowed = (SAME + s.options["eps"] / v.sqrt()) * update.abs() + ROUNDINGS * torch.finfo(
+                torch.float32
+            ).eps * size
             same = (s.after - s.before - update).abs() <= allowed
             kept = all(any(_equal(average, held) for held in s.state) for average in (m, v))
             if not kept or not bool(same[entries].all()) or not bool((update.abs() > 10 * allowed)[entries].any()):

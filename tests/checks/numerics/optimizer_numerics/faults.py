@@ -229,7 +229,8 @@ class OwnAdam(torch.optim.Optimizer):
                 g = self.decayed(p, group["weight_decay"])
                 t = self.counted(state, i == 0 and group is self.param_groups[0])
                 m, v = state["m"].lerp_(g, 1 - b1), state["v"].mul_(b2).addcmul_(g, g, value=1 - b2)
-                p.addcdiv_(m / (1 - b1**t), (v / (1 - b2**t)).sqrt() + group["eps"], value=-group["lr"])
+                size = group["lr"] * (1 - b2**t) ** 0.5 / (1 - b1**t)
+                p.addcdiv_(m, v.sqrt() + group["eps"], value=-size)  # eps beside the average as it is
 
 
 class ReadsCount(OwnAdam):
@@ -272,7 +273,7 @@ pair(
     "optimizer_numerics",
     "steps_miscounted",
     culprits=("0.weight",),
-    change="def step(self, closure=None)",
+    change="p.addcdiv_(",
     faulty=stepped_by(ReadsCount),
     fixed=stepped_by(OwnAdam),
 )
@@ -296,4 +297,56 @@ pair(
     change="p.addcdiv_(",
     faulty=stepped_by(LosesTheSum),
     fixed=stepped_by(OwnAdam),
+)
+
+
+# The decay is written to the weights in bfloat16, where 1 - lr * weight_decay is 1.
+
+
+class SignSGD(torch.optim.Optimizer):
+    def __init__(self, params, lr=2e-3, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def decayed(self, p, left):
+        return p.mul_(left).float()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                new = self.decayed(p, 1 - group["lr"] * group["weight_decay"]) - group["lr"] * p.grad.float().sign()
+                bits = new.view(torch.int32) + torch.randint_like(new, 0, 1 << 16, dtype=torch.int32)
+                p.copy_(bits.bitwise_and_(-(1 << 16)).view(torch.float32))
+
+
+class DecaysInFloat32(SignSGD):
+    def decayed(self, p, left):
+        return p.float() * left
+
+
+def in_bfloat16(kind):
+    def make():
+        model = mlp(6, 24, 3).bfloat16()
+        optimizer = kind(model.parameters(), weight_decay=0.2)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x.bfloat16()).float(), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "decay_rounded_away_in_bfloat16",
+    "optimizer_numerics",
+    "option_without_effect",
+    culprits=("weight_decay",),
+    mentions=("rounding removes it",),
+    change="p.copy_(",
+    faulty=in_bfloat16(SignSGD),
+    fixed=in_bfloat16(DecaysInFloat32),
 )
