@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.recording.function_mode import FunctionMode, aside
 from pytest_trainloop.recording.mode_stack import on_in_engine
 from pytest_trainloop.recording.seams import passed_on
+from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import DROPOUTS, RECURRENT
-from pytest_trainloop.runs.shared_draws import shared
+from pytest_trainloop.runs.shared_draws import drawn, shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+REDRAWN = 2000
+"""Equal draws one after the other, above which the loop is taken to draw until one fits: no row, layer or step of a
+known loop makes as many of one shape."""
 
 
 class NoRandomness(FunctionMode):
@@ -31,6 +38,8 @@ class NoRandomness(FunctionMode):
     def __init__(self, keeps: Callable[[str], bool] = lambda name: False) -> None:
         super().__init__()
         self._keeps = keeps
+        self._last: tuple[str, torch.Tensor] | None = None
+        self._again = 0
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
@@ -51,7 +60,23 @@ class NoRandomness(FunctionMode):
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)
         out = passed_on(func, args, kwargs)
-        return out if self._keeps(name) else self.replaced(name, out, args, kwargs)
+        if self._keeps(name) or not drawn(name, out):
+            return out
+        made = self.replaced(name, out, args, kwargs)
+        self._require_new(name, made)
+        return made
+
+    def _require_new(self, name: str, made: torch.Tensor) -> None:
+        """Raise ``CannotDecide`` where the loop draws again and again what was drawn: negatives that must not be
+        positives, a partner other than the row itself."""
+        with aside():
+            same = self._last is not None and self._last[0] == name and torch.equal(self._last[1], made)
+            self._again = self._again + 1 if same else 0
+            self._last = self._last if same else (name, made.detach().clone())
+        if self._again > REDRAWN:
+            raise CannotDecide(
+                f"{name}() is drawn until it fits, at {here()[0]}, and all draws of a run of this check are equal"
+            )
 
     def replaced(self, name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What replaces the result of a call; the result itself where it draws nothing."""

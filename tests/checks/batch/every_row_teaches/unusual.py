@@ -435,3 +435,17 @@ def returns_compared_twice_beside_old_values():
 
     rollout = {"observations": features, "values": 0.3 * torch.sin(7 * features[:, :1]), "returns": returns}
     return TrainLoop(model=model, optimizer=optimizer, batch=rollout, fit=fit)
+
+
+@odd(notes="negatives are drawn until they are not a row's positive: draws that are equal for all rows would never end")
+def negatives_drawn_until_they_fit() -> TrainLoop:
+    def loss_of(model, batch):
+        scores, positives = model(batch[0]), batch[1].tolist()
+        negatives = torch.randint(3, (len(positives),))
+        for row, positive in enumerate(positives):
+            while int(negatives[row]) == positive:
+                negatives[row] = torch.randint(3, ())
+        picked = [scores.gather(1, labels[:, None]) for labels in (batch[1], negatives)]
+        return -F.logsigmoid(picked[0] - picked[1]).mean()
+
+    return classified(loss_of)
