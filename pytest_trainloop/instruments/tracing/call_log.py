@@ -23,7 +23,7 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import AUTOGRAD_CALLS, IN_PLACE_OPERATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Set
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.watch import Watch
@@ -211,3 +211,19 @@ def _marked(tensor: torch.Tensor) -> Value:
         value.smallest, value.largest = float(entries.min()), float(entries.max())
         value.whole = not entries.is_floating_point() or bool((entries == entries.round()).all())
     return value
+
+
+def lost_at(one: Sequence[Call], other: Sequence[Call]) -> str:
+    """The only line whose calls are given other values in two runs and give the same ones; empty where several lines
+    do, or a call is made in one run alone."""
+    lines = set[str]()
+    for mine, theirs in zip(one, other, strict=False):
+        if (mine.name, mine.place) != (theirs.name, theirs.place):
+            return ""
+        if digests(mine.inputs) != digests(theirs.inputs) and digests(mine.outputs) == digests(theirs.outputs):
+            lines.add(str(mine.place))
+    return lines.pop() if len(lines) == 1 else ""
+
+
+def digests(values: Sequence[Value]) -> list[tuple[Any, ...]]:
+    return [(value.shape, value.digest) for value in values]

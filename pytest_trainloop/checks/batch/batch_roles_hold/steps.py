@@ -25,6 +25,7 @@ from pytest_trainloop.instruments.batches.padding import padding_ids
 from pytest_trainloop.instruments.batches.padding_hints import is_label
 from pytest_trainloop.instruments.batches.values import constant, two_valued, whole
 from pytest_trainloop.instruments.compositions.experiment import Experiment
+from pytest_trainloop.instruments.tracing.call_log import Calls, lost_at
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import name_of
 from pytest_trainloop.recording.function_mode import tensors_in
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.nested import Path
     from pytest_trainloop.instruments.compositions.experiment import Difference, Outcome
+    from pytest_trainloop.instruments.tracing.call_log import Call
     from pytest_trainloop.runs.evidence import Evidence
 
     Edits = Mapping[Path, torch.Tensor]
@@ -246,7 +248,19 @@ class RoleSteps:
             else:
                 if edits and self._unread_as_drawn(path, edits):
                     facts = {"tensor": name, "role": role, "edit": tried, "level": "advice" if redundant else "fault"}
+                    facts["change"] = lost_at(*(self._calls(made) for made in (NONE, edits)))
                     yield found("role_without_effect", "", (name,), "mask" * redundant, kinds=("input",), **facts)
+
+    def _calls(self, edits: Edits) -> list[Call]:
+        """The calls of torch in the first step, with these edits."""
+        seen = Calls()
+        self.evidence.rerun(
+            stream=lambda _loop: itertools.repeat(self.given.with_(edits)),
+            contexts=seen.contexts,
+            enough=lambda record: record.rounds >= 1,
+            may_raise=True,
+        )
+        return [call for call in seen.calls if call.outputs]
 
     def _unread_as_drawn(self, path: Path, edits: Edits) -> bool:
         """Whether two steps with random numbers as they are do not depend on a tensor either (odd:
@@ -301,7 +315,21 @@ class RoleSteps:
                 continue
             if kept.agreement.cosine < 1 - kept.bound:  # else the loss of the first step scales that of the second
                 facts = {"tensor": nested.shown(path), "difference": kept.agreement.difference}
+                facts["change"] = self._kept_at(facts["tensor"])
                 yield found("first_value_kept", self.base.backward, (facts["tensor"],), kinds=("input",), **facts)
+
+    def _kept_at(self, name: str) -> str:
+        """The only line that made, of this tensor of the first batch, what the second step reads; where it reads the
+        tensor itself, the line that does."""
+        seen, lines = Calls(steps=2), set[str]()
+        self.evidence.rerun(contexts=seen.contexts, before_item=seen.take, enough=lambda r: r.rounds > 1, may_raise=True)
+        for call in (c for c in seen.calls if c.step == 1):
+            for value in call.inputs:
+                made = value.made_by
+                of_first = any(v.of_batch == name and not v.number for v in value.origins())
+                if of_first and (made is None or made.step == 0):
+                    lines.add(str((made or call).place))
+        return lines.pop() if len(lines) == 1 else ""
 
     def _second(self, key: Hashable, second: RoleBatch, begin: Edits = NONE, then: Edits = NONE) -> Outcome:
         """The second of two steps, with the weights put back after the first one."""

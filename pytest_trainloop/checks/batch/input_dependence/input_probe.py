@@ -26,7 +26,7 @@ from pytest_trainloop.instruments.batches.own_data import makes_own_data
 from pytest_trainloop.instruments.batches.values import binary, constant
 from pytest_trainloop.instruments.gradients.dependence import moved_a_little
 from pytest_trainloop.instruments.tracing.arguments import named_arguments
-from pytest_trainloop.instruments.tracing.call_log import Calls
+from pytest_trainloop.instruments.tracing.call_log import Calls, digests, lost_at
 from pytest_trainloop.instruments.tracing.forward_pass import LONGEST
 from pytest_trainloop.instruments.tracing.made_at import own_method
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytest_trainloop.declare.loop import TrainLoop
-    from pytest_trainloop.instruments.tracing.call_log import Call, Value
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
@@ -181,22 +180,6 @@ class _Run(WatchingMode):
                 self.outputs += outputs
 
 
-def _lost_at(one: Sequence[Call], other: Sequence[Call]) -> str:
-    """The only line whose calls are given other values in two runs and give the same ones; empty where several lines
-    do, or a call is made in one run alone."""
-    lines = set[str]()
-    for mine, theirs in zip(one, other, strict=False):
-        if (mine.name, mine.place) != (theirs.name, theirs.place):
-            return ""
-        if _digests(mine.inputs) != _digests(theirs.inputs) and _digests(mine.outputs) == _digests(theirs.outputs):
-            lines.add(str(mine.place))
-    return lines.pop() if len(lines) == 1 else ""
-
-
-def _digests(values: Sequence[Value]) -> list[tuple[Any, ...]]:
-    return [(value.shape, value.digest) for value in values]
-
-
 class InputRuns:
     """The runs behind ``input_dependence``.
 
@@ -302,8 +285,8 @@ class InputRuns:
             seen = Calls()
             next(self._with_equal_rows(*(tensors if rows else ()), seen=seen))
             runs.append([call for call in seen.calls if call.outputs])
-        if any(_digests(mine.inputs) != _digests(theirs.inputs) for mine, theirs in zip(*runs, strict=False)):
-            return _lost_at(*runs)
+        if any(digests(mine.inputs) != digests(theirs.inputs) for mine, theirs in zip(*runs, strict=False)):
+            return lost_at(*runs)
         places = [] if self.own_data else [self.unchanged.addresses[t.number] for t in tensors]
         forward = next((self.unchanged.forwards[p] for p in places if p in self.unchanged.forwards), "")
         return use_of(forward, ())

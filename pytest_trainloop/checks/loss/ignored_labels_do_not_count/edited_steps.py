@@ -94,6 +94,8 @@ def counted_labels(evidence: Evidence) -> Iterator[Finding]:
             inverted = not _differs(whole, _edited(evidence, elsewhere)) and bool(elsewhere.edited)
             facts = {"tensor": tensor, "label": f"{ignored.label:g}", "difference": difference}
             if inverted:
+                masks = edits.compared - {line} or edits.compared
+                facts |= {"change": next(iter(masks))} if len(masks) == 1 else {}
                 yield found("only_ignored_labels_count", line, (tensor,), **facts)
             else:
                 facts |= {"count": ignored.count} | ({} if ignored.promised else {"level": "advice"})

@@ -77,6 +77,8 @@ class LabelEdits(WatchingMode):
         """The lines where other labels were given, with the number of these, in the order of the calls."""
         self.placeholders: set[str] = set()
         """Those of them where the project had put another label in the place of the one to be ignored."""
+        self.compared: set[str] = set()
+        """The lines that compare the labels with anything, but for those that put other labels in their place."""
         self.asked = False
         """Whether the labels were compared with the one to be ignored, or a loss has it as ``ignore_index``."""
 
@@ -95,9 +97,11 @@ class LabelEdits(WatchingMode):
         if not any(self._known(t) is not None for t in tensors_in(args, kwargs)):
             return passed_on(func, args, kwargs)
         if name in _KEPT:
+            self.compared |= {str(here()[0])} if name in EQUALITIES | ORDER_COMPARISONS else set()
             self.asked = self.asked or (name in EQUALITIES and not {*self._ignored.values()}.isdisjoint(_numbers(args)))
             return passed_on(func, args, kwargs)
         if name in _FOLLOWED and not self._indexes(name, args):
+            self.compared -= {str(here()[0])} if name in _FILLS | {"where"} else set()
             out = passed_on(func, args, kwargs)
             with self.watch.suspended():
                 self._follow(name, func, args, kwargs, out)

@@ -285,7 +285,7 @@ CAUSES = {
         repair=(
             "call it under torch.no_grad() before this line and put its output in the loss; or leave it out of model="
         ),
-        change=("seen",),
+        change=("targets", "seen"),
         source="https://github.com/tambetm/gym-minecraft/issues/4",
     ),
     "frozen_by_mistake": Cause(
@@ -335,7 +335,7 @@ CAUSES = {
             "(p for n, p in model.named_parameters() if 'lora' in n)"
         ),
         explains=("frozen_stays_frozen",),
-        change=("thawed", "group"),
+        change=("thawed", "groups", "group"),
         source="https://github.com/Blaizzy/mlx-vlm/issues/2178",
     ),
 }
