@@ -26,9 +26,9 @@ _NO_ROWS = 1 << 62
 """The tape's checksums by row are not needed."""
 
 
-def leaves_out(evidence: Evidence, names: Sequence[str]) -> TapedCall | None:
-    """The last call on the way to the loss that leaves these parameters out; None where both steps do not make the same
-    calls, or where no single call shows."""
+def leaves_out(evidence: Evidence, names: Sequence[str]) -> tuple[TapedCall, TapedCall] | None:
+    """The last call on the way to the loss that leaves these parameters out, and the one that made its mask, its index
+    or its weight, if it is known; None where both steps do not make the same calls, or where no single call shows."""
     base, other = _tape(evidence, ()), _tape(evidence, names)
     shapes = [[(call.name, call.shapes) for call in tape.calls] for tape in (base, other)]
     carrying = [at for at, call in enumerate(base.calls) if call.carries_gradient]
@@ -47,7 +47,10 @@ def leaves_out(evidence: Evidence, names: Sequence[str]) -> TapedCall | None:
     if any(len(given) < 2 or min(map(math.prod, given)) == 1 for given in products):
         return None
     # a difference does not depend on what is added to both of its sides (odd: siamese_contrastive)
-    return found[-1] if found and all(call.name in LEAVES_OUT for call in found) else None
+    if not found or not all(call.name in LEAVES_OUT for call in found):
+        return None
+    masks = [base.calls[i] for i in found[-1].inputs if i >= 0 and not moved[i]]
+    return found[-1], masks[0] if len(masks) == 1 else found[-1]
 
 
 def _tape(evidence: Evidence, moved: Sequence[str]) -> Tape:

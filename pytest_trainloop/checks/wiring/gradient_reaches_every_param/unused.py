@@ -24,6 +24,7 @@ from pytest_trainloop.core import members
 from pytest_trainloop.declare import nested
 from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.instruments.gradients.dependence import Dependences, until_stepped
+from pytest_trainloop.instruments.tracing import definitions
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.patches import patched
@@ -104,6 +105,8 @@ def unused_results(evidence: Evidence, independent: Sequence[Parameter]) -> Iter
             declared = str(record.frozen) if record.frozen is not None and not target else ""
             sure = bool(target or declared)
             facts = {"target": target, "declared": declared, "sure": sure, "level": "fault" if sure else "advice"}
+            if target:
+                facts["change"] = definitions.value(str(next((b.place for b in record.backwards()), "")))
             yield found("parameter_unused", "", names, "given out", **facts)
     if never := [p.name for p in independent if p.name not in unused]:
         declared = declared_to_train(evidence)

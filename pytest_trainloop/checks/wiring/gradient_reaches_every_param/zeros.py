@@ -97,10 +97,11 @@ def _unexplained(evidence: Evidence, names: list[str]) -> Iterator[Finding]:
         else:
             several = len(depending) > 1
             yield found("gradient_vanished", "", depending, "flat", several=several, level="advice")
-    elif evidence.repeatable and (call := leaves_out(evidence, names)) is not None:
+    elif evidence.repeatable and (left_out := leaves_out(evidence, names)) is not None:
+        call, mask = left_out
         declared, passes = declared_to_train(evidence), len(evidence.run().autograd_passes())
         facts = {"call": call.named, "passes": passes, "declared": declared}
-        facts["change"] = (call.name == "__getitem__" and index(str(call.place))) or str(call.place)
+        facts["change"] = (call.name == "__getitem__" and index(str(call.place))) or str(mask.place)
         facts["level"] = "fault" if declared else "advice"
         yield found("parameter_unused", call.place, names, "left out", **facts)
 
