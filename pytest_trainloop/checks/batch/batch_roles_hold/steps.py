@@ -314,15 +314,17 @@ class RoleSteps:
             if read.within_float32 or kept.within_float32 or first.within_float32:
                 continue
             if kept.agreement.cosine < 1 - kept.bound:  # else the loss of the first step scales that of the second
-                facts = {"tensor": nested.shown(path), "difference": kept.agreement.difference}
-                facts["change"] = self._kept_at(facts["tensor"])
-                yield found("first_value_kept", self.base.backward, (facts["tensor"],), kinds=("input",), **facts)
+                name, difference = nested.shown(path), kept.agreement.difference
+                facts = {"tensor": name, "difference": difference, "change": self._kept_at(name)}
+                yield found("first_value_kept", self.base.backward, (name,), kinds=("input",), **facts)
 
     def _kept_at(self, name: str) -> str:
         """The only line that made, of this tensor of the first batch, what the second step reads; where it reads the
         tensor itself, the line that does."""
         seen, lines = Calls(steps=2), set[str]()
-        self.evidence.rerun(contexts=seen.contexts, before_item=seen.take, enough=lambda r: r.rounds > 1, may_raise=True)
+        self.evidence.rerun(
+            contexts=seen.contexts, before_item=seen.take, enough=lambda r: r.rounds > 1, may_raise=True
+        )
         for call in (c for c in seen.calls if c.step == 1):
             for value in call.inputs:
                 made = value.made_by

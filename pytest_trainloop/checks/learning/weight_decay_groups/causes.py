@@ -155,7 +155,7 @@ CAUSES = {
         change=("seen", "optimizer"),
         source="https://github.com/lessw2020/Ranger21/issues/53",
     ),
-    "decayed_twice": Cause(
+    "decayed_twice": _optimizer(
         proof="the loss has a term whose gradient is a constant times each weight that weight decay shrinks too",
         summary=(
             "{names} {names:are} decayed twice: by a term of the loss whose gradient is {factor:.3g} * weight, and by "

@@ -162,4 +162,6 @@ def moved_entries(evidence: Evidence) -> Iterator[Finding]:
             most = max(mine, key=lambda held: held.update)
             facts = {"most": most.name, "held": int(most.entries.sum()), "entries": most.entries.numel()}
             facts |= {"steps": most.moves, "rounds": most.steps, "update": most.update, "from_zero": most.from_zero}
+            if cause == "momentum" and most.at is not None:  # no option of the optimizer puts them back
+                facts["change"] = str(most.at.place)
             yield found(cause, most.at, [held.name for held in mine], "entries", **facts)
