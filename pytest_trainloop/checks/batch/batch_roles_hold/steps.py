@@ -248,7 +248,8 @@ class RoleSteps:
             else:
                 if edits and self._unread_as_drawn(path, edits):
                     facts = {"tensor": name, "role": role, "edit": tried, "level": "advice" if redundant else "fault"}
-                    facts["change"] = lost_at(*(self._calls(made) for made in (NONE, edits)))
+                    _, other = next(must_count(role, self.given.tensors[path]))  # a sum is the same in another order
+                    facts["change"] = lost_at(self._calls(NONE), self._calls({path: other}))
                     yield found("role_without_effect", "", (name,), "mask" * redundant, kinds=("input",), **facts)
 
     def _calls(self, edits: Edits) -> list[Call]:
