@@ -17,43 +17,28 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.checks.batch.causality.causes import CAUSES, found
+from pytest_trainloop.checks.batch.causality.operations_ahead import attentions, first_seeing, look_ahead
 from pytest_trainloop.core.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.core.whose import reraise_raised
 from pytest_trainloop.instruments.gradients.reached import Reached
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
 from pytest_trainloop.instruments.tracing import definitions
 from pytest_trainloop.instruments.tracing.arguments import bound_arguments
-from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass, axis_of, grads, recomputed, weighted_sum
-from pytest_trainloop.instruments.tracing.operation_fixes import (
-    STATISTICS,
-    as_a_constant,
-    moved_first,
-    scrambles,
-    takes_away,
-)
+from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass, grads, weighted_sum
+from pytest_trainloop.instruments.tracing.operation_fixes import as_a_constant, moved_first
 from pytest_trainloop.instruments.tracing.provenance_queries import layout
+from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_names import (
-    ATTENTION,
-    CLASS_LOSSES,
-    CONVOLUTIONS,
-    DISTANCE_LOSSES,
-    NORMALISATIONS,
-    PRODUCTS,
-    RECURRENT,
-    RESHAPES,
-    SOFTMAXES,
-)
+from pytest_trainloop.recording.torch_names import CLASS_LOSSES, DISTANCE_LOSSES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
+    from pytest_trainloop.checks.batch.causality.operations_ahead import Kind, OperationAhead
     from pytest_trainloop.core.finding import Finding
-    from pytest_trainloop.instruments.tracing.forward_pass import DataInput, Op, Replacement
+    from pytest_trainloop.instruments.tracing.forward_pass import DataInput, Replacement
     from pytest_trainloop.instruments.tracing.provenance import Node
     from pytest_trainloop.runs.evidence import Evidence
-
-Kind = Literal["views", "attention", "softmax", "recurrent", "convolution", "statistics", "other"]
 
 Mode = Literal["training", "evaluation"]
 
@@ -62,9 +47,6 @@ FEWEST = 12
 
 FARTHEST = 4
 """Positions ahead that are tried, at most."""
-
-MOST_OPERATIONS = 40
-"""Operations that are followed back, at most."""
 
 _CAUSE: dict[Kind, str] = {
     "views": "view_mixes_positions",
@@ -77,14 +59,6 @@ _CAUSE: dict[Kind, str] = {
 }
 """By kind of operation, in the order in which they are tried."""
 
-_KIND_OF: dict[str, Kind] = {
-    **dict.fromkeys(ATTENTION | (PRODUCTS - {"linear"}) | {"__matmul__", "baddbmm"}, "attention"),
-    **dict.fromkeys(RECURRENT, "recurrent"),
-    **dict.fromkeys(CONVOLUTIONS - {"conv3d", "conv_transpose3d"}, "convolution"),
-    **dict.fromkeys(NORMALISATIONS | {"normalize"}, "statistics"),
-    **dict.fromkeys(RESHAPES, "views"),
-}
-
 
 class CausalPasses:
     """The passes behind ``causality``."""
@@ -92,6 +66,7 @@ class CausalPasses:
     def __init__(self, evidence: Evidence) -> None:
         self._plan, self._evidence = evidence.plan(), evidence
         self._open_inputs = True
+        self._counts: dict[int, torch.Tensor] = {}
         self.reached = Reached()
         """Which inputs each output depends on, where outputs see what they predict."""
 
@@ -105,6 +80,9 @@ class CausalPasses:
                 raise refused
             raise DoesNotApply("no loss function of torch is called with the next tokens as targets")
         by_mode: dict[Mode, OutputsAhead] = {"training": training, "evaluation": self._once("evaluation")}
+        if any(seen.leaks for seen in by_mode.values()) and not all(bool(c.all()) for c in training.counted.values()):
+            self._counts = training.counted  # a weight of 0 behind the loss (odd: prefix_seen_both_ways)
+            by_mode = {mode: self._once(mode) for mode in by_mode}
         modes = [mode for mode, seen in by_mode.items() if seen.leaks]
         if not modes and training.refused:
             raise refused
@@ -189,7 +167,7 @@ class CausalPasses:
         replacements: Mapping[int, Replacement] | None = None,
         edits: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> OutputsAhead:
-        judged = OutputsAhead(closer=closer)
+        judged = OutputsAhead(self._counts, closer)
         for open_inputs in (True, False) if self._open_inputs else (False,):
             seen = ForwardPass(
                 at_loss=judged.look,
@@ -231,8 +209,14 @@ class _Targets:
 class OutputsAhead:
     """What one pass shows of the first loss call whose targets are later inputs and whose outputs see them."""
 
+    counts: Mapping[int, torch.Tensor]
+    """By loss call, the entries that count; all of a call that is not in it."""
     closer: bool = False
     """Whether the operations that look ahead are looked for, too."""
+    counted: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By loss call, the entries whose scores get a gradient from the loop's backward pass."""
+    calls: int = 0
+    judging: bool = False
     ahead: int = 0
     """By how many positions the targets are ahead of the inputs."""
     length: int = 0
@@ -267,14 +251,27 @@ class OutputsAhead:
         scores, target = given.get("input"), given.get("target")
         if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or not scores.requires_grad:
             return
-        place = here()[0]
+        place, number = here()[0], self.calls
+        self.calls += 1
+        self.judging = True
         try:
             targets = _targets(name, given, target.detach(), seen.lineage.of(scores))
             if targets is not None:
-                self._compare(seen, name, str(place), scores, targets)
+                scores.register_hook(partial(self._count, number, name in CLASS_LOSSES))  # type: ignore[no-untyped-call]
+                counts = self.counts.get(number, targets.kept)
+                kept = targets.kept & counts if counts.shape == targets.kept.shape else targets.kept
+                self._compare(seen, name, str(place), scores, replace(targets, kept=kept))
         except RuntimeError as error:
             reraise_raised(error)
             self.refused = str(error).partition("\n")[0]
+        finally:
+            self.judging = False
+
+    def _count(self, number: int, by_class: bool, gradient: torch.Tensor) -> None:
+        if not self.judging:
+            with aside():
+                counts = (gradient != 0).any(1) if by_class else gradient != 0
+                self.counted[number] = counts | self.counted.get(number, counts)
 
     def _compare(self, seen: ForwardPass, name: str, place: str, scores: torch.Tensor, targets: _Targets) -> None:
         by_class = scores.movedim(1, -1) if name in CLASS_LOSSES else scores
@@ -383,114 +380,3 @@ def _offsets(entered: DataInput, scores: torch.Tensor, targets: _Targets, ahead:
             nonzero = (gradient.abs() > least).reshape(len(gradient), -1).any(1)
             offsets |= {p - at for p in nonzero.nonzero().flatten().tolist()}
     return offsets
-
-
-@dataclass(frozen=True, slots=True)
-class OperationAhead:
-    """One operation that looks ahead."""
-
-    op: Op
-    kind: Kind
-    offsets: frozenset[int] = frozenset()
-    """The positions that it looks at, from its own; unknown where two axes are as long."""
-
-
-def look_ahead(ops: Sequence[Op], length: int) -> Iterator[OperationAhead]:
-    """The operations that look ahead, in order. Inputs and outputs count that have one axis of this length; a softmax
-    over two such axes looks ahead where later keys, or queries, are in its sums."""
-    for op in ops:
-        if op.name in SOFTMAXES:
-            if (kind := _softmax(op, length)) is not None:
-                yield OperationAhead(op, kind)
-            continue
-        if op.name in STATISTICS and takes_away(op, length):
-            yield OperationAhead(op, "statistics")
-            continue
-        if op.name in RESHAPES and not scrambles(op, length):
-            continue
-        offsets = _offsets_of(op, length)
-        if op.name in RESHAPES or any(o > 0 for o in offsets):
-            yield OperationAhead(op, _KIND_OF.get(op.name, "other"), frozenset(offsets))
-
-
-def first_seeing(ops: Sequence[Op], leaf: torch.Tensor, length: int) -> OperationAhead | None:
-    """The first operation whose result at a position depends on later inputs. Where that only joins or slices results
-    of others, the operation behind it that gathered over positions."""
-    made_by = {id(t): op for op in ops for t in op.outputs}
-    for op in ops:
-        if op.name in SOFTMAXES or not any(_sees_later(t, leaf, length) for t in op.outputs):
-            continue
-        kind = _KIND_OF.get(op.name)
-        if kind is not None and (kind != "recurrent" or any(o > 0 for o in _offsets_of(op, length))):
-            return OperationAhead(op, kind)
-        return _behind(op, made_by, length) or OperationAhead(op, "other")
-    return None
-
-
-def _behind(op: Op, made_by: Mapping[int, Op], length: int) -> OperationAhead | None:
-    todo = [op]
-    for _ in range(MOST_OPERATIONS):
-        if not todo:
-            break
-        at = todo.pop(0)
-        for given in at.inputs:
-            maker = made_by.get(id(given))
-            if maker is None or axis_of(given, length) is not None or not given.requires_grad:
-                continue
-            if maker.name in STATISTICS and takes_away(maker, length):
-                return OperationAhead(maker, "statistics")
-            if maker.name in _KIND_OF and maker.name not in RESHAPES and _KIND_OF[maker.name] == "convolution":
-                return OperationAhead(maker, "convolution")
-            todo.append(maker)
-    return None
-
-
-def _sees_later(out: torch.Tensor, leaf: torch.Tensor, length: int) -> bool:
-    axis = axis_of(out, length) if out.requires_grad and out.is_floating_point() else None
-    if axis is None:
-        return False
-    at = length // 2
-    (gradient,) = grads(weighted_sum(out.select(axis, at)), [leaf])
-    return gradient is not None and bool((gradient[:, at + 1 :] != 0).any())
-
-
-def _offsets_of(op: Op, length: int) -> set[int]:
-    if not any(t.requires_grad and axis_of(t, length) is not None for t in op.outputs):
-        return set()
-    inputs, outputs = recomputed(op)
-    inputs = [t for t in inputs if axis_of(t, length) is not None]
-    offsets: set[int] = set()
-    for out in outputs:
-        to = axis_of(out, length) if out.requires_grad else None
-        for at in sorted({length // 4, length // 2}) if to is not None else ():
-            for t, gradient in zip(inputs, grads(weighted_sum(out.select(to or 0, at)), inputs), strict=True):
-                if gradient is not None:
-                    nonzero = (gradient.movedim(axis_of(t, length) or 0, 0).reshape(length, -1) != 0).any(1)
-                    offsets |= {p - at for p in nonzero.nonzero().flatten().tolist()}
-    return offsets
-
-
-def _softmax(op: Op, length: int) -> Kind | None:
-    """Whether a softmax over pairs of positions has later ones in its sums."""
-    sizes = [d for d, size in enumerate(op.outputs[0].shape) if size == length]
-    if (
-        len(sizes) != 2
-        or sizes != [op.outputs[0].dim() - 2, op.outputs[0].dim() - 1]
-        or not op.outputs[0].requires_grad
-    ):
-        return None
-    at = length // 2
-    inputs, outputs = recomputed(op)
-    if not inputs:
-        return None
-    (gradient,) = grads(weighted_sum(outputs[0][..., at, : at + 1]), inputs[:1])
-    if gradient is None:
-        return None
-    if bool((gradient[..., at + 1 :, :] != 0).any()):
-        return "softmax"
-    return "attention" if bool((gradient[..., at, at + 1 :] != 0).any()) else None
-
-
-def attentions(ops: Sequence[Op], length: int) -> int:
-    """How many products join different positions."""
-    return sum(1 for op in ops if _KIND_OF.get(op.name) == "attention" and _offsets_of(op, length) - {0})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.loss.dead_values import never_read
 from pytest_trainloop.checks.loss.every_term_trains.causes import found
-from pytest_trainloop.checks.loss.every_term_trains.names import is_part, is_term, loops_over, name_at
+from pytest_trainloop.checks.loss.every_term_trains.names import is_part, is_python_number, is_term, loops_over, name_at
 from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 from pytest_trainloop.checks.loss.every_term_trains.thrown import untrained_calls
 from pytest_trainloop.core.wording import some
@@ -70,6 +70,8 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
         if untrained or is_part(name):
             why = never_read(site) if is_part(name) and not untrained else ""
             why = f"it alone would train {some(untrained)}" if untrained else why
+            if not why and is_python_number(site):
+                continue  # read as what it is: it stops an epoch, or is logged (odd: divergence_that_stops_an_epoch)
             called = name or scalars[0].op
             facts = {"name": called, "why": why, "count": len(scalars), "level": "fault" if why else "advice"}
             variant, names = "named" if why and name else "", (called, *untrained)

@@ -66,6 +66,14 @@ def name_at(site: Site) -> str:
     return ""
 
 
+def is_python_number(site: Site) -> bool:
+    """Whether the line of a site assigns the value as a number of Python's: ``kl = (...).mean().item()``."""
+    found = statement_at(*site[0]) if site else None
+    value = getattr(found[0], "value", None) if found is not None else None
+    called = value.func if isinstance(value, ast.Call) else None
+    return getattr(called, "attr", getattr(called, "id", "")) in ("item", "float")
+
+
 def loops_over(site: Site) -> tuple[str, int] | None:
     """Where a site assigns plain names in the body of a loop that does not read them afterwards, but to give them other
     names: the name that holds the value behind the loop, and the line of the loop. A line that returns the value, alone

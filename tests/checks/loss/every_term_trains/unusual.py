@@ -157,7 +157,7 @@ def divergence_that_stops_an_epoch() -> TrainLoop:
                 new = policy(states).log_softmax(-1)
                 chosen = new.gather(1, actions[:, None])[:, 0]
                 ratio, advantage = (chosen - old).exp(), returns - returns.mean()
-                kl = (old - chosen).mean()
+                kl = (old - chosen).mean().item()
                 if kl > 1.0:
                     break
                 loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
