@@ -30,7 +30,7 @@ def count(number: int, thing: str) -> str:
     """A number of things: ``count(1, "loss")`` is "1 loss", ``count(2, "pass")`` "2 passes"."""
     if number == 1:
         return f"1 {thing}"
-    return f"{number} {thing}{'es' if thing.endswith(('s', 'ch', 'x')) else 's'}"
+    return f"{number} {thing}{'es' if thing.endswith(('s', 'tch', 'x')) else 's'}"
 
 
 def share(part: float) -> str:

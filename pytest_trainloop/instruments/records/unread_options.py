@@ -93,7 +93,7 @@ class UnreadOptions:
                 f"group {first} holds {some(held)}, with {suspect.option} {own}; {optimizer.kind} reads "
                 f"{some(optimizer.options, 12)}"
             ),
-            shown_by=f'torch keeps "{suspect.key}" in the group without a word; {_READ_BY_NOBODY}',
+            shown_by=f'torch keeps "{suspect.key}" in the group without an error; {_READ_BY_NOBODY}',
             culprits=tuple(f'param_groups[{g}]["{suspect.key}"]' for g in groups[:8]),
             where=keys.groups.built.get(optimizer.index) or record.step_line(),
             repair=f'"{suspect.option}": {value} in this group',
@@ -134,7 +134,7 @@ class UnreadOptions:
         )
 
 
-_READ_BY_NOBODY = "no line of the loop or of a library looks it up, while the loop is built or in fit"
+_READ_BY_NOBODY = "no line of the loop or of a library reads it while the loop is built or in fit"
 
 
 def _suspects(record: Record) -> Iterator[Suspect]:

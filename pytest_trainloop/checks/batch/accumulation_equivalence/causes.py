@@ -97,15 +97,15 @@ CAUSES = {
     ),
     "mean_of_means": _learns(
         proof="all micro-batches weigh the same, where in one batch each weighs by its valid targets",
-        summary="the losses of micro-batches with unequal numbers of valid targets get weights {got}, and in one batch "
-        "{full}",
+        summary="micro-batches with unequal numbers of valid targets weigh {got} when accumulated, and {full} in one "
+        "batch",
         shown_by="in one batch each weighs in proportion to its number of valid targets; " + WEIGHTS,
         repair="sum the loss over tokens (reduction='sum') and divide by the number of valid targets in the whole "
         "window",
         variants={
             "own weights": {
-                "summary": "the losses of micro-batches whose examples have unequal weights get weights {got}, and in "
-                "one batch {full}",
+                "summary": "micro-batches whose rows have unequal weights weigh {got} when accumulated, and {full} in "
+                "one batch",
                 "shown_by": WEIGHTS,
             },
             "declared loss": {
@@ -118,7 +118,7 @@ CAUSES = {
     ),
     "carried_over": _learns(
         proof="the second window holds gradients of the first one's micro-batches",
-        summary="the second window of {k} micro-batches holds gradients of the first one besides its own",
+        summary="the second window of {k} micro-batches still contains gradients of the first window",
         shown_by="the excess is the sum of the first window's micro-batches, with weights {excess}",
         repair="call zero_grad() right after every step, before the next micro-batch's backward()",
         source="https://github.com/meta-pytorch/torchforge/pull/71",
@@ -134,7 +134,7 @@ CAUSES = {
             "knob unused": {
                 "summary": "the loop did the same with {knob}=1 and {knob}={k}: the knob does not reach it",
                 "shown_by": "over the same {k} micro-batches losses and steps are the same with both, bit for bit",
-                "repair": "hand {knob} on to the loop, or take the parameter out of the test function",
+                "repair": "give {knob} to the loop, or take the parameter out of the test function",
             },
             "not prepared": {
                 "summary": "{steps:?{steps} steps over {due} windows of {k} micro-batches: |}" + _DONE + ", since the "
@@ -151,7 +151,7 @@ CAUSES = {
     ),
     "clipped_inside_window": _inside(
         proof="with gradients clipped after the last micro-batch of a window only, windows and one batch agree",
-        summary="gradients are clipped with every micro-batch, and not once for each step",
+        summary="gradients are clipped after every micro-batch, not once per step",
         shown_by="with gradients clipped after the last micro-batch of a window only, " + _AGREE,
         repair="clip once, after the last micro-batch of a window and before the step",
         source="https://github.com/facebookresearch/lingua/pull/59",
@@ -168,8 +168,8 @@ CAUSES = {
                 "summary": "the loop writes the optimizer's learning rate or momentum with every micro-batch, {k} "
                 "times for each step",
                 "measured": _MOVED,
-                "repair": "right if it counts batches on purpose; if it should count optimizer steps, run this "
-                "line once a window, where optimizer.step() is called",
+                "repair": "run this line once per window, where optimizer.step() is called; keep the line here only if "
+                "it should count batches",
             },
         },
         source="https://github.com/starVLA/starVLA/pull/210",
@@ -210,14 +210,14 @@ CAUSES = {
     "term_grows_with_rows": Cause(
         proof="with every row twice one part of the gradient doubles and the other stays; of two rows one part is the "
         "sum of theirs and the other the mean",
-        summary="one term of the loss is a sum over rows and another a mean: how much each counts changes with the "
-        "number of rows{accumulates:?, and so with the number of micro-batches|}",
+        summary="one term of the loss is a sum over the rows, another a mean: their ratio changes with the number of "
+        "rows{accumulates:?, and so with the number of micro-batches|}",
         measured="for {once} alone and for {twice} {values:?{values}; |}the gradients differ by {difference:share}, "
         "float64",
         shown_by="checked exactly on the gradients of two rows: each alone, both together, both twice",
         repair="average both over the rows (kl.sum(1).mean() in place of kl.sum()), or sum both",
         change=("seen",),
-        settle="with a knob accumulate it is a fault: micro-batches weigh the terms otherwise than one batch",
+        settle="with an argument accumulate= it is a fault: micro-batches weigh the terms differently than one batch",
         source="https://github.com/GlassyWing/nvae/issues/3",
     ),
     "divided_by_rows_again": Cause(
@@ -232,19 +232,19 @@ CAUSES = {
     ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
-        summary="no step uses the {left:micro-batch} at the end of the data: the window stays open",
+        summary="no step uses the last {left:micro-batch} of the data: the last window is incomplete",
         measured="the check gave {items} micro-batches in windows of {window}: {left:backward pass} after the last "
         "step",
         shown_by="their gradients are still in .grad when fit returns",
-        repair="step once more after the loop when a window is open, and divide its losses by the number of "
-        "micro-batches that it has, not by that of a full window; or drop the remainder on purpose",
+        repair="call step() once more after the loop, and divide the losses of the short window by its own number of "
+        "micro-batches; or drop the remainder on purpose",
         change=("seen",),
         source="https://github.com/tomhosking/torchseq/issues/8",
     ),
     "update_differs": Cause(
         proof="windows and one batch give another gradient or update, and none of the other causes explains it",
-        summary="{k} micro-batches give another gradient than the same examples in one batch, {within:?in weights of "
-        "no known pattern|and no weighing of the micro-batches explains it}",
+        summary="{k} micro-batches give another gradient than the same rows in one batch, {within:?in weights of no "
+        "known pattern|and no weights of the micro-batches explain it}",
         measured="|g_{k}| / |g_1| = {ratio:.3f}, {direction}; {within:?"
         + WEIGHTS
         + "|{outside:.1e} of it lies outside the span of their gradients}",
@@ -253,8 +253,8 @@ CAUSES = {
         repair="look for what weighs or scales each micro-batch alone: a clip inside the window, a weight, a schedule",
         variants={
             "unknown": {
-                "repair": "look for what the loop keeps by itself and moves on with every micro-batch: the weight of a "
-                "term, a temperature, a running value",
+                "repair": "look for a value that the loop itself updates at every micro-batch: the weight of a term, a "
+                "temperature, a running value",
             },
             "constant": {
                 "summary": "{k} micro-batches give {factor:.4g} times the gradient of the same examples in one batch",

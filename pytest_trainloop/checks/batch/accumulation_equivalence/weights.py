@@ -171,7 +171,7 @@ def _later_window(split: Split) -> Finding:
         return finding
     raise CannotDecide(
         "the gradients of the first window agree and those of the second do not, for no reason that is known here: "
-        "some state besides the weights lives on from window to window"
+        "some state besides the weights survives from window to window"
     )
 
 

@@ -25,10 +25,9 @@ CAUSES = {
         repair="mask later keys with -inf before the softmax, or pass is_causal=True",
         variants={
             "masked": {
-                "summary": "{some:?{some} of {attentions} attentions see|attention sees} later positions: what it is "
-                "given as its mask hides none of them",
-                "repair": "hide later keys in what attention is given as its mask: triu(diagonal=1) filled with -inf, "
-                "or pass is_causal=True",
+                "summary": "{some:?{some} of {attentions} attentions see|attention sees} later positions: {some:?their "
+                "masks hide|its mask hides} none of them",
+                "repair": "hide later keys in the mask: triu(diagonal=1) filled with -inf, or pass is_causal=True",
             }
         },
         source="https://github.com/facebookresearch/xformers/issues/103",

@@ -19,8 +19,8 @@ _REFERENCE = "https://docs.pytorch.org/docs/stable/generated/torch.nn."
 
 def _says(text: str) -> str:
     return (
-        "{group:?{group}: |}" + text + ": the gradient of the same rows, {total} positions long and {real}, differs by "
-        "{difference:share}{undeclared:?; if padding must not count, declare padding=Padding(...)|}"
+        "{group:?{group}: |}" + text + ": the gradient of the same rows, padded to {total} positions and cut to "
+        "{real}, differs by {difference:share}{undeclared:?; if padding must not count, declare padding=Padding(...)|}"
     )
 
 
@@ -49,8 +49,8 @@ CAUSES = {
         proof=f"the row of padding_idx is drawn with the others, and with zeros in it {EQUAL}",
         summary=_says("the row of padding_idx={pad} in {table} is drawn at random, and padding adds it to the result"),
         shown_by=_shown(f"with zeros in this row {EQUAL}; another seed draws other values for it"),
-        repair="put zeros back after this line, under no_grad(): embedding.weight[embedding.padding_idx] = 0; no step "
-        "trains this row by what is looked up",
+        repair="put zeros back after this line, under no_grad(): embedding.weight[embedding.padding_idx] = 0; look-ups "
+        "give this row no gradient",
         change=("drawn", "module"),
         settle="",
         source="https://github.com/datawhalechina/torch-rechub/pull/176",
@@ -65,16 +65,16 @@ CAUSES = {
             "inverted": {
                 "summary": _says("the attention mask is inverted: real positions look at padded ones only"),
                 "shown_by": _shown("the weights of all real keys are exactly zero, and those of padded ones are not"),
-                "repair": "invert the mask: key_padding_mask is true at padding, attn_mask of "
-                "scaled_dot_product_attention at keys to attend to",
+                "repair": "invert the mask: key_padding_mask is True at padding, attn_mask of "
+                "scaled_dot_product_attention is True at keys to attend to",
             },
             "masked": {
-                "summary": _says(f"{_ATTENDED}: what it is given as its mask leaves them visible"),
-                "repair": "hide padded keys in what attention is given as its mask: key_padding_mask is true at "
-                "padding, attn_mask of scaled_dot_product_attention at keys to attend to",
+                "summary": _says(f"{_ATTENDED}: its mask leaves them visible"),
+                "repair": "hide padded keys in the mask: key_padding_mask is True at padding, attn_mask of "
+                "scaled_dot_product_attention is True at keys to attend to",
             },
             "queries": {
-                "summary": _says("the attention mask hides padded queries, and padded keys are attended to"),
+                "summary": _says("the attention mask hides padded queries, not padded keys"),
                 "shown_by": _shown(
                     f"all weights of a padded query are equal, as where all its scores are masked; with padded keys "
                     f"left out {EQUAL}"
@@ -143,19 +143,19 @@ CAUSES = {
         variants={
             "reduced": {"summary": _says(_READS + ", and {reduction}() counts it")},
             "aligned": {
-                "summary": _says("ctc_loss aligns padded positions too: their number is given as the length"),
-                "repair": "give each row's own length, as the model leaves it, as input_lengths",
+                "summary": _says("ctc_loss aligns padded positions too: input_lengths counts them"),
+                "repair": "give the length of each row after the model as input_lengths",
             },
             "no target": {
                 "summary": _says("outputs at padded positions count in the loss"),
                 "shown_by": _shown(
-                    "without their terms, that of the real positions alone is left{divided:?, divided by all "
-                    "positions|}"
+                    "without their terms of the loss only the gradient of the real positions is left{divided:?, "
+                    "divided by all positions|}"
                 ),
             },
             "first token": {
                 "summary": _says("outputs at padded positions count in the loss"),
-                "shown_by": _shown("without their terms, that of the real positions alone is left"),
+                "shown_by": _shown("without their terms of the loss only the gradient of the real positions is left"),
                 "repair": "give the first real token the ignored label too: a padded position predicts it",
             },
         },
@@ -177,12 +177,12 @@ CAUSES = {
     ),
     "mask_of_another": _padding(
         proof="padded positions count exactly where the mask of another sequence says that they are real",
-        summary="{group} is read under the mask of {other}: its padding counts where {other} is real{undeclared:?; if "
-        "padding must not count, declare padding=Padding(...)|}",
+        summary="{group} is masked with the mask of {other}: its padding counts where {other} has real "
+        "positions{undeclared:?; if padding must not count, declare padding=Padding(...)|}",
         measured="relative difference {difference:share} with other values there, float64",
         shown_by="other values in padded positions change the gradient where the other sequence is real, and nowhere "
         "else; these positions are padding: {known}",
-        repair="read each sequence under its own mask",
+        repair="mask each sequence with its own mask",
         variants={"named": {"repair": "give {group} its own mask: pass it at the call that handles {group}"}},
         source="https://github.com/QwenAudio/CosyVoice/issues/1449",
     ),
@@ -193,7 +193,7 @@ CAUSES = {
             "not determined; ruled out as single causes: padded keys, pooling, shifted positions, a factor{draws:?; "
             "{draws} may draw what is trained on, by the length of the batch|}"
         ),
-        repair="mask padded positions before positions are mixed",
+        repair="mask padded positions before each layer that mixes positions",
         variants={
             "recurrent": {
                 "shown_by": _shown(f"over real positions only {EQUAL}: {{why}}"),

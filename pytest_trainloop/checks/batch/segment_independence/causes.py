@@ -69,7 +69,8 @@ CAUSES = {
                 "shown_by": "number {step} is node {step} of graph 0 and node 0 of graph 1",
             },
             "one for each graph": {
-                "summary": "{name} counts nodes within each graph, and looks them up among those of all {graphs}",
+                "summary": "{name} numbers the nodes within each graph, but is used as an index into the nodes of all "
+                "{graphs}",
                 "measured": "for graph {graph} it is {node}: a node of graph {other}",
                 "shown_by": "each of its {graphs:number} is smaller than its graph has nodes, and {wrong} lie in other "
                 "graphs",
@@ -125,7 +126,7 @@ CAUSES = {
     "segments_interact": _in_the_model(
         proof="the outputs for one segment have a gradient with respect to the data of another: a fault where "
         "rows_interact=False is declared",
-        summary="{kind}s of one batch meet in the model{named:?, through {named}|}",
+        summary="{kind}s of one batch affect each other in the model{named:?, through {named}|}",
         shown_by="the gradient of single {kind}s",
         repair="mask what lies in other segments, or declare rows_interact=True",
         variants={
@@ -134,12 +135,12 @@ CAUSES = {
             "reshaped": {"shown_by": "{kind}s of {sizes} {entry}s; a part holds those of two"},
             "attention": {"shown_by": f"with attention {_ALONE}"},
             "rows": {
-                "summary": "{kind}s of one batch meet in the model, and in a batch of their row alone they do not",
+                "summary": "{kind}s of one batch affect each other in the model, but not in a batch of their row alone",
                 "shown_by": "in that row alone no output of one depended on the other; only there {named} is called",
                 "repair": "make the mask for any number of rows, not only for one",
             },
             "training": {
-                "summary": "in training {kind}s of one batch meet in the model, through {named}",
+                "summary": "in training {kind}s of one batch affect each other in the model, through {named}",
                 "measured": "the gradient of {kind} {number} ({tokens:token}) differs by {difference:share} from that "
                 "of this {kind} alone, float64; in evaluation mode no output of it depends on others",
                 "shown_by": "with the results of the calls of the {kind} alone both gradients are equal",

@@ -126,7 +126,7 @@ CAUSES = {
     ),
     "learns_slowly": Cause(
         proof="the loss stays on a plateau in steps in which plain Adam goes much further",
-        summary="one fixed batch is learned slowly: {progress:.0%} of the way that plain Adam goes",
+        summary="one fixed batch is learned slowly: the loss falls only {progress:.0%} as far as with plain Adam",
         measured=f"{_REACHED}; this loop's learning rate is {{largest_lr:.1e}} at most",
         shown_by="{why}",
         repair="another learning rate, or momentum",

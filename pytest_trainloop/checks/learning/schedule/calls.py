@@ -185,7 +185,7 @@ def _cadence(scheduler: Scheduler) -> str:
     if counted == "milestones" and "{" in text:
         text = "[" + ", ".join(re.findall(r"(\d+):", text)) + "]"
     return (
-        f"scheduler.step(): its {counted}={text} counts calls: once a pass if these are epochs, once after each "
+        f"scheduler.step(): its {counted}={text} counts calls: once per epoch if these are epochs, once after each "
         "optimizer.step() if these are steps"
     )
 
@@ -201,7 +201,7 @@ def _why_not(evidence: Evidence, scheduler: Scheduler) -> str:
     if scheduler.at:
         return "fit builds it, and came to its end"
     passes = len(whole.record.passes)
-    return f"fit makes {passes} passes over the batches by itself, and came to its end" if passes > 1 else ""
+    return f"fit makes {passes} epochs by itself, and came to its end" if passes > 1 else ""
 
 
 def _still_to_come(evidence: Evidence, scheduler: Scheduler) -> bool:

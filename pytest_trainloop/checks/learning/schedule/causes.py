@@ -11,7 +11,7 @@ WINDOWS = ("accumulation_equivalence:update_differs", "accumulation_equivalence:
 
 _seen = partial(Cause, change=("seen",))
 _built = partial(Cause, change=("scheduler",))
-_plan = partial(_built, settle="give steps= (optimizer steps of the whole training), or epochs= (its passes)")
+_plan = partial(_built, settle="give steps= (optimizer steps of the whole training), or epochs=")
 _ALL_GROUPS = 'for group in optimizer.param_groups: group["lr"] = ...'
 _ALONE = "stepped forward without training (only scheduler.step() is called), "
 
@@ -46,7 +46,7 @@ CAUSES = {
         summary="{kind} is built and fit never calls it: all {steps:step} are made at {lr:g}",
         measured="0 calls of {kind}.step() in {steps:step} of {optimizer}",
         shown_by="{why}",
-        repair="scheduler.step(), after each optimizer.step() where its settings count steps, else once a pass",
+        repair="scheduler.step(), after each optimizer.step() where its settings count steps, else once per epoch",
         variants={
             "may come": {
                 "summary": "{kind} is built, and no call of it was seen: the {steps:step} that were watched are made "
@@ -58,15 +58,15 @@ CAUSES = {
         source="https://github.com/voicepaw/so-vits-svc-fork/pull/291",
     ),
     "called_twice": _seen(
-        proof="two lines call one scheduler: both between each two steps, or one at each step and one at each pass",
+        proof="two lines call one scheduler: both between each two steps, or one at each step and one at each epoch",
         summary="{kind} is called twice for each optimizer step, by two lines: its schedule runs double",
         measured="2 calls between each two of {steps:step}: {calls} in all",
         shown_by="{first} and {second} both call {called}",
         variants={
             "each pass": {
-                "summary": "{kind} is called once a step and once a pass as well: its count is neither that of the "
-                "steps nor that of the passes",
-                "measured": "{steps} calls after {steps:step}, and {calls} calls at the end of {calls:pass}",
+                "summary": "{kind} is called once per step and also once per epoch: its count is neither that of the "
+                "steps nor that of the epochs",
+                "measured": "{steps} calls after {steps:step}, and {calls} calls at the end of {calls:epoch}",
             }
         },
         repair="remove one of the two calls: keep the one in whose unit the settings count",
@@ -84,16 +84,16 @@ CAUSES = {
         source="https://github.com/alan-turing-institute/deepsensor/issues/47",
     ),
     "scheduler_rebuilt": _seen(
-        proof="a scheduler is built again for every step, or for every pass at the length of the whole run",
+        proof="a scheduler is built again for every step, or for every epoch at the length of the whole run",
         summary="{kind} is built again for every step, so the learning rate stays at {lr:g}",
         measured="{built} {kind} are built in {steps:step}, each called once or not at all",
         shown_by="every call leaves the same rates: it is the first one of its scheduler",
         variants={
             "each pass": {
-                "summary": "{kind} is built again for each pass and is sized for all {built}: it begins again each "
-                "time",
+                "summary": "{kind} is built again for each epoch, but its length is that of all {built}: it starts "
+                "again each time",
                 "measured": "{key} = {size}, and each of {built} is called {each} times",
-                "shown_by": "{key} equals the calls of all passes: {built} times {each}",
+                "shown_by": "{key} equals the calls of all epochs: {built} times {each}",
             }
         },
         repair="build the scheduler once, before the loop",
@@ -115,8 +115,8 @@ CAUSES = {
         shown_by="at every call the metric is the value of the last loss that backward() was called on",
         variants={
             "by name": {
-                "summary": 'ReduceLROnPlateau(mode="{mode}") is given {name}, which is better the {rises:?more|less} '
-                "it is: it lowers the rate while {name} {rises:?rises|falls}",
+                "summary": 'ReduceLROnPlateau(mode="{mode}") is given {name}, for which {rises:?higher|lower} is '
+                "better: it lowers the rate while {name} {rises:?rises|falls}",
                 "measured": "{name} is {values} in {calls:call}",
                 "shown_by": 'mode="{mode}" waits for a metric that {rises:?falls|rises}',
             }
@@ -129,7 +129,7 @@ CAUSES = {
         summary="ReduceLROnPlateau is given the first loss, {value:.4g}, at all {calls:call}",
         measured="the loss itself goes from {first:.4g} to {last:.4g} meanwhile",
         shown_by="the metric equals the loss that backward() was called on before the first call, to 1e-6",
-        repair="hand over the loss of this pass: scheduler.step(loss)",
+        repair="give it the loss of this epoch: scheduler.step(loss)",
     ),
     "metric_as_epoch": _seen(
         proof="a scheduler other than ReduceLROnPlateau is called with the loss, or with fractions that rise and fall",
@@ -236,9 +236,9 @@ CAUSES = {
         shown_by="each later rate is the last one times {factor}, or 0",
         variants={
             "built at 0": {
-                "summary": "a new {kind} is built where the learning rate has come to 0, and goes on from there: all "
-                "{after:step} since are made at 0",
-                "shown_by": "{kind} computes each rate from the one that it finds, and finds 0",
+                "summary": "a new {kind} is built when the learning rate is 0, and starts from it: all {after:step} "
+                "since are made at 0",
+                "shown_by": "{kind} computes each rate from the current one, which is 0",
                 "repair": 'before it is built: for group in optimizer.param_groups: group["lr"] = '
                 'group["initial_lr"]; or build CosineAnnealingWarmRestarts once',
             }
@@ -328,15 +328,15 @@ CAUSES = {
         proof="a pattern is true of no name, and puts parameters into a group that is empty where it is answered yes",
         summary="the group with lr={lr:g} is empty: {patterns} matches no name, and {names} {names:are} trained with "
         "lr={other:g}",
-        measured="asked of {asked:name}, true of none",
-        shown_by="with the answer yes, the same code puts {names} into that group",
+        measured="tested on {asked:name}, true for none",
+        shown_by="with the condition forced to true, the same code puts {names} into that group",
         source="https://github.com/huggingface/lerobot/pull/280",
     ),
     "factors_multiply": Cause(
         proof="the quotients of successive rates are a warm-up or a decay: each call multiplies the last rate",
         summary=(
-            "each call of {kind} multiplies the rate of the call before by the factor of {rises:?a warm-up|a decay}: "
-            "after {calls:call} the learning rate is {last:.2g}, {part:.2g} of its first"
+            "each call of {kind} multiplies the last rate, not the base rate, by the factor of {rises:?a warm-up|a "
+            "decay}: after {calls:call} the learning rate is {last:.2g}, {part:.2g} of the first one"
         ),
         measured="{drawn}; the factors are {quotients}",
         shown_by="the quotients of successive rates are exactly {form}",
@@ -347,7 +347,8 @@ CAUSES = {
     ),
     "lr_is_the_factor": Cause(
         proof="LambdaLR multiplies each base rate by a factor whose highest value is that base rate",
-        summary="the lambda of {kind} returns the learning rate, and {kind} multiplies it by lr={base:g}: {peak:.3g}",
+        summary="the lambda of {kind} returns the learning rate, and {kind} multiplies it by lr={base:g}: the result "
+        "is {peak:.3g}",
         measured="the highest factor of every group is its own lr, or that of one group: {drawn}",
         shown_by="the highest rate of every group is its lr times this factor, to 1e-9",
         repair="return the factor alone: lambda step: decay ** step, without the learning rate",
@@ -384,16 +385,16 @@ CAUSES = {
         proof="the rate falls to half or less at one call, and the next call takes it back",
         summary="the learning rate of {kind} is {low:.2g} at call {end} alone: {before:.2g} before, {after:.2g} after",
         measured="{drawn}",
-        shown_by="in {calls} calls this happens once: where one part of the schedule hands over to the next",
-        repair="have the second scheduler begin where the first one ends: step() it once at the end of the warm-up",
+        shown_by="in {calls} calls this happens once, where the second part of the schedule starts",
+        repair="let the second scheduler start where the first one ends: step() it once at the end of the warm-up",
         source="https://github.com/ildoonet/pytorch-gradual-warmup-lr/issues/26",
     ),
     "counts_something_else": _plan(
         proof="the schedule is built for calls in one unit (epochs), and is called in another (steps)",
-        summary="{kind} is built for {length}, and is called once a {unit}{more:?: {more}|}",
+        summary="{kind} is built for {length}, but is called once per {unit}{more:?: {more}|}",
         measured="{numbers}",
         shown_by="{why}",
-        repair="build it for as many calls as are made: steps of the optimizer, where it is called once a step",
+        repair="build it for as many calls as are made: optimizer steps, where it is called once per step",
         explains=(*LEARNING, *WINDOWS),
         source="https://github.com/Lornatang/SRGAN-PyTorch/issues/1",
     ),
@@ -402,7 +403,7 @@ CAUSES = {
         summary="{kind} is called once for each micro-batch, not once for each step of its optimizer",
         measured="{calls:call} for {steps:step}, in a run of {micro} micro-batches, {window} a step",
         repair="call it right after optimizer.step(), in the same branch",
-        settle="give steps= (optimizer steps of the whole training), or epochs= (its passes)",
+        settle="give steps= (optimizer steps of the whole training), or epochs=",
         change=("seen",),
         source="https://github.com/h2oai/h2o-llmstudio/issues/663",
     ),
@@ -418,7 +419,8 @@ CAUSES = {
                 "shown_by": "{message}",
             }
         },
-        repair="total_steps = the number of calls: len(loader) * epochs // accumulate, where it is called once a step",
+        repair="set total_steps to the number of calls: len(loader) * epochs // accumulate, if it is called once per "
+        "step",
         explains=LEARNING,
         source="https://github.com/A4Bio/PiFold/issues/6",
     ),
@@ -440,8 +442,7 @@ CAUSES = {
         shown_by="stepped forward without training no rate changes after call {end}; {in_all}",
         variants={
             "first pass": {
-                "summary": "{kind} is built for one pass of the {passes} that fit makes: in all others the learning "
-                "rate is 0",
+                "summary": "{kind} is built for 1 of the {passes} epochs of fit: in all others the learning rate is 0",
                 "measured": "its last change is at call {end} of {calls}",
                 "shown_by": "{sizes}",
             },
@@ -459,8 +460,8 @@ CAUSES = {
         measured="{drawn}",
         shown_by=_ALONE + "{in_all}",
         repair=(
-            "call it once a pass, if it counts passes; a factor that multiplies the rate again and again is 0.1 or "
-            "more, and no learning rate"
+            "call it once per epoch, if it counts epochs; use a factor of 0.1 or more, not a learning rate, where each "
+            "call multiplies the rate by it"
         ),
         explains=LEARNING,
         source="https://github.com/open-edge-platform/physical-ai-studio/pull/407",
@@ -474,8 +475,7 @@ CAUSES = {
         shown_by="stepped forward without training the rate falls until call {end} and rises from there; {in_all}",
         variants={
             "first pass": {
-                "summary": "{kind} is built for one pass of the {passes} that fit makes: its rate rises again in the "
-                "next",
+                "summary": "{kind} is built for 1 of the {passes} epochs of fit: its rate rises again in the next one",
                 "measured": "its lowest point is at call {end} of {calls}",
                 "shown_by": "{sizes}",
             }

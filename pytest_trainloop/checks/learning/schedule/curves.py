@@ -50,6 +50,9 @@ MOST_PASSES = 1000
 
 UNITS: tuple[Unit, ...] = ("pass", "step", "micro-batch")
 
+NAMES: dict[str | None, str] = {"pass": "epoch", "step": "step", "micro-batch": "micro-batch", None: ""}
+"""Of units in texts."""
+
 CALLS_IN: dict[Unit | None, str] = {
     "step": "len(loader) * epochs // accumulate calls",
     "micro-batch": "len(loader) * epochs calls",
@@ -85,8 +88,8 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
         yield from (f for f in findings if (f.cause, f.where) not in said)  # one line may write for two optimizers
         said |= {(f.cause, f.where) for f in findings}
         if one.planned is None and one.horizon and not findings and by_scheduler and not _sized_by_fit(one):
-            times = f"once a {one.unit}" if one.unit else "now and then"
-            give = f"{'epochs= (passes' if one.unit == 'pass' else 'steps= (optimizer steps'} of the real run)"
+            times = f"once per {NAMES[one.unit]}" if one.unit else "now and then"
+            give = f"{'epochs= (epochs' if one.unit == 'pass' else 'steps= (optimizer steps'} of the real run)"
             known = f"{one.kind}, called {times}, is projected to its end at call {one.horizon}"
             undecided.append(f"{known}; give {give} to have it judged")
     if undecided and not said:
@@ -105,9 +108,9 @@ def _finds(one: Projected, cause: str, variant: str = "", **facts: Any) -> Findi
 
 def _otherwise(one: Projected, built: Unit | str, numbers: str, why: str, repair: str = "", **facts: Any) -> Finding:
     """Built for the calls of one unit, and called in another."""
-    length = built if built not in UNITS else f"one call a {built}"
-    repair = repair or f"build it for {CALLS_IN[one.unit]}, or call it once a {built}"
-    facts = {"unit": one.unit, "more": "", **facts}
+    length = built if built not in UNITS else f"one call per {NAMES[built]}"
+    repair = repair or f"build it for {CALLS_IN[one.unit]}, or call it once per {NAMES.get(built, built)}"
+    facts = {"unit": NAMES[one.unit], "more": "", **facts}
     # called too often or too seldom, the call moves; else the length is another one, where it is given
     moves = one.unit == "micro-batch" or (one.unit == "pass" and built != "pass")
     facts["change"] = str(one.place) if moves else length_given(one.made_at) or one.made_at
@@ -245,13 +248,13 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
     if len(ends) < 2:  # only the shorter run was short enough: the passes of a longer fit
         passes = one.unit == "step" and end == first.counts.passes and end >= MANY_PASSES
         if ended and passes and first.calls >= 2 * end and one.falls(end, LITTLE):
-            numbers = f"in a fit of {count(end, 'pass')} its last change is at call {end} of {first.calls}"
-            why = f"the last change of {one.kind} is at call {end}, and fit ends after {count(end, 'pass')}"
+            numbers = f"in a fit of {count(end, 'epoch')} its last change is at call {end} of {first.calls}"
+            why = f"the last change of {one.kind} is at call {end}, and fit ends after {count(end, 'epoch')}"
             yield _otherwise(one, "pass", numbers, why)
         return
     grows = one.made_in_fit and (ends[1] or 0) > end
     if grows and all(size.raised for size in one.sizes):
-        few, more = (f"{size.windows * one.window} batches a pass call {size.calls + 1}" for size in one.sizes)
+        few, more = (f"{size.windows * one.window} batches per epoch call {size.calls + 1}" for size in one.sizes)
         facts: dict[str, Any] = {
             "call": first.calls + 1,
             "sizes": f"with {few} raises; with {more}",
@@ -269,7 +272,7 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
         if one.falls(end, LITTLE) and (passes or (unit != "pass" and grows)) and first.curve:
             lrs = first.curve.group(one.curve.leading)
             numbers = (
-                f"in a fit of {count(end, unit)} its end is at call {end} of {first.calls}: the rate is "
+                f"in a fit of {count(end, NAMES[unit])} its end is at call {end} of {first.calls}: the rate is "
                 f"{max(lrs):.2g} at its peak, {_lr(one, first, end):.2g} at call {end} and "
                 f"{_lr(one, first, first.calls):.2g} at call {first.calls}"
             )
@@ -297,11 +300,11 @@ def _both(one: Projected, unit: Unit | None = None) -> str:
     first, second = one.sizes
 
     def ends(size: Sized) -> str:
-        counted = f" ({count(size.counts.of(unit) or 0, unit)})" if unit else ""
+        counted = f" ({count(size.counts.of(unit) or 0, NAMES[unit])})" if unit else ""
         return f"at call {size.horizon} of {size.calls}{counted}"
 
     few, more = (size.windows * one.window for size in one.sizes)
-    return f"with {few} batches a pass it ends {ends(first)}; with {more}, {ends(second)}"
+    return f"with {few} batches per epoch it ends {ends(first)}; with {more}, {ends(second)}"
 
 
 def _of_windows(one: Projected) -> Iterator[Finding]:
@@ -360,7 +363,7 @@ def _sized_otherwise(one: Projected, size: Sized, window: int, unit: Unit, how: 
         f"accumulate={window}, for {size.calls} calls in {count(size.counts.steps or 0, 'step')}"
     )
     why = "the length of the schedule and the calls of it change differently with the knob accumulate"
-    repair = f"call it once a {unit}, or build it for {CALLS_IN[called]}"
+    repair = f"call it once per {NAMES[unit]}, or build it for {CALLS_IN[called]}"
     return _otherwise(one, unit, numbers, why, repair, unit=called, more=f"under accumulate={window} it runs {how}")
 
 
@@ -384,10 +387,10 @@ def _of_another_unit(one: Projected) -> Iterator[Finding]:
         counted = one.plan.of(unit)
         far = not 0.5 <= end / calls <= 2 or ("pass" not in (unit, one.unit) and counted in (2 * calls, calls / 2))
         if unit != one.unit and counted is not None and abs(counted - end) <= 1 and far:
-            others = count(counted, unit)
-            repair = f"build it for {calls} calls, or call it once a {unit}"
+            others = count(counted, NAMES[unit])
+            repair = f"build it for {calls} calls, or call it once per {NAMES[unit]}"
             numbers = f"its end is at call {end} of {calls}; {_drawn(one, calls)}"
-            why = f"the training has {others} and {count(calls, one.unit)}"
+            why = f"the training has {others} and {count(calls, NAMES[one.unit])}"
             length = f"{end} calls, as the training has {others}"
             yield _otherwise(one, length, numbers, why, repair, more=f"{calls} times")
             return
@@ -406,7 +409,7 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     peak, peak_at, last, end = max(lrs), curve.peak_at(group), curve.lr(calls)[group], one.horizon
     facts: dict[str, Any] = {
         "calls": calls,
-        "in_all": f"{calls} calls in the whole training, one a {one.unit}",
+        "in_all": f"{calls} calls in the whole training, one per {NAMES[one.unit]}",
         "peak": peak,
     }
     facts |= {"drawn": _drawn(one, calls), "last": last, "end": end}
@@ -472,22 +475,22 @@ def _of_names(one: Projected) -> Iterator[Finding]:
     """A schedule whose own arguments name another unit than it is called by; advice but where they contradict."""
     per_pass, passes = one.settings.get("steps_per_epoch", 1), one.settings.get("epochs", 0)
     text = _length_text(one.made_at_line, one.kind)
-    made = count(one.sizes[0].counts.passes or 0, "pass") if one.sizes else ""
-    numbers = f"{one.sizes[0].calls} calls in {made} over the batches" if one.sizes else ""
+    made = count(one.sizes[0].counts.passes or 0, "epoch") if one.sizes else ""
+    numbers = f"{one.sizes[0].calls} calls in {made}" if one.sizes else ""
     if one.unit == "pass" and per_pass > 1 and passes:
         why, repair = (
-            "the number of calls does not grow with the batches of a pass",
+            "the number of calls does not grow with the batches of an epoch",
             "call it after each optimizer.step()",
         )
-        more = f"{passes} passes make {passes} of its {passes * per_pass} calls"
+        more = f"{passes} epochs make {passes} of its {passes * per_pass} calls"
         numbers = f"steps_per_epoch={per_pass}, epochs={passes}; {numbers}"
-        yield _otherwise(one, f"{per_pass} steps an epoch", numbers, why, repair, more=more)
+        yield _otherwise(one, f"{per_pass} steps per epoch", numbers, why, repair, more=more)
     elif one.planned is not None:
         return
     elif one.unit == "step" and "epochs" in text and not re.search(r"steps?|iters?|len\(|batch|\*|loader|per_", text):
-        why = "the number of calls grows with the batches of a pass"
-        repair = "call it once a pass, or build it for len(loader) * epochs calls"
-        yield _otherwise(one, f"{text} calls, which names passes", numbers, why, repair, level="advice")
+        why = "the number of calls grows with the batches of an epoch"
+        repair = "call it once per epoch, or build it for len(loader) * epochs calls"
+        yield _otherwise(one, f"{text} calls, which names epochs", numbers, why, repair, level="advice")
     elif one.unit == "pass" and not one.made_in_fit and one.horizon is not None:
         steps = "len(" in text or re.search(r"steps|iters", text)
         if (steps or not text) and (text or one.horizon > MOST_PASSES):

@@ -16,7 +16,7 @@ CAUSES = {
         variants={
             "asked": {
                 "summary": "the filter {pattern} matches no parameter, and {all} ({names})",
-                "measured": "asked of {asked} names that named_parameters() gave; true of none",
+                "measured": "tested on {asked} names of named_parameters(), true for none",
                 "shown_by": "were it true of {names}, a group without decay would hold {names:them}",
             },
             "renamed": {

@@ -10,8 +10,9 @@ _seen = partial(Cause, change=("seen",), explains=("overfit_one_batch",))
 
 CAUSES = {
     "maker_helps_critic": _seen(
-        proof="both steps push the scores of what is made the same way, and the critic pushes those of data the other",
-        summary="the generator's step pushes {names}'s scores of what it makes {way}, as {names}'s own step does",
+        proof="both steps push the scores of generated samples the same way, and the critic pushes those of data the "
+        "other",
+        summary="the generator's step pushes {names}'s scores of generated samples {way}, as {names}'s own step does",
         measured="the sign of the gradient at every score, also with {offsets} constants added to the scores",
         shown_by="the step of {names} pushes the scores of data the other way: the two must be opponents",
         repair=(
@@ -23,33 +24,34 @@ CAUSES = {
         source="https://arxiv.org/abs/1406.2661",
     ),
     "critic_cannot_tell": _seen(
-        proof="the critic's step pushes the scores of data and of what is made the same way, at every score",
-        summary="the step of {names} pushes its scores of data and of what is made the same way: {way}",
+        proof="the critic's step pushes the scores of data and of generated samples the same way, at every score",
+        summary="the step of {names} pushes its scores of data and of generated samples the same way: {way}",
         measured="the sign of the gradient at every score, also with {offsets} constants added to the scores",
         shown_by="the generator's step pushes its scores the other way, and nothing else does",
         variants={
             "one way": {"shown_by": "no step pushes any score the other way: one constant is best for all"},
         },
         repair=(
-            "turn the sign of the half of what is made: F.relu(1 - critic(real)).mean() + "
-            "F.relu(1 + critic(made)).mean(); with labels: ones for data, zeros for what is made"
+            "change the sign of the term of generated samples: F.relu(1 - critic(real)).mean() + F.relu(1 + "
+            "critic(made)).mean(); with labels: ones for data, zeros for generated samples"
         ),
         source="https://arxiv.org/abs/1701.07875",
     ),
     "gradients_mixed": _seen(
-        proof="a step uses the gradients of both losses, which push the scores of what is made against each other",
+        proof="a step uses the gradients of both losses, which push the scores of generated samples in opposite "
+        "directions",
         summary="the step of {own} uses the gradient of {other}'s loss as well: nothing clears it in between",
         measured=(
-            "the two push the scores of what is made against each other, also with {offsets} constants added to the "
-            "scores"
+            "the two push the scores of generated samples in opposite directions, also with {offsets} constants added "
+            "to the scores"
         ),
         shown_by="what this step of {stepped} reads holds the gradients of both backward passes",
         repair=(
-            "call zero_grad() of each optimizer right before the backward() of its own loss; detach() what is made "
-            "where the critic trains on it"
+            "call zero_grad() of each optimizer right before the backward() of its own loss; detach() the generated "
+            "samples where the critic trains on them"
         ),
         change=(),
-        do_not="clear only behind the step: the other side's backward() fills these gradients again",
+        do_not="clear only after the step: the other side's backward() fills these gradients again",
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/557",
     ),
 }

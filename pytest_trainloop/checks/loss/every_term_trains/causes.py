@@ -35,10 +35,7 @@ CAUSES = {
     ),
     "derivative_off_graph": Cause(
         proof="a derivative that was taken without a graph is added to what has a gradient",
-        summary=(
-            "a derivative is added to what trains, and is itself a constant to the weights: it was taken without a "
-            "graph"
-        ),
+        summary="a derivative is added to the loss, but no gradient flows through it: it was taken without a graph",
         measured="added at {added}",
         shown_by="it was computed from weights that the loss trains, and has no gradient where it is added",
         repair="torch.autograd.grad(..., create_graph=True), where the derivative is to be trained as well",

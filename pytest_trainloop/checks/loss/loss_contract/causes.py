@@ -220,7 +220,7 @@ _OF_INPUTS = {
         shown_by="the first sums to 1 in every row, the second holds logarithms",
         variants={
             "reverse": {
-                "summary": "the gradient of kl_div goes through the target only: this is the reverse divergence",
+                "summary": "only the target of kl_div gets a gradient: this is the reverse divergence",
                 "measured": "the input has no history, the target has one",
                 "shown_by": "which of the two arguments requires grad",
             }
@@ -363,9 +363,9 @@ _OF_INPUTS = {
     ),
     "part_detached": _seen(
         proof="the value of a loss is added to what is backpropagated, without its history",
-        summary="the value of {names} is added to what is backpropagated, and its gradient is not",
+        summary="{names} {names:are} added to the loss as a number: the value counts, but no gradient flows through it",
         measured="in {passes} of {passes:backward pass}",
-        shown_by="the sum contains it without its history, and another loss with one",
+        shown_by="the backpropagated sum contains its value without a graph, and another loss with one",
         repair="add the loss itself, without detach() and outside of no_grad()",
         explains=(*LEARNING, "every_term_trains:term_detached"),
         source="https://github.com/myscience/open-genie/issues/6",
@@ -373,14 +373,13 @@ _OF_INPUTS = {
     "part_left_out": _learns(
         change=("overwritten", "seen"),
         proof="no gradient of the run reached a loss with a history, while others were backpropagated",
-        summary="{call} is computed with a history and goes into nothing that is backpropagated",
+        summary="{call} is computed, but no loss that is backpropagated contains it",
         measured="no gradient reaches it; in {calls} of {calls} calls",
         shown_by="no gradient reached its value, and others did",
         variants={
             "layer": {
                 "summary": (
-                    "{call} is computed with a history and goes into nothing that is backpropagated: no other loss "
-                    "trains {layer}"
+                    "{call} is computed, but no loss that is backpropagated contains it: no other loss trains {layer}"
                 ),
                 "shown_by": (
                     "no gradient reached its value, and others did; an optimizer holds the layer, and no gradient of "
@@ -389,7 +388,7 @@ _OF_INPUTS = {
                 "repair": "add it to the loss",
             },
             "lost": {
-                "summary": "{call} is computed with a history and goes into nothing that is backpropagated: {lost}",
+                "summary": "{call} is computed, but no loss that is backpropagated contains it: {lost}",
                 "shown_by": "no gradient reached its value, and others did; {lost}",
                 "repair": "add it to the loss, or delete the line",
             },
@@ -408,8 +407,8 @@ _OF_INPUTS = {
         variants={
             "two": {
                 "summary": (
-                    "{call} compares predicted boxes with corners, and another loss compares the same boxes with "
-                    "{fmt}: they cannot be both"
+                    "{call} reads the predicted boxes as corners, and another loss reads the same boxes as {fmt}: one "
+                    "is wrong"
                 ),
                 "measured": "targets {here} here, {there} at {place}",
                 "shown_by": "the targets there, converted from {fmt} to corners, are the targets given here",

@@ -200,7 +200,7 @@ OF_TARGETS = {
         shown_by="the longest row of a batch should have all frames, up to rounding",
         repair=(
             "count the frames after the model: each layer of kernel k and stride s makes (length - k) // s + 1 of "
-            "length; do not divide again what is divided already"
+            "length; do not divide lengths twice"
         ),
         settle="rows that are padded to a fixed length may all be shorter than half of it",
         source="https://github.com/openspeech-team/openspeech/issues/76",
@@ -270,11 +270,11 @@ OF_TARGETS = {
         variants={
             "between": {
                 "summary": (
-                    "{count} labels between others are {ignored}, which {call} ignores, and the model reads them as "
-                    "inputs: it never learns to write {ignored}"
+                    "{call} ignores {count} labels of {ignored} in the middle of rows, although the model reads "
+                    "{ignored} as input: it never learns to output {ignored}"
                 ),
                 "measured": "{part:share} of the labels",
-                "shown_by": "labels that count come before and after them in a row, so that they are no padding",
+                "shown_by": "labels that count come before and after them in the same row, so they are not padding",
                 "repair": "leave ignore_index out, or label padding -100, so that {ignored} is learned",
             },
             "binary": {
@@ -299,7 +299,7 @@ OF_TARGETS = {
             "the end of every row, id {token}, is never a target of {call}: padding has this id too, and its labels "
             "are ignored by their value"
         ),
-        measured="{rows:row} of different ids end so; no label of the run is {token}",
+        measured="{rows:row} with different ids end with {token}; no label of the run is {token}",
         shown_by=(
             "the ids that the embedding looked up against the labels; padding is known ({known}); no gradient of this "
             "loss raises the score of {token}"
@@ -311,14 +311,14 @@ OF_TARGETS = {
                     "ignore_index={token} leaves both out"
                 ),
                 "repair": (
-                    "labels = labels.masked_fill(mask == 0, -100), and leave ignore_index={token} out; or fill rows "
-                    "with an id of its own"
+                    "labels = labels.masked_fill(mask == 0, -100), and leave ignore_index={token} out; or pad with "
+                    "another id"
                 ),
             },
         },
         repair=(
-            "ignore labels by the mask and not by their value: labels[attention_mask == 0] = -100; or fill rows with "
-            "an id of its own"
+            "ignore labels by the mask and not by their value: labels[attention_mask == 0] = -100; or pad with another "
+            "id"
         ),
         settle="a model that is to be stopped by its length alone needs no end",
         change=("filled", "data"),
@@ -345,8 +345,8 @@ OF_TARGETS = {
     "not_shifted": _learns(
         proof="the labels of a causal model are the inputs of the same position, or of the previous one",
         summary=(
-            "{unsure:?it seems that |}labels are {back:?shifted the wrong way|not shifted}: a causal model is asked "
-            "for the {back:?previous token|token that it is given} ({call})"
+            "{unsure:?it seems that |}labels are {back:?shifted the wrong way|not shifted}: a causal model is asked to "
+            "predict the {back:?previous token|token that it already gets as input} ({call})"
         ),
         measured=(
             "{count} labels are the id {far} and not the next one, and none is otherwise; the probability of that in "
@@ -362,10 +362,10 @@ OF_TARGETS = {
     "start_token_twice": _learns(
         proof="every row of ids begins with one token twice, and no other position has it",
         summary="every sequence begins with token {token} twice",
-        measured="all {rows} different rows begin so, and token {token} is at no other position",
+        measured="all {rows} different rows begin with it twice, and it is at no other position",
         shown_by=(
             "the ids that the embedding looked up{trained:?; the label at the first position is token {token} too, so "
-            "the model learns to say it again|}"
+            "the model learns to repeat it|}"
         ),
         repair=(
             "tokenize text from a chat template with add_special_tokens=False; strip the decoder's start token from "
@@ -385,13 +385,13 @@ OF_TARGETS = {
     ),
     "sides_turned": _learns(
         proof="in every row the score of what the batch names negative is raised, and that of the positive lowered",
-        summary="scores of {bad} are raised and those of {good} lowered: the names say the reverse",
-        measured="in all rows of {calls:call} in which the two meet",
+        summary="training raises the scores of {bad} and lowers those of {good}: the names say the opposite",
+        measured="in all rows that compare the two, in {calls:call}",
         shown_by=(
             "the gradients of what is backpropagated with respect to the two scores, which are products or "
             "log-probabilities: no distances"
         ),
-        repair="softplus(negative - positive), or -logsigmoid(positive - negative)",
+        repair="minimise softplus(negative - positive), or -logsigmoid(positive - negative)",
         source="https://github.com/SmartDataAnalytics/Knowledge-Graph-Analysis-Programming-Exercises/issues/1",
     ),
     "no_pairs": _seen(
@@ -412,8 +412,8 @@ OF_TARGETS = {
         measured="{count} classes for labels up to {high}: {times} times as many",
         shown_by="all targets of the recorded steps",
         repair=(
-            "build the head with as many outputs as there are labels, model.head = nn.Linear(width, classes): to set "
-            "out_features of a layer that is built changes nothing; or look at the mapping from names to labels"
+            "build the head with as many outputs as there are labels, model.head = nn.Linear(width, classes): setting "
+            "out_features of an existing layer changes nothing; or check the mapping from names to labels"
         ),
         change=("module", "seen"),
         settle="batches= with the project's own labels show whether the others occur",

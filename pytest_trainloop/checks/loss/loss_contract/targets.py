@@ -144,7 +144,7 @@ def class_probabilities(call: LossCall) -> Findings:
     elif any(target.shape[d] > 1 and sums_to_one(target, d) for d in range(target.dim()) if d != axis):
         why = "they sum to 1 along another axis"
     elif source is not None and source.op == "sigmoid":
-        why = "a sigmoid gives each class by itself"
+        why = "they come from a sigmoid, which treats each class separately"
     elif not whole and bool((sums - sums.flatten()[0]).abs().max() <= allowed):
         why = "every row sums to the same number"
     heavy = not why and not bool((wide < 0).any()) and bool((sums > 1 + allowed).any())

@@ -64,7 +64,8 @@ def gradient_error(loss: Loss, case: Case) -> Finding | None:
     if all(g is None for g in start.grads):
         return Finding(
             cause="graph_cut",
-            summary="the value has no history of the output: backward() raises, or gives it nothing",
+            summary="autograd finds no path from the value to the output: backward() raises, or gives the output no "
+            "gradient",
             measured=f"the value is {start.total:.6g}, and autograd gives no gradient",
             shown_by="no path leads from the value back to an output",
         )

@@ -37,7 +37,7 @@ _RULED_OUT = "; ruled out: generators of random numbers, inputs that require no 
 CAUSES = {
     "inputs_need_grad": _differs(
         proof="with the re-entrant checkpoints whose inputs require no grad as plain calls, the gradients are the same",
-        summary="{names} {several:?get|gets} {part:?a part of its gradient only|no gradient} under a re-entrant "
+        summary="{names} {several:?get|gets} {part:?only a part of the gradient|no gradient} under a re-entrant "
         "checkpoint whose inputs require no grad",
         shown_by="no input of some re-entrant checkpoints requires grad; with these alone as plain calls the "
         "gradients are those without checkpointing",

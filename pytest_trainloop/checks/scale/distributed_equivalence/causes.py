@@ -84,11 +84,11 @@ CAUSES = {
         variants={
             "script": {
                 "measured": "",
-                "shown_by": "the weights of the ranks begin the same and part; 0 calls of the wrapper",
+                "shown_by": "the weights of the ranks begin equal and then differ; 0 calls of the wrapper",
             },
             "steps": {
-                "summary": "DistributedDataParallel wraps the model, and {bare} of {steps:step} do without it, "
-                "the first in step {step}: there each rank trains on its own rows alone",
+                "summary": "{bare} of {steps:step} bypass the DistributedDataParallel wrapper, the first in step "
+                "{step}: there each rank trains on its own rows alone",
                 "measured": _RAN,
                 "shown_by": "the ranks read different gradients at just these steps, and the same at those with a call",
             },
@@ -149,8 +149,8 @@ CAUSES = {
     ),
     "mean_of_means": _compared(
         proof="all ranks weigh the same, where in one process each weighs by its valid targets",
-        summary="the losses of ranks {valid:?with unequal numbers of valid targets|whose examples have unequal "
-        "weights} get weights {got}, and in one process {one}",
+        summary="ranks {valid:?with unequal numbers of valid targets|whose rows have unequal weights} weigh {got}, and "
+        "{one} in one process",
         shown_by="{valid:?in one process each weighs in proportion to its {valid} valid targets|}",
         repair="sum the loss, all-reduce the number of valid targets, and backpropagate "
         "loss_sum * world_size / targets_of_all_ranks (DistributedDataParallel divides by the number of ranks)",
@@ -215,7 +215,7 @@ CAUSES = {
                 "shown_by": "the gradients before the clip agree to rounding",
             },
             "copies": {
-                "summary": "each rank clips its copy of {names} by another norm{norms:? ({norms})|}: the copies part",
+                "summary": "each rank clips its copy of {names} by another norm{norms:? ({norms})|}: copies diverge",
                 "shown_by": "with all rows on every rank the gradient of these copies is that of one process before "
                 "the clip, and another on each rank after it",
             },
@@ -270,8 +270,8 @@ CAUSES = {
     "rows_left_out": Cause(
         proof="the ranks' samplers cut different data sets, or different orders: some rows are on several ranks and "
         "some on none",
-        summary="DistributedSampler shares out a data set that is already another on each rank, with {common} rows in "
-        "common: of its own part each rank goes over one row in {samplers}",
+        summary="DistributedSampler splits a data set that already differs between ranks, with {common} rows in "
+        "common: each rank reads one row in {samplers} of its own part",
         measured=_RAN,
         shown_by="the subsets that the samplers were given, of {counts} rows",
         repair="give DistributedSampler the same data set on all ranks: cut it by rank once, and draw splits with a "

@@ -410,7 +410,7 @@ def parts_first(results: Sequence[RankResult], names: Sequence[str]) -> tuple[st
                 if call.at < step.at and call.optimizer in (None, step.optimizer)
             ]
             line = str(scheduled[-1].place) if scheduled else ""
-            return f"the learning rates part at step {number + 1}{shown}", line
+            return f"the learning rates differ from step {number + 1}{shown}", line
         if first := read_apart(records, at_once, names):
             what = f"at step {number + 1} the ranks read different gradients of {some(first, most=2)}"
             calls = [result.called[number] - (result.called[number - 1] if number else 0) for result in results]

@@ -17,11 +17,11 @@ _ONE_ORDER = "{rows:row} in one order, in {epochs} of {epochs} epochs"
 _SAME_DRAW = "{drawn}() drew the order of each epoch{sampler:? for {sampler}|}, and gave the same numbers each time"
 _STEPS = "optimizer steps were made in between"
 _ONE_GENERATOR = (
-    "make the generator once, where the loader is built, and let it go on: torch.Generator().manual_seed(seed); or "
-    "seed it with seed + epoch"
+    "create the generator once, where the loader is built, and do not seed it again: "
+    "torch.Generator().manual_seed(seed); or seed it with seed + epoch"
 )
 _CYCLE = {
-    "measured": "one pass over a loader of {rows:row}, and {trained:?optimizer steps|further batches} after its end",
+    "measured": "one epoch of a loader of {rows:row}, then further {trained:?optimizer steps|batches}",
     "shown_by": "{drawn}() drew the order of the first epoch, and cycle() gives its batches again: the loader is not "
     "iterated a second time",
     "repair": "use a generator that iterates the loader again, in place of cycle(): def endless(loader): while True: "
@@ -49,7 +49,7 @@ CAUSES = {
         "labels, {stored} each: every row has one|}",
         repair="order = torch.randperm(len(x)), once an epoch, and x[order], y[order] with it; or one loader over "
         "TensorDataset(x, y)",
-        do_not="fix the seed of both shuffles: they part as soon as one of them draws once more",
+        do_not="fix the seed of both shuffles: the orders differ again as soon as one of them draws once more",
         variants={
             "collated": {
                 "summary": "{function}() of {stream} gives {changed} of {rows} rows of {inputs} the {labels} of "
@@ -61,8 +61,8 @@ CAUSES = {
                 "repair": "{sorting:?sort whole items, before their fields are separated: rows = sorted(rows, key=..., "
                 "reverse=True)|use one order for whole items, before their fields are separated: items = [items[i] for "
                 "i in order]}",
-                "do_not": "{sorting:?sort the labels by a key of their own|draw an order for each field: they part in "
-                "every batch}",
+                "do_not": "{sorting:?sort the labels by a key of their own|draw an order for each field: they differ "
+                "in every batch}",
             },
             "mixed": {
                 "summary": "{function}() of {stream} mixes the inputs of two items and {shares:?exchanges the shares "
@@ -72,7 +72,7 @@ CAUSES = {
                 "shown_by": "the items of one batch of {stream}, before {function}() and after it",
                 "repair": "{shares:?lam * y + (1 - lam) * y[order], as in lam * x + (1 - lam) * x[order]|draw the "
                 "order once: order = torch.randperm(len(x)), and x[order], y[order] with it}",
-                "do_not": "fix a seed before each of two orders: they part as soon as one draws once more",
+                "do_not": "fix a seed before each of two orders: they differ again as soon as one draws once more",
             },
         },
         settle="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
@@ -137,10 +137,12 @@ CAUSES = {
         proof="two fetches of one item differ within a worker, and those of both workers (as advice: those of the next "
         "epoch) are the same",
         summary="all workers draw the same random numbers: {seeder} gives them the same seed",
-        measured="one item fetched four times by two workers: each worker's two differ, and both workers' are the same",
-        shown_by="the first two fetches agree bit for bit, so do the next two, and these differ from the first",
-        repair="no seeding in worker_init_fn (torch seeds python, torch and numpy in each worker); or "
-        "np.random.seed(torch.initial_seed() % 2**32) there; generators of the data set made in the worker",
+        measured="two workers fetched one item twice each: the two fetches of a worker differ, and both workers give "
+        "the same two",
+        shown_by="the first fetches of both workers agree bit for bit, so do their second fetches, and first and "
+        "second differ",
+        repair="remove the seeding in worker_init_fn (torch seeds python, torch and numpy in each worker); or call "
+        "np.random.seed(torch.initial_seed() % 2**32) there; create generators of the data set in the worker",
         change=("loader",),
         variants={
             "generator": {
@@ -157,14 +159,13 @@ CAUSES = {
     ),
     "changed_in_place": _seen(
         proof="putting back what the data set stores, and that alone, gives the first item again",
-        summary="fetching an item of {dataset} changes what is stored: item {index} is another one each time",
+        summary="fetching an item of {dataset} changes the stored data: item {index} is different at each fetch",
         measured="three fetches of item {index} under one random state differ, and {stored} changed",
         shown_by="with {stored} put back the item is what it was at first",
         repair="work on a copy: x = self.x[index].clone() (array.copy()), or x = x - mean in place of x -= mean",
         variants={
             "drawn": {
-                "measured": "item {index} is another one after further fetches of it, which draw what they write into "
-                "{stored}",
+                "measured": "item {index} differs after further fetches of it, which write random values into {stored}",
                 "shown_by": "with {stored} put back the item is what it was at first; what each fetch writes adds to "
                 "what those before it wrote",
             }
@@ -185,7 +186,7 @@ CAUSES = {
         proof="fit raises on a full batch and the last one in turn, and not on full ones",
         summary="the last batch of an epoch, of {rows:row}, makes fit raise {raised}",
         measured="{stream} ends an epoch with {rows:row}, after batches of {size}",
-        shown_by="a fresh loop raises on a full batch and that one in turn, and does not on full ones",
+        shown_by="a fresh loop raises when a full batch and this one alternate, and not on full batches alone",
         repair="drop_last=True in the training loader; or have the loop skip or join batches that are too small",
         variants={
             "batch sampler": {
@@ -199,7 +200,7 @@ CAUSES = {
         proof="every batch comes equally often in a row, and more than once",
         summary="{names} gives each batch {times} times in a row",
         measured="runs of {times} equal batches, and nothing else",
-        repair="let the start of a batch go on: start = step * batch_size % len(data); a worker process counts for "
+        repair="advance the start of each batch: start = step * batch_size % len(data); a worker process counts for "
         "itself, so share out the indices by get_worker_info()",
         source="https://github.com/dscripka/openWakeWord/pull/202",
     ),
@@ -207,13 +208,13 @@ CAUSES = {
         proof="all batches hold the same rows",
         summary="{names} gives the same rows in every batch",
         measured="{batches} of {batches} batches hold the same rows",
-        repair="draw the rows of a batch where it is asked for, or read the index that __getitem__ is given",
+        repair="draw the rows of a batch when it is requested, or read the index that __getitem__ is given",
         variants={
             "begun again": {
                 "summary": "fit trains on the first of {batches} batches only: it begins {names} again for each step",
-                "measured": "one batch taken in each pass over the loader, which gives its batches in one order",
-                "shown_by": "the passes over the batches in the watched run, and two epochs of the loader without a "
-                "draw",
+                "measured": "one batch taken from each new iterator of a loader that gives its batches in one order",
+                "shown_by": "the iterators made in the watched run, and two epochs of the loader in which nothing is "
+                "drawn",
                 "repair": "for batch in loader: ...; or batches = iter(loader) once, and next(batches) for each step",
             }
         },
@@ -223,7 +224,7 @@ CAUSES = {
         proof="each label comes in one block of rows longer than a batch, and no order is drawn",
         summary="{names} is sorted: {alone} of {batches} batches hold one label only",
         measured="{labels} labels, each in one block of rows, and no order is drawn",
-        repair="shuffle=True in the DataLoader; for an iterable data set a buffer that shuffles",
+        repair="set shuffle=True in the DataLoader; for an iterable data set use a shuffle buffer",
         source="https://github.com/Deci-AI/super-gradients/issues/416",
         change=("loader", "seen"),
     ),
@@ -231,7 +232,7 @@ CAUSES = {
         proof="the draws of two items, each fetched twice, are equal",
         summary="every item of {dataset} draws the same random numbers, each time it is fetched",
         measured="{draws:draw} an item, the first by {names}: equal in two items, each fetched twice",
-        repair="no manual_seed in __getitem__; a generator that is made once and goes on",
+        repair="remove manual_seed from __getitem__; use one generator that is created once",
         source="https://github.com/ad12/meddlr/pull/21",
     ),
     "rows_never_drawn": Cause(

@@ -126,7 +126,8 @@ def determinism(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             cause="state_outside_loop",
             level=level,
-            summary="two runs in one process differ: something outside the function lives on from one to the next",
+            summary="two runs in one process differ: state outside the function survives from the first run to the "
+            "second",
             measured=_measured(difference),
             shown_by=(
                 "the first run differs from the second, and later ones are all the same"

@@ -15,34 +15,34 @@ ENDS = (
 """What ``measured`` says: of what evaluation left, and of what training made of it."""
 
 ENDS_INSIDE = (
-    "after {rounds:optimizer step} {weight} differs by {gap:share} of its largest entry from the run with everything "
-    "put back that {evaluation} changes"
+    "after {rounds:optimizer step} {weight} differs by {gap:share} of its largest entry from a run in which all that "
+    "{evaluation} changes is restored"
 )
 
-_SEEDED_INSIDE = "{evaluations} evaluations inside fit found {which} in different states and left it in one"
+_SEEDED_INSIDE = "{evaluations} evaluations inside fit found {which} in different states and left it in the same state"
 
 _seen = partial(Cause, change=("seen",))
 _left = partial(
     _seen,
     measured="{measured}",
-    shown_by="with {evaluation} {when} training {raised:?raises, and without it it does not|ends elsewhere than "
-    "without it}; with {component} put back after {evaluation} it ends where it does without it",
+    shown_by="with {evaluation} {when} training {raised:?raises, and without it it does not|ends differently than "
+    "without it}; with {component} restored after {evaluation} it ends as without it",
 )
 _harmful = partial(_left, explains=("overfit_one_batch", "determinism"))
 
 CAUSES = {
     "evaluation_trains": _harmful(
-        proof="an optimizer steps inside evaluate(), and with the weights put back after it training is as without it",
-        summary="evaluate() makes {steps:optimizer step} and leaves {what} changed, and training goes on with them",
+        proof="an optimizer steps inside evaluate(), and with the weights restored after it training is as without it",
+        summary="evaluate() makes {steps:optimizer step} that change {what}, and training continues from there",
         repair="adapt a copy: adapted = copy.deepcopy(model), and an optimizer over adapted.parameters(); or leave the "
         "step out of evaluation",
         change=("stepped", "seen"),
         source="https://github.com/SKrisanski/FSCT/issues/12",
     ),
     "weights_left": _harmful(
-        proof="evaluate() writes weights, and with them put back after it training is as without it",
-        summary="{evaluation} leaves other values in {what}{holder:?, those of {holder}|}, and training goes on with "
-        "them",
+        proof="evaluate() writes weights, and with them restored after it training is as without it",
+        summary="{evaluation} leaves {holder:?the values of {holder}|other values} in {what}, and training continues "
+        "with them",
         repair="put the training weights back in a finally:, from copies: kept = copy.deepcopy(model.state_dict()) "
         "before other weights are loaded, model.load_state_dict(kept) at the end",
         do_not="keep model.state_dict() as it is: it holds the live tensors, and is overwritten with them",
@@ -50,16 +50,15 @@ CAUSES = {
         change=("end of evaluation", "seen"),
     ),
     "gradients_left": _harmful(
-        proof="with .grad put back after evaluate() training is as without it",
+        proof="with .grad restored after evaluate() training is as without it",
         summary="evaluate() leaves gradients in {what}, and the next optimizer step uses them",
-        repair="with torch.no_grad(): around evaluation; where a gradient is needed (attacks, saliency) "
+        repair="put with torch.no_grad(): around evaluation; where a gradient is needed (attacks, saliency), use "
         "torch.autograd.grad(loss, x), which writes no .grad",
-        do_not="call model.zero_grad() at the end: it loses what an unfinished window has gathered",
+        do_not="call model.zero_grad() at the end: it deletes the gradients of an unfinished accumulation window",
         variants={
             "attack": {
-                "repair": "torch.autograd.grad(loss, x) in place of backward(), where a gradient with respect to x is "
-                "needed: it writes no .grad; else leave backward() out, and put with torch.no_grad(): around "
-                "evaluation"
+                "repair": "use torch.autograd.grad(loss, x) instead of backward() where evaluation needs a gradient of "
+                "x: it writes no .grad; else remove backward(), and put with torch.no_grad(): around evaluation"
             },
         },
         source="https://github.com/harvardnlp/annotated-transformer/issues/14",
@@ -73,13 +72,13 @@ CAUSES = {
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/18713",
     ),
     "buffers_moved_by_evaluation": _harmful(
-        proof="with the buffer put back after evaluate() training is as without it",
+        proof="with the buffer restored after evaluate() training is as without it",
         summary="{evaluation} changes {what}, which training computes with",
         repair="if self.training: around the line that updates it; or evaluate copy.deepcopy(model)",
         source="https://github.com/strands-labs/robots/pull/2426",
     ),
     "mode_left": _harmful(
-        proof="with the modules' modes put back after evaluate() training is as without it",
+        proof="with the modules' modes restored after evaluate() training is as without it",
         summary="evaluate() leaves {what} {now}, and training goes on in it",
         repair="was = model.training before model.eval(), and model.train(was) in a finally: at the end",
         variants={
@@ -92,28 +91,28 @@ CAUSES = {
         change=("end of evaluation", "seen"),
     ),
     "state_left": _harmful(
-        proof="with this put back after evaluate() training is as without it",
+        proof="with this restored after evaluate() training is as without it",
         summary="{evaluation} changes {what}, and training goes on with that",
         repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
         variants={
             "kept": {
-                "summary": "{evaluation} keeps {what}, which is made without gradients, and training goes on with it: "
-                "{stopped} {several:?are|is} not trained any more",
-                "repair": "keep it where gradients are off alone, and make it again in training: if self.training: "
-                "compute it; or clear it in train()",
+                "summary": "{evaluation} stores {what}, computed without gradients, and training uses it: {stopped} "
+                "{several:?are|is} no longer trained",
+                "repair": "use the stored value only where gradients are off, and compute it again in training: if "
+                "self.training: compute it; or clear it in train()",
             },
             "gathered": {
-                "summary": "evaluate() returns {now} in place of {was} if it was called before: {what} still holds the "
-                "values of the earlier evaluation",
+                "summary": "a second evaluate() returns {now} instead of {was}: {what} still holds the values of the "
+                "first one",
                 "measured": "the first evaluate() of a model returns {was}; after one that returned {before} it is "
                 "{now}{how:?, their {how}|}",
-                "shown_by": "with {what} put back after the earlier evaluate() it returns {was} again",
+                "shown_by": "with {what} restored after the first evaluate() the second one returns {was} too",
                 "repair": "empty it at the start of evaluate(): {resets:?{what}.reset()|total = 0, values = []}; or "
                 "make it there",
             },
             "used up": {
-                "summary": "evaluate() evaluates once: {what} is at its end then, and a second call {raised:?raises "
-                "{raised}|calls no module}",
+                "summary": "only the first evaluate() has data: {what} is exhausted after it, and a second call "
+                "{raised:?raises {raised}|calls no module}",
                 "measured": "{forwards:forward pass} in the first evaluate(), none in the second",
                 "shown_by": "the next item of {what} was asked for after the second call, and there is none",
                 "repair": "keep the loader, not its iterator: for batch in loader: inside evaluate()",
@@ -123,7 +122,7 @@ CAUSES = {
         change=("end of evaluation", "seen"),
     ),
     "switch_left": _harmful(
-        proof="with this switch of the process put back after evaluate() training is as without it",
+        proof="with this switch of the process restored after evaluate() training is as without it",
         summary="evaluate() leaves {what} at {now}, and training goes on under it",
         repair="set it for a block: with torch.no_grad(): in place of torch.set_grad_enabled(False), which stays on; "
         "or put it back in a finally:",
@@ -135,7 +134,7 @@ CAUSES = {
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/2180",
     ),
     "data_changed": _harmful(
-        proof="with the data put back after evaluate() training is as without it",
+        proof="with the data restored after evaluate() training is as without it",
         summary="evaluate() changes {what} in place, which training is given",
         repair="compute a new tensor, x = (x - mean) / std, or clone() before operations in place (sub_, /=)",
         source="https://github.com/pytorch/vision/issues/680",
@@ -154,8 +153,8 @@ CAUSES = {
         summary="evaluation seeds {which} with {constant:?a constant|a number of its own}, and training goes on from "
         "there",
         measured="two states of {which} before evaluate() give one and the same state after it",
-        shown_by="without evaluate() training differs between the two states ({parts}); with it training is the same, "
-        "and another step gives that state too",
+        shown_by="without evaluate() training differs between the two states ({parts}); with it training is equal, and "
+        "evaluate() after another step gives that state too",
         repair="generator = torch.Generator().manual_seed(0) for what evaluation draws; or with "
         "torch.random.fork_rng(): around it",
         explains=("overfit_one_batch", "determinism"),
@@ -171,13 +170,13 @@ CAUSES = {
             },
             "inside": {
                 "measured": _SEEDED_INSIDE,
-                "shown_by": "the training pass after each of {evaluations} evaluations finds it in one state, those "
-                "after no evaluation in others; training draws from it",
+                "shown_by": "training draws from it: the forward pass after each of {evaluations} evaluations starts "
+                "from one state, other forward passes from other states",
             },
             "inside, not shown": {
                 "measured": _SEEDED_INSIDE,
-                "shown_by": "no step without an evaluation before it was seen, or no seed before its passes; training "
-                "may seed too",
+                "shown_by": "no step without an evaluation before it was seen, or no seed before its forward passes; "
+                "training may seed too",
             },
             "inside, nothing draws": {
                 "measured": _SEEDED_INSIDE,
@@ -198,8 +197,8 @@ CAUSES = {
         proof="evaluate() raises after optimizer steps of fit, which ran through",
         summary="evaluate raised {raised}",
         measured="after {steps:optimizer step}, which raised nothing",
-        repair="mend the line that raised; what training passes on to it (a step, an epoch) is not there in evaluation "
-        "unless evaluate passes it too",
+        repair="fix the line that raised: evaluate() must give it every argument that training gives it (a step, an "
+        "epoch)",
         variants={
             "again": {
                 "summary": "evaluate raised {raised} when it was called again",
@@ -236,7 +235,7 @@ CAUSES = {
         proof="between two steps of one fit it changes training, between two calls of fit it does not",
         summary="evaluate() leaves {what} {mode:?{now}|changed}, which matters where it is called between two steps of "
         "fit",
-        repair="put back at the end of evaluation what it changes: was = model.training ... model.train(was)",
+        repair="restore at the end of evaluation what it changes: was = model.training ... model.train(was)",
         change=("end of evaluation", "seen"),
         source="https://github.com/open-mmlab/mmaction2/issues/1781",
     ),
@@ -244,7 +243,7 @@ CAUSES = {
         proof="evaluate() raises on a fresh loop and not after optimizer steps",
         summary="evaluate raised {raised}, before the first optimizer step",
         measured="on a fresh loop",
-        repair="make what it reads where the loop is built, if the project evaluates before it trains",
+        repair="if the project evaluates before it trains, create what evaluate() reads where the loop is built",
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/7050",
     ),
 }

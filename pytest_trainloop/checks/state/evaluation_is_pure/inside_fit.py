@@ -131,7 +131,7 @@ class InsideFit:
         by_the_model = re.search(r"self\.\w+(\s*[-+*/]?=[^=]|\.\w+_\()", left.where)
         if cause != "window_cleared" and not by_the_model:
             facts["change"] = end_of(None, left.where, taken.function.removesuffix("()"))
-        facts["tried"] = f"with {facts['component']} put back after {taken.function} training ends as without it"
+        facts["tried"] = f"with {facts['component']} restored after {taken.function} training ends as without it"
         change = largest_change(left.end, without.end, _trained(without), same_tensor)
         measured = filled(ENDS_INSIDE, {**facts, **change, "rounds": steps})
         return found(cause, left.where, names[:MOST_NAMED], measured=measured, **facts)

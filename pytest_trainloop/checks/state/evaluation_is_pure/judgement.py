@@ -334,7 +334,7 @@ class Judgement:
                 "component": f"the {group.component}" if several else group.component,
             }
             if cause.endswith("_left"):
-                facts["tried"] = f"with {facts['component']} put back after evaluate() training ends as without it"
+                facts["tried"] = f"with {facts['component']} restored after evaluate() training ends as without it"
             self._note(cause, where, names[:MOST_CULPRITS], variant, **facts)
 
     def _steers(self, between: Cut, group: Group) -> bool:

@@ -50,14 +50,14 @@ CAUSES = {
         summary="{holder} carries the graph of each step into the next",
         shown_by="the backward pass of each step went through the graphs of all earlier ones{why}",
         repair="detach what is carried over, where a step begins: hidden = hidden.detach()",
-        do_not="set retain_graph=True: every pass would go through all earlier steps",
+        do_not="set retain_graph=True: every backward pass would go through all earlier steps",
         explains=("overfit_one_batch",),
         variants={
             "refused": {
                 "summary": "{holder} carries the graph of a step into the next, whose backward pass raises",
                 "measured": "backward() raised: {message}",
-                "shown_by": "this pass came to the graph of an earlier step, {modified:?whose weights the optimizer "
-                "has changed since|which the pass of that step had freed}",
+                "shown_by": "this backward pass reached the graph of an earlier step, {modified:?whose weights the "
+                "optimizer has changed since|which the backward pass of that step had freed}",
             },
         },
         source="https://github.com/sgadgil6/cnslab_fmri/issues/4",

@@ -29,10 +29,10 @@ RENEWABLE = {
 """The names that ``renews`` knows besides paths, each with the kinds of leaves that it covers."""
 
 _ALONE = (
-    "{unequal:?with everything carried over the runs end equal, and with everything but {what} they do not|compared "
-    "after load with what it was when it was saved}"
+    "{unequal:?if load restores everything, both runs end equal; if it restores everything but {what}, they do "
+    "not|compared after load with what it was when it was saved}"
 )
-_EVALUATED = "evaluate() was called after load, once with {what} carried over and once without"
+_EVALUATED = "evaluate() was called after load, once with {what} restored and once without"
 _SET = "save {what} and set it in load"
 OF_EVERY_CALL = frozenset("known lost held changed".split())
 """What ``loss_finding`` gives to the texts of what was lost."""
@@ -42,8 +42,8 @@ _lost = partial(Cause, measured="{known}", shown_by=_ALONE)
 CAUSES = {
     "weights_not_loaded": _lost(
         proof="after load they are not what was saved, and no load_state_dict gave them the saved values",
-        summary="load does not restore {lost:weight} ({names}){as_built:?: {names:they} {names:are} as the loop was "
-        "built|}",
+        summary="load does not restore {lost:weight} ({names}){as_built:?: {names:they} {names:keep} the initial "
+        "values|}",
         repair='model.load_state_dict(state["model"]) with strict=True, under the names that the checkpoint has (strip '
         'a wrapper\'s prefix: {k.removeprefix("module."): v for k, v in state.items()})',
         explains=("every_param_moves",),
@@ -91,7 +91,7 @@ CAUSES = {
         proof="after load the optimizer steps tensors that are not in the model, and no longer those that are",
         summary="after load the optimizer no longer trains {names}",
         measured="it steps {foreign} tensors that are not in the model",
-        shown_by="the tensors of the optimizer that steps are looked up among the weights of the model",
+        shown_by="the tensors of the optimizer that steps were compared with the weights of the model",
         repair="model.load_state_dict(state) without assign=True, or build the optimizer after it and load its state "
         "then",
         explains=("every_param_moves",),
@@ -99,8 +99,8 @@ CAUSES = {
     ),
     "untied": Cause(
         proof="before saving the names share one tensor, after load each has its own",
-        summary="after load {tied} no longer share one weight",
-        measured="{lost:name} of one tensor before saving, of more than one after load",
+        summary="after load {tied} no longer share one tensor",
+        measured="{lost:name} of one tensor before save(), of several tensors after load()",
         shown_by="the tensors behind the names are the same object before saving and not after load",
         repair="tie them again after loading (model.tie_weights()), or load without assign=True",
         source="https://github.com/huggingface/accelerate/pull/1204",
@@ -118,23 +118,23 @@ CAUSES = {
     ),
     "optimizer_state_swapped": _lost(
         proof="after load a weight has the moments that another one had when it was saved",
-        summary="load gives weights the moments of others: {path} has the values that {whose} had",
+        summary="load gives weights the moments of other weights: {path} has the values that {whose} had",
         repair="give the optimizer its parameters in the same order and groups as before (a list in the order of "
         "named_parameters(), not a set); torch matches its state by order, not by name",
         source="https://github.com/pytorch/pytorch/issues/1489",
     ),
     "scheduler_restarts": _lost(
         proof="the schedule's count goes on from another number than that of the uninterrupted run",
-        summary="after load the schedule goes on from another step ({changed})",
+        summary="after load the schedule continues from another step ({changed})",
         repair='save "scheduler": scheduler.state_dict(), and scheduler.load_state_dict(state["scheduler"]) in load, '
         "after it is built",
         settle='renews=("scheduler",) if the schedule should start again',
         variants={
             "counted": {
-                "summary": "after load the schedule goes on from another step: {names} ends at {now} in place of "
+                "summary": "after load the schedule continues from another step: {names} ends at {now} instead of "
                 "{before}",
                 "measured": "{names} ends at {now} in place of {before}",
-                "shown_by": "training moves the count, and the resumed run ends at another one",
+                "shown_by": "training increases the count, and the resumed run ends at another count",
             },
         },
         source="https://github.com/lightly-ai/lightly-train/pull/301",
@@ -203,13 +203,13 @@ CAUSES = {
             },
             "value": {"repair": _SET},
             "position": {
-                "summary": "a run that resumes in its second epoch gets batches in another order: load restores how "
-                "far the epoch has come, and not which epoch it is",
-                "measured": "saved after {first:batch}, the next {epoch} are those of the uninterrupted run; saved "
-                "after {second:batch}, {others} of {epoch} are not",
+                "summary": "a run that resumes in its second epoch gets batches in another order: load restores the "
+                "position in the epoch, but not the number of the epoch",
+                "measured": "saved after {first:batch}, the next {epoch} equal those of the uninterrupted run; saved "
+                "after {second:batch}, {others} of {epoch} differ",
                 "shown_by": "an epoch has {epoch:batch}; after load {what} differ from the uninterrupted run",
-                "repair": "give the loader the epoch that was saved before it skips the batches already seen: "
-                "loader.set_epoch(epoch); and the same to the loader that skips them",
+                "repair": "call loader.set_epoch(epoch) with the saved epoch before the loader skips the batches "
+                "already seen; call it on the loader that skips them too",
             },
             "gradient": {
                 "summary": "a resumed run loses the gradients of a window that was under way",
@@ -270,7 +270,7 @@ CAUSES = {
         summary="load does not restore the random state of {generators}, which the checkpoint holds",
         measured="state of {generators} after load, against the state in the checkpoint; the checkpoint holds the "
         "values, as {entries}",
-        shown_by="the generators stood elsewhere before load, and training draws from them",
+        shown_by="before load the generators were in another state, and training draws from them",
         repair='torch.set_rng_state(state["rng"]) at the end of load (np.random.set_state(), random.setstate() for the '
         "others)",
         settle='renews=("rng",) where each run is to draw other numbers',
@@ -295,19 +295,20 @@ CAUSES = {
     ),
     "drawn_from_seed": Cause(
         proof="built under another seed and loaded from the same checkpoint, they are others",
-        summary="{names} {names:are} neither in the checkpoint nor made by training: another seed gives others",
+        summary="{names} {names:are} random and not in the checkpoint: a run resumed under another seed has other "
+        "values",
         measured="{lost:tensor} of the model after load, under two seeds",
-        shown_by="a loop built under another seed keeps its own after load",
+        shown_by="a loop built under another seed keeps its own values after load",
         repair="self.register_buffer(name, tensor) puts an attribute into the checkpoint; load with strict=True. It is "
-        "right where they are loaded from elsewhere",
+        "no fault if load reads the values from another file",
         variants={
             "attribute": {
                 "summary": "{names} {names:are} drawn when the model is built, and the checkpoint does not hold "
                 "{names:them}: a run resumed under another seed {permutes:?reads features in another order|trains "
                 "another model}",
                 "measured": "{known}",
-                "shown_by": "resumed in a loop built under another seed, training ends as before with everything "
-                "carried over, and differs with everything but {what}",
+                "shown_by": "in a loop built under another seed training ends as before if load restores everything, "
+                "and differs if it restores everything but {what}",
                 "repair": "self.register_buffer(name, tensor) puts it into the state dict{permutes:?|. It is right "
                 "where it is loaded from elsewhere}",
             },
@@ -317,10 +318,10 @@ CAUSES = {
     ),
     "save_changes": Cause(
         proof="with save() between two halves training ends elsewhere than without it, and putting these back heals it",
-        summary="save leaves {names} changed, and training goes on otherwise",
+        summary="save() changes {names} and does not change {names:them} back: training continues from other values",
         measured="{lost:value} before and after save()",
-        shown_by="a run without save() ends elsewhere, and one in which they are put back after it ends like that",
-        repair="save from copies, or put weights and mode back in a finally: before save returns",
+        shown_by="a run without save() ends differently; with the values restored after save() both runs end equal",
+        repair="save copies, or restore weights and mode in a finally: before save returns",
         change=("end of saving",),
         source="https://github.com/harubaru/waifu-diffusion/pull/31",
     ),

@@ -119,13 +119,13 @@ CAUSES = {
     "freeze_matches_nothing": Cause(
         proof="a pattern is true of no name, and freezes parameters that train where it is answered yes for them",
         summary="the freeze by {patterns} matches no parameter: {names} {names:are} trained",
-        measured="asked of {asked:name}, true of none",
-        shown_by="with the answer yes, the same code freezes {names}",
+        measured="tested on {asked:name}, true for none",
+        shown_by="with the condition forced to true, the same code freezes {names}",
         variants={
             "alone": {
                 "summary": "the freeze by {patterns} matches no parameter and freezes nothing",
-                "measured": "asked of {asked:name}, true of none; the names begin with {names}",
-                "shown_by": "with the answer yes for one name, the same code freezes its parameter",
+                "measured": "tested on {asked:name}, true for none; the names begin with {names}",
+                "shown_by": "with the condition forced to true for one name, the same code freezes its parameter",
             }
         },
         repair="the names that named_parameters() gives in this model; raise where a pattern matches none of them",

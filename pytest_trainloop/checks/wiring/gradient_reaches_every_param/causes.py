@@ -57,7 +57,7 @@ _NO_RESULT = (
     "the parameter enters an operation in the training forward pass, and nothing that is backpropagated depends on the "
     "result"
 )
-_NOT_NAMED = "frozen={declared} declares what does not train, and does not name {names:them}"
+_NOT_NAMED = "frozen={declared} does not name {names:them}"
 _MOVES = "every gradient that arrived is zero in every entry, and moving {names:them} changes the loss"
 _RULED_OUT = "ruled out: rounding, clamping, units that are off for all data, normalisation over one entry"
 
@@ -83,9 +83,9 @@ CAUSES = {
                 "do_not": "just delete the {op}: both sides then train, and the outputs may collapse to a constant",
             },
             "used twice": {
-                "summary": f"{_NO_GRADIENT}: the loss is computed from what {{op}} gave for another loss{_REFUSED}",
+                "summary": f"{_NO_GRADIENT}: the loss uses the output of {{op}}, which is for another loss{_REFUSED}",
                 "shown_by": (
-                    "the same tensor is used for the loss of {other}, which has a history by others, and again here"
+                    "the same tensor is used in the loss of {other}, which trains other parameters, and again here"
                 ),
                 "repair": (
                     "use the tensor from before the {op} here: call the model again, or keep both (fake for this loss, "
@@ -156,7 +156,8 @@ CAUSES = {
                 ),
             },
             "sloping": {
-                "summary": "{names} {names:get} only gradients that are exactly zero, and the loss has a slope there",
+                "summary": "{names} {names:get} only gradients of exactly 0, although the loss changes with "
+                "{names:them}",
                 "measured": _MOVES,
                 "shown_by": (
                     f"central differences with two steps give one slope ({{slope:.2g}} of the loss, float64); "
@@ -204,13 +205,13 @@ CAUSES = {
             },
             "saddle": {
                 "summary": (
-                    "{names} {names:start} at exactly zero together with what multiplies {names:them}: no gradient can "
-                    "ever leave that point"
+                    "{names} {names:start} at exactly 0, and so does the factor that multiplies {names:them}: the "
+                    "gradient stays 0 for good"
                 ),
                 "shown_by": (
                     "with all weights moved a little a gradient (largest entry {gradient:.2g}) reaches {first}"
                 ),
-                "repair": "initialise only one of the factors to zero (LoRA: B at zero, A random)",
+                "repair": "initialise only one of the two factors to 0 (LoRA: B at 0, A random)",
             },
         },
         source="https://github.com/PetrochukM/PyTorch-NLP/issues/2",
@@ -218,15 +219,15 @@ CAUSES = {
     ),
     "parameter_unused": Cause(
         proof="the parameter is computed with in the training forward pass, and the result goes nowhere",
-        summary="{names} {names:are} computed with in every forward pass, and the result never reaches the loss",
+        summary="every forward pass computes with {names}, but the result never reaches the loss",
         measured=_UNCHANGED,
         shown_by=_NO_RESULT,
-        repair="x = self.module(x): use what it returns, add its loss, or take the module out of the optimizer",
+        repair="use the result, x = self.module(x), add its loss, or take the module out of the optimizer",
         explains=(*_PARTS, "input_dependence", *TRAINING),
         variants={
             "given out": {
                 "summary": (
-                    "{names} {names:are} computed with in every forward pass, and no loss uses the result"
+                    "every forward pass computes with {names}, but no loss uses the result"
                     f"{{target:?: nothing reads {{target}}, which has the shape of its target|}}"
                     f"{{declared:?: {_NOT_NAMED}|}}"
                 ),
@@ -242,7 +243,7 @@ CAUSES = {
             },
             "no part": {
                 "summary": (
-                    "{names} {names:are} held by an optimizer and took no part in these batches"
+                    "an optimizer holds {names}, but no operation used {names:them} in these batches"
                     "{kept:?: {kept}, made without gradients before training began, is used in place of {names:them}|}"
                     f"{{declared:?: {_NOT_NAMED}|}}"
                 ),
@@ -257,14 +258,11 @@ CAUSES = {
                 ),
             },
             "left out": {
-                "summary": (
-                    "{names} {names:are} computed with, and {call} leaves the result out"
-                    f"{{declared:?: {_NOT_NAMED}|}}"
-                ),
+                "summary": (f"{{call}} drops every value that is computed with {{names}}{{declared:?: {_NOT_NAMED}|}}"),
                 "measured": (
                     "gradients of exactly 0 in {passes:backward pass}; moving {names:them} does not change the loss"
                 ),
-                "shown_by": "what {call} is given changes with {names:them}, and what it gives does not",
+                "shown_by": "the input of {call} changes with {names:them}, its output does not",
                 "repair": (
                     "look at the mask, the index or the weight on this line: is it the wrong way round, or 0 for all "
                     'of this data? frozen=("...",) declares it as intended'
@@ -277,8 +275,8 @@ CAUSES = {
     "module_uncalled": Cause(
         proof="a module that model= names is never called in training, and no loss depends on it",
         summary=(
-            "{names}, which model= names, is {moved:?updated and |}not called in {rounds:optimizer step}: no loss of "
-            "these depends on it"
+            "{names} is in model=, but training never calls it{moved:?, although it is updated|}: no loss of "
+            "{rounds:optimizer step} depends on it"
         ),
         measured="0 calls in training, and moving its {parameters} parameters does not change the loss",
         shown_by="no module in it was called, with or without gradients{made:?; it was made at {made}|}",
@@ -290,8 +288,8 @@ CAUSES = {
     ),
     "frozen_by_mistake": Cause(
         proof="frozen= declares what is frozen, and a layer's weight outside of it does not require grad",
-        summary="{names} {names:are} frozen and not among what frozen= names: {declared}",
-        measured="{weights} weights of layers do not require grad and lie below none of the declared paths",
+        summary="{names} {names:are} frozen, but frozen= does not name {names:them}: it names {declared}",
+        measured="{weights} weights of layers do not require grad and are in none of the paths of frozen=",
         shown_by="their modules run in the training forward pass, and requires_grad is False on them",
         repair=(
             "switch requires_grad on for them (a prefix like 'layer1' also matches 'layer10'), or name them in frozen="
@@ -315,7 +313,7 @@ CAUSES = {
         summary=(
             "the model has {adapters} adapter parameters and none of them requires grad: the adapters never train"
         ),
-        measured="0 of {adapters} adapter parameters require grad; {others} others do",
+        measured="0 of {adapters} adapter parameters require grad; of all others {others} do",
         shown_by="requires_grad is False on every adapter when the loop starts",
         repair="freeze the base before the adapters are attached, or switch requires_grad on again for the adapters",
         explains=TRAINING,

@@ -86,7 +86,7 @@ CAUSES = {
             "{names} {names:are} replaced by a new Parameter inside of the forward pass, and the optimizer steps the "
             "one of the beginning"
         ),
-        measured="{tensors} other tensors were met under {count:name} in {steps:step}",
+        measured="{tensors} other tensors took the place of {count:parameter} in {steps:step}",
         shown_by="gradients arrive at the new ones only, no optimizer holds them, and the held one is in no module",
         repair=(
             "write into the parameter (with torch.no_grad(): weight.copy_(...)), or compute with another value: "

@@ -15,43 +15,47 @@ _clip = partial(_seen, explains=("finite", "update_ratio"))
 CAUSES = {
     "not_zeroed": _kept(
         proof=(
-            "a step uses gradients that an earlier step has used already, bit for bit; or gradients that are not "
-            "finite stay in .grad, and all others are added to them"
+            "a step uses, bit for bit, gradients that an earlier step has used; or all later gradients are added to "
+            "one that is not finite"
         ),
-        summary="{names} {names:are} stepped with the gradients of all earlier batches added in: nothing zeroes them",
+        summary="gradients are never zeroed: {names} {names:are} stepped with the sum of the gradients of all batches "
+        "so far",
         measured="{again} of {steps} steps used gradients that the step before had used already",
         repair="optimizer.zero_grad() before this line, or right after optimizer.step()",
         change=("backward", "seen"),
         variants={
             "not finite": {
                 "summary": (
-                    "a gradient that is not finite is never zeroed: all later ones are added to it, and no step is made"
+                    "a gradient that is not finite is never zeroed: later gradients are added to it, and no step is "
+                    "made"
                 ),
                 "measured": (
                     "{onto} of {passes} backward passes add finite gradients to one that is not finite; 0 steps"
                 ),
                 "repair": (
-                    "zero the gradients of a batch that is left out too: zero_grad() before backward(), not after "
-                    "step()"
+                    "call zero_grad() before backward(), not after step(): gradients of a skipped batch must be zeroed "
+                    "too"
                 ),
             }
         },
         source="https://github.com/IDEA-Research/DN-DETR/issues/19",
     ),
     "wrong_object_zeroed": _kept(
-        proof="a zero_grad runs before each backward, but not on the parameters whose used gradients are still there",
+        proof="zero_grad() runs before each backward(), but not on the parameters whose .grad still holds used "
+        "gradients",
         summary=(
-            "{names} {names:are} stepped with the gradients of all earlier batches added in: the zero_grad() that runs "
-            "zeroes something else than {names:they}"
+            "zero_grad() zeroes other parameters: {names} {names:are} stepped with the sum of the gradients of all "
+            "batches so far"
         ),
         measured="{again} of {steps} steps used gradients that the step before had used already",
-        repair="optimizer.zero_grad() of the optimizer that holds these parameters, in place of this line",
+        repair="replace this line by zero_grad() of the optimizer that holds these parameters",
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/591",
     ),
     "zeroed_before_step": _trains(
         proof="gradients are zeroed between backward and step, so steps find nothing",
         summary="gradients are zeroed between backward() and step(): {empty} of {steps} steps found no gradient",
-        measured="the gradients of {lost:backward pass} were zeroed unused, and {empty} of {steps} steps found none",
+        measured="the gradients of {lost:backward pass} were zeroed before a step used them; {empty} of {steps} steps "
+        "found none",
         shown_by="order seen: backward, {by}, step",
         repair="move this line before backward() or after step(): never between the two",
         variants={
@@ -72,27 +76,25 @@ CAUSES = {
         proof="in every window the gradients of all micro-batches but the last are zeroed before the step",
         summary="gradients are zeroed inside the accumulation window: {lost} of {size} micro-batches are lost",
         measured="the gradients of {all_lost} of {passes} backward passes were zeroed before a step",
-        repair="move this line behind optimizer.step(): once for each step, and not for each micro-batch",
+        repair="move this line after optimizer.step(): zero once per step, not once per micro-batch",
         explains=("accumulation_equivalence", *TRAINING),
         source="https://github.com/gaozhihan/PreDiff/issues/32",
     ),
     "step_missing": _trains(
-        proof="backward passes bring gradients, and the optimizer that holds the parameters never steps",
-        summary="{passes} backward passes made gradients, and the {kind} that holds the parameters made no step",
+        proof="backward passes compute gradients, but the optimizer that holds the parameters never steps",
+        summary="{passes} backward passes computed gradients, but the {kind} that holds the parameters made no step",
         measured="{passes} backward passes, 0 steps, no parameter changed",
         repair="call optimizer.step() after backward()",
         variants={
             "no optimizer": {
-                "summary": "{passes} backward passes made gradients, and no optimizer is given, and none was seen",
+                "summary": "{passes} backward passes computed gradients, but the loop has no optimizer: none was given "
+                "or seen",
             },
             "stops": {
-                "summary": (
-                    "the {kind} makes {steps:step} and then no more: no step uses the {passes} backward passes that "
-                    "follow"
-                ),
+                "summary": "the {kind} stops after {steps:step}: no step uses the {passes} backward passes that follow",
                 "measured": "{steps:step}, then {passes} backward passes without one",
                 "shown_by": "the last step is followed by {passes} backward passes that bring gradients",
-                "repair": "let the condition of optimizer.step() hold again: look at what it waits for",
+                "repair": "find out why the condition of optimizer.step() is never true again",
             },
             "by the knob": {
                 "summary": (
@@ -101,7 +103,7 @@ CAUSES = {
                 ),
                 "measured": "accumulate={size}: {passes} backward passes, 0 steps",
                 "shown_by": "the loop was run with its own value of accumulate, and with accumulate={size}",
-                "repair": "step once for each accumulate micro-batches: `if (i + 1) % accumulate == 0:`",
+                "repair": "step once every `accumulate` micro-batches: `if (i + 1) % accumulate == 0:`",
             },
             "scaled": {"repair": "call scaler.step(optimizer) and scaler.update() after backward()"},
             "refused": {
@@ -137,8 +139,8 @@ CAUSES = {
                 "summary": (
                     "fit trains nothing: no backward pass and no optimizer step in {batches:batch}; it swallows {error}"
                 ),
-                "shown_by": "the exception was raised {times} times inside fit, and never left it",
-                "repair": "let the exception out, and mend what raises it",
+                "shown_by": "fit raised the exception {times} times inside, and caught it each time",
+                "repair": "do not catch this exception, and fix the line that raises it",
             },
             "not reached": {
                 "shown_by": "this call of backward() is in the code that ran, and was never reached",
@@ -182,24 +184,24 @@ CAUSES = {
         proof="the same optimizer uses the same gradient more than once, with no backward between",
         summary="{names} {names:are} stepped twice on the same gradient",
         measured="{steps:step} used, bit for bit, the gradient that the step before had used",
-        repair="remove this step(): one for each backward pass (or window) was made before",
+        repair="remove this step(): the optimizer has already stepped for this backward pass (or window)",
         source="https://github.com/mzolfaghari/ECO-pytorch/pull/1",
     ),
     "gradient_kept": _trains(
         proof="steps use one gradient that user code assigned, while backward passes bring others",
         summary="{names} {names:are} stepped with the gradient of an earlier batch over and over",
         measured="{steps:step} used, bit for bit, what the step before had used, and nothing wrote it between",
-        repair="make this line run before every step: master.grad = p.grad.float()",
+        repair="run this line before every step: master.grad = p.grad.float()",
         source="https://github.com/NVIDIA/Megatron-LM/pull/6871",
     ),
     "another_loss_kept": _seen(
-        proof="a step uses its own passes, and one that another optimizer has stepped with already",
+        proof="a step uses the gradients of its own backward passes and of one that another optimizer has already used",
         summary=(
-            "{names} {names:are} stepped with the gradients of another loss too: another optimizer ({other}) had "
-            "stepped with that loss already, and nothing zeroed what it left here"
+            "{names} {names:are} stepped with the gradients of another loss too: another optimizer ({other}) has "
+            "already stepped for that loss, and its gradients here were not zeroed"
         ),
         measured="{kept} of {steps} steps of {kind} used what the backward pass at {line} had left",
-        repair="zero_grad() of this optimizer before this line: another loss left gradients that are not for its step",
+        repair="call zero_grad() of this optimizer before this line: .grad still holds the gradients of another loss",
         explains=("adversaries_oppose:gradients_mixed",),
         source="https://github.com/GaParmar/img2img-turbo/issues/56",
     ),
@@ -222,7 +224,8 @@ CAUSES = {
         source="https://github.com/jongwook/onsets-and-frames/issues/24",
     ),
     "scheduler_before_optimizer": _seen(
-        proof="in the first iteration the scheduler steps before any optimizer does, and goes on from the same line",
+        proof="in the first iteration the scheduler steps before any optimizer, and its later calls are on the same "
+        "line",
         summary=(
             "scheduler.step() runs before optimizer.step(): the first learning rate of the schedule is never used and "
             "every other comes one step early"
@@ -233,12 +236,12 @@ CAUSES = {
         source="https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",
     ),
     "window_left_over": _seen(
-        proof="the run of a loop without the knob accumulate ends with gradients that no step used",
-        summary="the window at the end of the data stays open: no step uses the last {left:backward pass}",
+        proof="the loop has no argument accumulate=, and its run ends with gradients that no step used",
+        summary="the last accumulation window is incomplete: no step uses the last {left:backward pass}",
         measured="the last {left} of {passes:backward pass}; {items:batch}",
         repair=(
-            "step once more after the loop when a window is open, and divide its losses by the number of "
-            "micro-batches that it has; or drop the remainder on purpose (drop_last=True)"
+            "call step() once more after the loop, and divide the losses of the short window by its number of "
+            "micro-batches; or drop the remainder on purpose (drop_last=True)"
         ),
         source="https://github.com/timoschick/pet/issues/36",
     ),
@@ -286,18 +289,17 @@ CAUSES = {
             },
             "stand-ins": {
                 "summary": (
-                    "{by} clips nothing: it is given gradients, or views of weights, which have no .grad of their own"
+                    "{by} clips nothing: it gets gradients or views of weights, not parameters, and these have no .grad"
                 ),
                 "shown_by": (
-                    "the tensors that it is given are the .grad of parameters, or share the memory of one, and have no "
-                    "gradient"
+                    "each tensor of the call is the .grad of a parameter or shares its memory, and has no .grad itself"
                 ),
-                "repair": "{by}(model.parameters(), {limit}): hand over the parameters themselves",
+                "repair": "give it the parameters themselves: {by}(model.parameters(), {limit})",
             },
             "used up": {
-                "summary": "{by} clips nothing: the iterator that it is given is used up",
-                "shown_by": "each call is given the same iterator, which yields no tensor any more",
-                "repair": "list(...) around it where it is made, or model.parameters() again for each clip",
+                "summary": "{by} clips nothing: the iterator that it gets is exhausted",
+                "shown_by": "every call gets the same iterator, and it yields no tensor any more",
+                "repair": "make it a list, list(...), where it is created; or give model.parameters() to each clip",
             },
         },
         source="https://github.com/yandex-research/tabm/issues/20",
@@ -307,9 +309,10 @@ CAUSES = {
             "what the clip is given is used by no step before it is zeroed, and the step that follows each call uses "
             "gradients that no clip of the run covers"
         ),
-        summary="{by} before the step of {whose} clips {clipped}, and {unclipped} {unclipped:are} stepped unclipped",
+        summary="{by} clips {clipped}, but the next step is that of {whose}: {unclipped} {unclipped:are} stepped "
+        "unclipped",
         measured="{calls} calls with limit {limit}; no clip of the run covers what {whose} uses in {steps:step}",
-        repair="hand the clip the parameters of the optimizer that steps next",
+        repair="give the clip the parameters of the optimizer that steps next",
         settle="clip each network on a line of its own, before its own step",
         source="https://github.com/lucidrains/magvit2-pytorch/pull/10",
     ),
@@ -323,7 +326,7 @@ CAUSES = {
         repair="clip all groups at once: clip_grad_norm_(model.parameters(), max_norm)",
     ),
     "clip_leaves_out": _seen(
-        proof="steps use gradients that no clip covers, along with those of the same optimizer that one does",
+        proof="one optimizer steps with clipped gradients and with gradients that no clip covers",
         summary="{by} leaves out {tensors:tensor} that {kind} steps: {parts}",
         measured="in {steps:step} with limit {limit}{known:?; {share} of |g|^2 is left out|}",
         repair=(
@@ -334,8 +337,8 @@ CAUSES = {
     "clip_inside_window": _seen(
         proof="gradients are clipped, a backward pass of another batch adds to them, and they are clipped again",
         summary=(
-            "{by} runs with every micro-batch, on what has been accumulated so far: what earlier ones brought is "
-            "scaled down, and what the last brings is not"
+            "{by} runs after every micro-batch, on the gradients accumulated so far: earlier micro-batches count less "
+            "than the last one"
         ),
         measured=(
             "{inner} of {calls} calls with limit {limit} are followed by another batch's backward pass before the "
@@ -346,32 +349,32 @@ CAUSES = {
         source="https://github.com/huggingface/transformers/issues/1563",
     ),
     "first_gradient_kept": _seen(
-        proof="between two backward passes before one step the weights moved along what already stood in .grad",
+        proof="between two backward passes before one step the weights moved along the gradient in .grad",
         summary=(
-            "each step uses the sum of two gradients, g(w) + g(w + e), e being the move between them: the first is not "
-            "zeroed before the second, and sharpness-aware steps use g(w + e) alone"
+            "each step uses g(w) + g(w + e), the gradients before and after the move e: the first one is not zeroed"
         ),
-        measured="in {steps} of {of:step} the weights moved along what stood in .grad ({cosine}), and it was added to",
-        repair="zero_grad() between the two: sharpness-aware steps use g(w + e) alone",
+        measured="in {steps} of {of:step} the weights moved along the gradient in .grad ({cosine}), and the second "
+        "gradient was added to it",
+        repair="call zero_grad() between the two backward passes: sharpness-aware steps use g(w + e) alone",
         source="https://github.com/rollovd/LookSAM/issues/3",
     ),
     "step_taken_back": _trains(
         proof="after each step the weights are pulled by one constant share towards one point that never moves",
         summary=(
-            "after {often} {names} go {rate:share} of the way back towards {towards}{stuck:?: the weights never get "
-            "further than a few steps from it|}"
+            "after {often} {names} {names:move} {rate:share} of the way back towards {towards}{stuck:?: the weights "
+            "never get further than a few steps from it|}"
         ),
         measured=(
-            "{pulls} pulls, each by {rate:share} of the distance: with what is left of earlier steps that is "
-            "{back:share} of the length of the last one (median)"
+            "{pulls} pulls, each by {rate:share} of the distance, which is {back:share} of the length of the last step "
+            "(median)"
         ),
         shown_by=(
-            "changes outside of steps are that share of the distance to one and the same point, up to rounding"
-            "{to_start:?: where the weights began|}"
+            "each change outside of steps is this share of the distance to one fixed point, up to rounding{to_start:?: "
+            "the initial weights|}"
         ),
         repair=(
-            "swap the two sides where an average is to follow the weights: "
-            "average.lerp_(weight, 1 - decay), not weight.lerp_(average, ...)"
+            "swap the two sides, so that the average follows the weights: average.lerp_(weight, 1 - decay), not "
+            "weight.lerp_(average, ...)"
         ),
         source="https://github.com/MultimediaTechLab/YOLO/issues/97",
     ),

@@ -164,10 +164,10 @@ def _another(
         calls=len(calls),
         steps=len(steps),
         shown_by=(
-            f"what the clip is handed {'gets no gradient at all' if twin else 'is zeroed before a step uses it'}, and "
+            f"what is clipped {'gets no gradient at all' if twin else 'is zeroed before a step uses it'}, and "
             "the step that follows each call uses other tensors"
         ),
-        repair=f"hand it the parameters that this {optimizer.kind} steps: {some(names)}",
+        repair=f"give it the parameters that this {optimizer.kind} steps: {some(names)}",
     )
 
 

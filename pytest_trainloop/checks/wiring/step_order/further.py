@@ -292,7 +292,7 @@ def leak(evidence: Evidence) -> Finding | None:
     record = record or evidence.run()
     ledger = Ledger(record)
     crossing = _crossing(ledger, [*itertools.accumulate(record.passes)][:-1])
-    next_one = "pass over the data"
+    next_one = "epoch"
     size = max((len(passes) for _, passes in _windows(ledger)), default=1)
     if crossing is None and evidence.repeatable and size > 1 and ledger.left_open():
         first = WINDOWS * size - 1
@@ -328,7 +328,7 @@ def leak(evidence: Evidence) -> Finding | None:
 
 
 REPAIR = (
-    "add `or i + 1 == len(batches)` to this condition, in the loop's own names, and divide the losses of a short "
+    "add `or i + 1 == len(batches)` to this condition, with the loop's own names, and divide the losses of a short "
     "window by the number of micro-batches that it has"
 )
 

@@ -6,11 +6,11 @@ from pytest_trainloop.core.registry import Cause, finding_maker
 
 _WHAT = "{whole:?the whole model is|module{several:?s|} {modules} {modules:are}} trained in evaluation mode"
 _ACTIVE = "runs in training mode, with module{several:?s|} {modules} active"
-_MEASURED = "modules that act by mode: {count}{known:?; in training mode the loss changes by {differs:.1e}|}"
+_MEASURED = "modules that depend on the mode: {count}{known:?; in training mode the loss changes by {differs:.1e}|}"
 
 CAUSES = {
     "trained_in_eval": Cause(
-        proof="training passes run in evaluation mode from the start, and in training mode the loss differs",
+        proof="training forward passes run in evaluation mode from the start, and in training mode the loss differs",
         summary=f"{_WHAT} from the first step on",
         measured=_MEASURED,
         shown_by="no call of train() reaches them before the training forward pass",
@@ -29,7 +29,7 @@ CAUSES = {
     ),
     "eval_left_on": Cause(
         proof="modules that trained in training mode run in evaluation mode after an evaluation",
-        summary=f"{_WHAT} from optimizer step {{step}} on: an evaluation left it so",
+        summary=f"{_WHAT} from optimizer step {{step}} on: an evaluation called eval() and nothing called train()",
         measured=_MEASURED,
         shown_by="they ran in training mode before, an evaluation switched them, and nothing switched them back",
         repair="model.train() after the evaluation that begins here, on the module that eval() was called on",
@@ -42,13 +42,14 @@ CAUSES = {
         summary=f"an evaluation inside fit {_ACTIVE}",
         measured="{calls:forward pass} in training mode without a backward pass, next to {steps:step}",
         shown_by=(
-            "a number is made of their results, and with other results in their place the loop backpropagates the same"
+            "a metric is computed from their outputs, and with other outputs the loop still backpropagates the same "
+            "loss"
         ),
         repair="model.eval() before the evaluation, model.train() after it",
         variants={
             "declared": {
                 "summary": f"evaluate {_ACTIVE}",
-                "measured": "modules that act by mode, in training mode in a forward pass of evaluate(): {count}",
+                "measured": "modules that depend on the mode, in training mode during evaluate(): {count}",
                 "shown_by": "seen in the forward pass itself, after a short run of fit",
             }
         },
@@ -58,7 +59,7 @@ CAUSES = {
         source="https://github.com/ipolharvard/ethos-ares/issues/20",
     ),
     "dropout_stays_on": Cause(
-        proof="dropout drops entries in a pass that trains nothing, in a module whose training is False",
+        proof="dropout drops entries in a forward pass that trains nothing, in a module whose training is False",
         summary="{what}, in an evaluation inside fit",
         measured="{measured}",
         repair="F.dropout(x, p, training=self.training)",

@@ -44,7 +44,7 @@ CAUSES = {
         variants={
             "lost": {
                 "measured": "in {steps} steps, {lost} of these weights got a gradient; no optimizer held any of them, "
-                "and the next pass drew new ones",
+                "and the next forward pass drew new ones",
                 "shown_by": "what they are applied to was computed by trained weights: no augmentation of the batch",
             }
         },
@@ -71,13 +71,13 @@ CAUSES = {
     ),
     "kept_from_first_batch": Cause(
         proof="a value made from the first batch meets the rows of later ones, and another batch gives another value",
-        summary="what is made from {names} of the first batch is used for all later ones",
+        summary="a tensor computed from {names} of the first batch is used for all later batches",
         measured=(
             "a tensor of shape {shape}; made from the second batch it differs by {difference:share} of its largest "
             "entry"
         ),
         shown_by="later batches meet it row by row in {function}, and the line that makes it runs once",
-        repair="compute it in every pass, or keep it under a key that differs between batches",
+        repair="compute it in every forward pass, or keep it under a key that differs between batches",
         explains=(
             *_LEARNING,
             "batch_independence",

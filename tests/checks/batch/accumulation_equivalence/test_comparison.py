@@ -89,7 +89,7 @@ def growing(out, y, before):
         (right, {"model": Recurrent, "shape": (5, 12, 3)}, "skipped", "give batch_dim=1, or batch_dim=0 if"),
         (right, {"shape": (1, 3)}, "skipped", "micro-batches take at least 2"),
         (right, {"window": lambda accumulate: 2 * accumulate - 1}, "skipped", "where 2 are due"),
-        (growing, {}, "skipped", "some state besides the weights lives on from window to window"),
+        (growing, {}, "skipped", "some state besides the weights survives from window to window"),
     ],
     ids="interacting by_place by_numpy unseeded nan constant second_axis one_row other_windows later_windows".split(),
 )

@@ -41,7 +41,7 @@ def test_graphs_that_attend_to_each_other_are_to_be_declared():
     result = judged(undeclared)
     assert result.outcome == "skipped"
     assert result.needs == "rows_interact="
-    assert "graphs of one batch meet in the model" in result.reason
+    assert "graphs of one batch affect each other in the model" in result.reason
     assert not judged(declared).applies
 
 
