@@ -6,7 +6,7 @@ import pytest
 
 FULL = """\
 Finding(check="accumulation", cause="not_divided",
-    summary="4 micro-batches give 4.00 times the gradient of the same examples in one batch",
+    summary="4 micro-batches give 4.00 times the gradient of the same rows in one batch",
     measured="|g_4| / |g_1| = 4.000, cosine 1.000, all 28 parameters, float64",
     shown_by="the factor is exactly the number of micro-batches for splits into 2, 3 and 4",
     culprits=("train",), where="train.py:57   loss.backward()", change="train.py:56   loss = model(x)",
@@ -14,7 +14,7 @@ Finding(check="accumulation", cause="not_divided",
     repair="loss = model(x) / accumulate", tried="with this change the check passes", explains=("overfit",))"""
 
 FULL_TEXT = """\
-4 micro-batches give 4.00 times the gradient of the same examples in one batch
+4 micro-batches give 4.00 times the gradient of the same rows in one batch
 measured   |g_4| / |g_1| = 4.000, cosine 1.000, all 28 parameters, float64
 cause      not_divided: the loss is not divided by the number
 shown by   the factor is exactly the number of micro-batches for splits into 2, 3 and 4

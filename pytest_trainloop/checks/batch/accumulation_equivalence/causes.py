@@ -15,7 +15,7 @@ WEIGHTS = "as weighted sums of the micro-batches' own gradients: {got} accumulat
 _MEASURED = "|g_{k}| / |g_1| = {ratio:.3f}, {direction}, all {parameters} parameters, {precision}"
 _MOVED = "after the last step weights differ by {updates:share} of how far they moved, {precision}"
 _AGREE = "windows and one batch give the same gradients and the same weights"
-_TIMES = "{k} micro-batches give {factor:.2f} times the gradient of the same examples in one batch"
+_TIMES = "{k} micro-batches give {factor:.2f} times the gradient of the same rows in one batch"
 _UNEQUAL = "{k} micro-batches weigh {factor:.2f} times what they should on average, and short ones as much as long ones"
 _DONE = "the step comes after {done} of {k} micro-batches"
 _ABSENT = "{absent} of {k} micro-batches {several:?do|does} not count: "
@@ -257,7 +257,7 @@ CAUSES = {
                 "temperature, a running value",
             },
             "constant": {
-                "summary": "{k} micro-batches give {factor:.4g} times the gradient of the same examples in one batch",
+                "summary": "{k} micro-batches give {factor:.4g} times the gradient of the same rows in one batch",
                 "measured": _MEASURED,
                 "shown_by": _shown(
                     "splits into {sizes} give the gradient of one batch: a count was rounded, or a constant is right "

@@ -1,4 +1,4 @@
-"""Accumulating over k micro-batches gives the gradient of the same examples in one batch.
+"""Accumulating over k micro-batches gives the gradient of the same rows in one batch.
 
 What it does
     It runs the loop with its knob ``accumulate`` at 1 on two whole batches, and at 2, 3 and 4 on the same examples in
@@ -106,7 +106,7 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     if evidence.shared(makes_own_data):
         early = [s for s in wrong if s.steps_too_early]
         if not early:
-            require_given_data(evidence, "the same examples cannot be passed whole and in parts")
+            require_given_data(evidence, "the same rows cannot be passed whole and in parts")
         yield windows.stepped_too_early(evidence, early[0])
     elif wrong:
         _require_wrong_along_other_axis(evidence)

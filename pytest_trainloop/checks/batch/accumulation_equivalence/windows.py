@@ -1,4 +1,4 @@
-"""Windows of k micro-batches, and one batch of the same examples: the runs of both.
+"""Windows of k micro-batches, and one batch of the same rows: the runs of both.
 
 See docs/how-it-decides.md#accumulation-as-weights. Two windows are run. In float64 both ways must give the same
 gradients, but for rounding: the gradients of the rows are summed in another order.

@@ -102,11 +102,11 @@ _OF_INPUTS = {
                     "length of 1"
                 ),
                 "measured": "normalize over axis 0 of {size}",
-                "shown_by": "both factors of the product come from normalize(dim=0), and examples are compared",
+                "shown_by": "both factors of the product come from normalize(dim=0), and rows are compared",
                 "repair": "normalize(x, dim=-1)",
             },
             "examples": {
-                "summary": "the input of {call} is normalised over the examples, and not over the classes",
+                "summary": "the input of {call} is normalised over the rows of the batch, not over the classes",
                 "measured": "the input sums to 1 along axis {mine}, the target along {theirs}",
                 "shown_by": "the sums along each axis",
                 "repair": "take both softmaxes along the class axis (dim=-1)",
@@ -143,10 +143,10 @@ _OF_INPUTS = {
             },
             "steps": {
                 "summary": (
-                    "the steps that {call} reads as one example come from several examples: {layer} was reshaped to "
-                    "{size}, not transposed"
+                    "the steps that {call} reads as one row come from several rows: {layer} was reshaped to {size}, "
+                    "not transposed"
                 ),
-                "measured": "axis 0 of {size} runs over entries of several examples",
+                "measured": "axis 0 of {size} runs over entries of several rows",
                 "repair": "transpose(0, 1) brings (N, T, C) to (T, N, C)",
             },
         },
@@ -231,8 +231,8 @@ _OF_INPUTS = {
     ),
     "mean_over_elements": _seen(
         proof="kl_div divides by all entries: its documentation advises batchmean",
-        summary="kl_div(reduction='mean') divides by all {all} entries, not by the number of examples",
-        measured="{classes} times less than the divergence of an example",
+        summary="kl_div(reduction='mean') divides by all {all} entries, not by the number of rows",
+        measured="{classes} times less than the divergence of a row",
         shown_by="the reduction of the call",
         repair="reduction='batchmean' is the divergence as it is defined",
         source=f"{_DOCS}KLDivLoss.html",

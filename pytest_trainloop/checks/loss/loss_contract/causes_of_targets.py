@@ -139,7 +139,7 @@ OF_TARGETS = {
         proof="a class that occurs has weight 0, and all others have whole numbers, or only one class costs anything",
         summary=(
             "{call} gives weight 0 to classes {idle}, which occur: {only:?only class {only} costs anything, so that "
-            "always answering {only} is best|their examples teach nothing}"
+            "always answering {only} is best|their rows teach nothing}"
         ),
         measured="weights {seen}",
         shown_by="{how}",
@@ -238,7 +238,7 @@ OF_TARGETS = {
             "{permuted:?the same lengths occur among the rows of labels and of inputs, in another order|labels at "
             "padded positions of some rows, and real positions without labels at the end of others}"
         ),
-        repair="sort, shuffle and pad whole examples, then split them into fields: rows = sorted(rows, key=...)",
+        repair="sort, shuffle and pad whole rows, then split them into fields: rows = sorted(rows, key=...)",
         do_not="mask the labels at padded positions: real positions would keep the labels of other rows",
         explains=(*LEARNING, "padding_invariance"),
         source="https://github.com/asappresearch/slue-toolkit/issues/37",

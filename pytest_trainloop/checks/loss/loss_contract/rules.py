@@ -170,10 +170,10 @@ def row_labels(call: LossCall, name: str) -> Findings:
         return
     kinds = len(torch.unique(labels))
     if kinds in (1, len(labels)) and (call.arrived is None or not bool(call.arrived.any())):
-        repair = "sample examples of several classes in a batch"
+        repair = "sample rows of several classes in a batch"
         if kinds > 1:
-            repair = "sample several examples of each class (MPerClassSampler), or where labels are made give both "
-            repair += "views of an example one label: torch.arange(n).repeat(2)"
+            repair = "sample several rows of each class (MPerClassSampler), or where labels are made give both "
+            repair += "views of a row one label: torch.arange(n).repeat(2)"
         facts = {"positive": kinds > 1, "different": kinds, "all": len(labels)}
         yield call.finds("no_pairs", **facts, culprit=name, repair=repair)
 

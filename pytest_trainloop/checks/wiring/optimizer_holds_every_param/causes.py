@@ -81,7 +81,8 @@ CAUSES = {
         source="https://github.com/skorch-dev/skorch/issues/317",
     ),
     "replaced_in_forward": Cause(
-        proof="the optimizer holds the parameter of the beginning; each pass makes another, which alone gets gradients",
+        proof="the optimizer holds the first parameter; each forward pass makes another one, and only that gets "
+        "gradients",
         summary=(
             "{names} {names:are} replaced by a new Parameter inside of the forward pass, and the optimizer steps the "
             "one of the beginning"

@@ -36,7 +36,7 @@ CAUSES = {
         source="https://github.com/BVLC/caffe/issues/1659",
     ),
     "layer_made_anew": Cause(
-        proof="a parameter is used in each pass that did not exist in the pass before",
+        proof="a parameter is used in each forward pass that did not exist in the one before",
         summary="{names} makes new weights of shape {shape} in every forward pass, and no step trains them",
         measured="in each of the steps another parameter is used at this line",
         shown_by="none of them existed when the step before was made",
