@@ -66,7 +66,7 @@ def test_a_rule_is_a_cause_with_its_page(run):
     (found,) = run({"t::a": [result(stale())]})["tool"]["driver"]["rules"]
     assert found["id"] == "step_order:not_zeroed"
     assert found["shortDescription"]["text"] == "Not zeroed (step_order)"
-    assert found["fullDescription"]["text"].startswith("A step uses, bit for bit, gradients that an earlier step has used")
+    assert found["fullDescription"]["text"].startswith("A step uses, bit for bit, gradients that")
     assert "Repair: optimizer.zero_grad()" in found["help"]["text"]
     assert "## How it decides" in found["help"]["markdown"]
     assert found["properties"]["tags"] == ["training", "wiring"]

@@ -49,9 +49,7 @@ MOST_PASSES = 1000
 """Calls of a schedule that is called once a pass, above which no known recipe has so many passes (nnU-Net has 1000)."""
 
 UNITS: tuple[Unit, ...] = ("pass", "step", "micro-batch")
-
-NAMES: dict[str | None, str] = {"pass": "epoch", "step": "step", "micro-batch": "micro-batch", None: ""}
-"""Of units in texts."""
+NAMES: dict[str | None, str] = {"pass": "epoch", "step": "step", "micro-batch": "micro-batch", None: ""}  # in texts
 
 CALLS_IN: dict[Unit | None, str] = {
     "step": "len(loader) * epochs // accumulate calls",

@@ -10,8 +10,7 @@ _seen = partial(Cause, change=("seen",), explains=("overfit_one_batch",))
 
 CAUSES = {
     "maker_helps_critic": _seen(
-        proof="both steps push the scores of generated samples the same way, and the critic pushes those of data the "
-        "other",
+        proof="both steps push scores of generated samples the same way, and the critic pushes those of data the other",
         summary="the generator's step pushes {names}'s scores of generated samples {way}, as {names}'s own step does",
         measured="the sign of the gradient at every score, also with {offsets} constants added to the scores",
         shown_by="the step of {names} pushes the scores of data the other way: the two must be opponents",

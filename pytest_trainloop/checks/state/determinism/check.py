@@ -126,8 +126,7 @@ def determinism(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             cause="state_outside_loop",
             level=level,
-            summary="two runs in one process differ: state outside the function survives from the first run to the "
-            "second",
+            summary="two runs in one process differ: state outside the function survives from one run to the next",
             measured=_measured(difference),
             shown_by=(
                 "the first run differs from the second, and later ones are all the same"

@@ -18,8 +18,7 @@ CAUSES = {
             "a step uses, bit for bit, gradients that an earlier step has used; or all later gradients are added to "
             "one that is not finite"
         ),
-        summary="gradients are never zeroed: {names} {names:are} stepped with the sum of the gradients of all batches "
-        "so far",
+        summary="gradients are never zeroed: {names} {names:are} stepped with their sum over all batches so far",
         measured="{again} of {steps} steps used gradients that the step before had used already",
         repair="optimizer.zero_grad() before this line, or right after optimizer.step()",
         change=("backward", "seen"),
@@ -41,8 +40,7 @@ CAUSES = {
         source="https://github.com/IDEA-Research/DN-DETR/issues/19",
     ),
     "wrong_object_zeroed": _kept(
-        proof="zero_grad() runs before each backward(), but not on the parameters whose .grad still holds used "
-        "gradients",
+        proof="zero_grad() runs before each backward(), but not on parameters with used gradients in .grad",
         summary=(
             "zero_grad() zeroes other parameters: {names} {names:are} stepped with the sum of the gradients of all "
             "batches so far"
@@ -54,8 +52,7 @@ CAUSES = {
     "zeroed_before_step": _trains(
         proof="gradients are zeroed between backward and step, so steps find nothing",
         summary="gradients are zeroed between backward() and step(): {empty} of {steps} steps found no gradient",
-        measured="the gradients of {lost:backward pass} were zeroed before a step used them; {empty} of {steps} steps "
-        "found none",
+        measured="{empty} of {steps} steps found no gradient: those of {lost:backward pass} were zeroed before",
         shown_by="order seen: backward, {by}, step",
         repair="move this line before backward() or after step(): never between the two",
         variants={
@@ -87,8 +84,7 @@ CAUSES = {
         repair="call optimizer.step() after backward()",
         variants={
             "no optimizer": {
-                "summary": "{passes} backward passes computed gradients, but the loop has no optimizer: none was given "
-                "or seen",
+                "summary": "{passes} backward passes computed gradients, but no optimizer was given or seen",
             },
             "stops": {
                 "summary": "the {kind} stops after {steps:step}: no step uses the {passes} backward passes that follow",

@@ -42,8 +42,7 @@ CAUSES = {
         summary=f"an evaluation inside fit {_ACTIVE}",
         measured="{calls:forward pass} in training mode without a backward pass, next to {steps:step}",
         shown_by=(
-            "a metric is computed from their outputs, and with other outputs the loop still backpropagates the same "
-            "loss"
+            "a metric is computed from their outputs, and with other outputs the loop backpropagates the same loss"
         ),
         repair="model.eval() before the evaluation, model.train() after it",
         variants={
