@@ -79,7 +79,7 @@ CAUSES = {
     ),
     "mode_left": _harmful(
         proof="with the modules' modes restored after evaluate() training is as without it",
-        summary="evaluate() leaves {what} {now}, and training goes on in it",
+        summary="evaluate() leaves {what} {now}, and training continues in it",
         repair="was = model.training before model.eval(), and model.train(was) in a finally: at the end",
         variants={
             "frozen parts": {
@@ -92,7 +92,7 @@ CAUSES = {
     ),
     "state_left": _harmful(
         proof="with this restored after evaluate() training is as without it",
-        summary="{evaluation} changes {what}, and training goes on with that",
+        summary="{evaluation} changes {what}, and training continues with that",
         repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
         variants={
             "kept": {
@@ -123,7 +123,7 @@ CAUSES = {
     ),
     "switch_left": _harmful(
         proof="with this switch of the process restored after evaluate() training is as without it",
-        summary="evaluate() leaves {what} at {now}, and training goes on under it",
+        summary="evaluate() leaves {what} at {now}, and training continues under it",
         repair="set it for a block: with torch.no_grad(): in place of torch.set_grad_enabled(False), which stays on; "
         "or put it back in a finally:",
         variants={
@@ -150,7 +150,7 @@ CAUSES = {
     ),
     "reseeds": _seen(
         proof="two random states before evaluate() give one after it, and training differs between them without it",
-        summary="evaluation seeds {which} with {constant:?a constant|a number of its own}, and training goes on from "
+        summary="evaluation seeds {which} with {constant:?a constant|a number of its own}, and training continues from "
         "there",
         measured="two states of {which} before evaluate() give one and the same state after it",
         shown_by="without evaluate() training differs between the two states ({parts}); with it training is equal, and "
@@ -227,7 +227,7 @@ CAUSES = {
     ),
     "feedback": _left(
         proof="evaluation sets what only it sets (a rate, a threshold, a difficulty), and training is another by it",
-        summary="evaluate() changes {what}, and training goes on with that",
+        summary="evaluate() changes {what}, and training continues with that",
         repair="set it in the training loop, with the score that evaluation returns",
         source="https://github.com/facebookresearch/fairchem/pull/234",
     ),
