@@ -16,8 +16,8 @@ How it decides
     3. The gradient of output t with respect to input t + 1 must be exactly 0: masked softmax weights are exact zeros.
        Behind a Fourier transform 1e3 eps of the largest gradient count as 0
        (docs/how-it-decides.md#rows-and-positions-by-exact-gradients).
-    4. Positions whose target is ignored are left out: a prefix may see itself. With other later inputs the outputs must
-       change: a backward pass written by hand may add the gradient of another loss.
+    4. Positions whose target is ignored, or whose loss has no gradient, are left out: a prefix may see itself. With
+       other later inputs the outputs must change: a backward pass written by hand may add the gradient of another loss.
     5. Each operation is judged by its own gradient. It is the cause if nothing leaks without it.
     6. A leak in evaluation mode alone is advice unless the loop evaluates. A leak is advice too if outputs of another
        loss do not see the answer (Tacotron 2).
