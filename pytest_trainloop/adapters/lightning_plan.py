@@ -41,7 +41,7 @@ def configured_schedules(trainer: Any, plan: Counts) -> Iterator[Planned]:
     window = trainer.accumulate_grad_batches
     counts = Counts(steps, None if steps is None else steps * window, passes)
     for config in trainer.strategy.lr_scheduler_configs:
-        unit: Unit = "step" if config.interval == "step" else "pass"
+        unit: Unit = "step" if config.interval == "step" else "epoch"
         total = counts.of(unit)
         if config.reduce_on_plateau or total is None:
             continue

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.scheduled import LearningRates
 
-Unit = Literal["step", "micro-batch", "pass"]
+Unit = Literal["step", "micro-batch", "epoch"]
 
 AHEAD = 20_000
 """Calls that are looked ahead at least."""
@@ -55,7 +55,7 @@ class Counts:
     passes: int | None
 
     def of(self, unit: Unit) -> int | None:
-        return {"step": self.steps, "micro-batch": self.micro_batches, "pass": self.passes}[unit]
+        return {"step": self.steps, "micro-batch": self.micro_batches, "epoch": self.passes}[unit]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ class Projections:
         third = ShortRun(evidence, ACCUMULATE, SIZES[0], ahead, accumulate=ACCUMULATE) if accumulating else None
 
         def few(driven: Driven) -> bool:
-            """Whether the longer watched run calls it no more often than once a pass."""
+            """Whether the longer watched run calls it no more often than once per epoch."""
             calls = [e for e in record.of(SchedulerStep) if e.optimizer == driven.optimizer]
             return len(calls) <= (len(first.record.passes) + 1) * len(driven.kinds)
 
@@ -308,7 +308,7 @@ def _projected(
 ) -> Projected:
     sizes = tuple(run.sized(run.driven[number]) for run in runs if len(run.driven) > number)
     unit = unit_of(sizes)
-    if unit == "pass" and not few_calls:
+    if unit == "epoch" and not few_calls:
         unit = None
     window = runs[0].window
     found = Projected(
@@ -319,7 +319,7 @@ def _projected(
         made_at=str(driven.made_at or ""),
         made_at_line=("", 0) if driven.made_at is None else (driven.made_at.file, driven.made_at.line),
         unit=unit,
-        per_pass=float(unit == "pass"),
+        per_pass=float(unit == "epoch"),
         per_item={"step": 1.0 / window, "micro-batch": 1.0}.get(unit or "", 0.0),
         window=window,
         curve=curve,
@@ -327,7 +327,7 @@ def _projected(
         settings=dict(driven.settings),
         sizes=sizes,
         plan=runs[0].declared,
-        by_data=runs[0].by_trainer or (unit != "pass" and runs[0].by_data),
+        by_data=runs[0].by_trainer or (unit != "epoch" and runs[0].by_data),
         planned=None if unit is None else runs[0].declared.of(unit),
     )
     if accumulated is None or len(accumulated.driven) <= number:
@@ -344,7 +344,7 @@ def unit_of(sizes: Sequence[Sized]) -> Unit | None:
 
     A run that ends by itself in the middle of a pass, or before its last call, has one call less.
     """
-    units: tuple[Unit, ...] = ("step", "micro-batch", "pass")
+    units: tuple[Unit, ...] = ("step", "micro-batch", "epoch")
     for off in (0, 1):
         for unit in units:
             if all((n := s.counts.of(unit)) is not None and abs(n - s.calls) <= off for s in sizes):
@@ -379,8 +379,8 @@ def _of_trainer(one: Planned) -> Projected:
         made_at=one.place,
         by_data=not one.declared,
         unit=one.unit,
-        per_pass=float(one.unit == "pass"),
-        per_item=float(one.unit != "pass"),
+        per_pass=float(one.unit == "epoch"),
+        per_item=float(one.unit != "epoch"),
         window=1,
         curve=curve,
         horizon=horizon(curve, kind),

@@ -121,7 +121,7 @@ def test_a_schedule_that_is_called_once_a_pass_is_marked():
             schedule.step()
 
     told = pytest_trainloop.card(loop(scheduled))["schedule"]
-    assert told.startswith("ExponentialLR, 1 call a pass *")
+    assert told.startswith("ExponentialLR, 1 call per epoch *")
 
 
 def test_weights_that_move_outside_of_steps_are_marked():

@@ -111,4 +111,4 @@ def test_a_scheduler_that_is_called_at_the_end_of_each_pass():
     record = loop.made()
     record.passes = (3, 3)
     found = cadence(record)[0]
-    assert (found.per, str(found)) == ("pass", "1 call a pass")
+    assert (found.per, str(found)) == ("epoch", "1 call per epoch")

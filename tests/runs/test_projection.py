@@ -91,7 +91,7 @@ def loop(each, *, epochs=2, steps=None):
     return make
 
 
-@pytest.mark.parametrize(("each", "unit"), [("step", "step"), ("pass", "pass"), ("micro-batch", "step")])
+@pytest.mark.parametrize(("each", "unit"), [("step", "step"), ("pass", "epoch"), ("micro-batch", "step")])
 def test_what_a_scheduler_is_called_once_for(each, unit):
     (one,) = Evidence(loop(each)).shared(Projections.of).schedulers
     assert (one.unit, one.horizon, one.planned) == (unit, 500, None)

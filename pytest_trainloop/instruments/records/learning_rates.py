@@ -121,7 +121,7 @@ class Cadence:
     """Backward passes of the run until its last call."""
     passes: int
     """Passes over the batches that came to their end."""
-    per: Literal["step", "pass", "micro-batch", "", "once"]
+    per: Literal["step", "epoch", "micro-batch", "", "once"]
     """What it is called once for: an optimizer step, a backward pass where a step takes several, a pass over the
     batches; "once" where it is called once and more than one of these fits."""
 
@@ -129,7 +129,7 @@ class Cadence:
         if self.per == "once":
             return f"1 call in {self.steps} steps"
         if self.per:
-            return f"1 call a {self.per}"
+            return f"1 call per {self.per}"
         return f"{self.calls} calls in {self.steps} steps"
 
 
@@ -149,11 +149,11 @@ def _cadence(record: Record, number: int, calls: Sequence[SchedulerStep]) -> Cad
     ends = list(itertools.accumulate(record.passes))
     items = [max((b.item for b in backwards if b.at < call.at), default=0) for call in calls]
     at_ends = bool(ends) and set(items) <= set(ends) and _once_an_end(items, calls)
-    per: Literal["step", "pass", "micro-batch", "", "once"] = ""
+    per: Literal["step", "epoch", "micro-batch", "", "once"] = ""
     if len(calls) == 1 and len(steps) > 1:
         per = "once"
     elif at_ends and len(steps) > len(calls):
-        per = "pass"
+        per = "epoch"
     elif _one_between(steps, [c.at for c in calls]):
         per = "step"
     elif len(before_last) > len(steps) and _one_between([b.at for b in before_last], [c.at for c in calls]):

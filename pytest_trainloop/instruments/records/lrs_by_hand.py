@@ -218,8 +218,8 @@ class LRsByHand:
                     made_at=function.place,
                     made_at_line=(function.code.co_filename, function.code.co_firstlineno),
                     unit=unit,
-                    per_pass=float(unit == "pass"),
-                    per_item=0.0 if unit == "pass" else 1.0 / window if unit == "step" else 1.0,
+                    per_pass=float(unit == "epoch"),
+                    per_item=0.0 if unit == "epoch" else 1.0 / window if unit == "step" else 1.0,
                     window=window,
                     curve=curve,
                     horizon=horizon(curve, ""),
@@ -307,5 +307,5 @@ def _rhythm(
     if len(each) == 1 and each == {window} and leads in (0, window):
         return "micro-batch", leads > 0
     if len(function.calls) == len(record.passes) >= FEWEST and leads <= 1:
-        return "pass", leads == 1
+        return "epoch", leads == 1
     return None

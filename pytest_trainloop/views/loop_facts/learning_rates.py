@@ -63,8 +63,8 @@ def _called(often: Cadence | None) -> str:
     """How often a scheduler is called."""
     if often is None:
         return "never called"
-    if often.per in ("step", "pass", "micro-batch"):
-        return f"1 call a {often.per}"
+    if often.per in ("step", "epoch", "micro-batch"):
+        return f"1 call per {often.per}"
     return f"{numbered(often.calls, 'call')} in {numbered(often.steps, 'step')}"
 
 

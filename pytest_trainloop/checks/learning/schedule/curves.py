@@ -46,15 +46,14 @@ LEAST_PASSES, MANY_PASSES, LEAST_END = 3, 8, 8
 it, and where one does. Calls from which on the quarter of a schedule differs from other small numbers."""
 
 MOST_PASSES = 1000
-"""Calls of a schedule that is called once a pass, above which no known recipe has so many passes (nnU-Net has 1000)."""
+"""Calls of a schedule that is called once per epoch, above which no known recipe goes (nnU-Net has 1000)."""
 
-UNITS: tuple[Unit, ...] = ("pass", "step", "micro-batch")
-NAMES: dict[str | None, str] = {"pass": "epoch", "step": "step", "micro-batch": "micro-batch", None: ""}  # in texts
+UNITS: tuple[Unit, ...] = ("epoch", "step", "micro-batch")
 
 CALLS_IN: dict[Unit | None, str] = {
     "step": "len(loader) * epochs // accumulate calls",
     "micro-batch": "len(loader) * epochs calls",
-    "pass": "epochs calls",
+    "epoch": "epochs calls",
     None: "as many calls as are made",
 }
 
@@ -86,8 +85,8 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
         yield from (f for f in findings if (f.cause, f.where) not in said)  # one line may write for two optimizers
         said |= {(f.cause, f.where) for f in findings}
         if one.planned is None and one.horizon and not findings and by_scheduler and not _sized_by_fit(one):
-            times = f"once per {NAMES[one.unit]}" if one.unit else "now and then"
-            give = f"{'epochs= (epochs' if one.unit == 'pass' else 'steps= (optimizer steps'} of the real run)"
+            times = f"once per {one.unit}" if one.unit else "now and then"
+            give = f"{'epochs= (epochs' if one.unit == 'epoch' else 'steps= (optimizer steps'} of the real run)"
             known = f"{one.kind}, called {times}, is projected to its end at call {one.horizon}"
             undecided.append(f"{known}; give {give} to have it judged")
     if undecided and not said:
@@ -106,11 +105,11 @@ def _finds(one: Projected, cause: str, variant: str = "", **facts: Any) -> Findi
 
 def _otherwise(one: Projected, built: Unit | str, numbers: str, why: str, repair: str = "", **facts: Any) -> Finding:
     """Built for the calls of one unit, and called in another."""
-    length = built if built not in UNITS else f"one call per {NAMES[built]}"
-    repair = repair or f"build it for {CALLS_IN[one.unit]}, or call it once per {NAMES.get(built, built)}"
-    facts = {"unit": NAMES[one.unit], "more": "", **facts}
+    length = built if built not in UNITS else f"one call per {built}"
+    repair = repair or f"build it for {CALLS_IN[one.unit]}, or call it once per {built}"
+    facts = {"unit": one.unit or "", "more": "", **facts}
     # called too often or too seldom, the call moves; else the length is another one, where it is given
-    moves = one.unit == "micro-batch" or (one.unit == "pass" and built != "pass")
+    moves = one.unit == "micro-batch" or (one.unit == "epoch" and built != "epoch")
     facts["change"] = str(one.place) if moves else length_given(one.made_at) or one.made_at
     return _finds(one, "counts_something_else", length=length, numbers=numbers, why=why, repair=repair, **facts)
 
@@ -248,7 +247,7 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
         if ended and passes and first.calls >= 2 * end and one.falls(end, LITTLE):
             numbers = f"in a fit of {count(end, 'epoch')} its last change is at call {end} of {first.calls}"
             why = f"the last change of {one.kind} is at call {end}, and fit ends after {count(end, 'epoch')}"
-            yield _otherwise(one, "pass", numbers, why)
+            yield _otherwise(one, "epoch", numbers, why)
         return
     grows = one.made_in_fit and (ends[1] or 0) > end
     if grows and all(size.raised for size in one.sizes):
@@ -266,18 +265,18 @@ def _of_fit(one: Projected) -> Iterator[Finding]:
         counts = [size.counts.of(unit) for size in one.sizes]
         if unit == one.unit or counts != ends or counts == [size.calls for size in one.sizes]:
             continue
-        passes = unit == "pass" and end >= LEAST_PASSES
-        if one.falls(end, LITTLE) and (passes or (unit != "pass" and grows)) and first.curve:
+        passes = unit == "epoch" and end >= LEAST_PASSES
+        if one.falls(end, LITTLE) and (passes or (unit != "epoch" and grows)) and first.curve:
             lrs = first.curve.group(one.curve.leading)
             numbers = (
-                f"in a fit of {count(end, NAMES[unit])} its end is at call {end} of {first.calls}: the rate is "
+                f"in a fit of {count(end, unit)} its end is at call {end} of {first.calls}: the rate is "
                 f"{max(lrs):.2g} at its peak, {_lr(one, first, end):.2g} at call {end} and "
                 f"{_lr(one, first, first.calls):.2g} at call {first.calls}"
             )
             yield _otherwise(one, unit, numbers, _both(one, unit))
             return
     passes_made = first.counts.passes or 0
-    if not grows or one.unit == "pass" or passes_made < 2:
+    if not grows or one.unit == "epoch" or passes_made < 2:
         return
     if [(end or 0) * passes_made for end in ends] == [size.calls for size in one.sizes] and first.curve:
         facts = {"passes": passes_made, "end": end, "calls": first.calls, "sizes": _both(one)}
@@ -298,7 +297,7 @@ def _both(one: Projected, unit: Unit | None = None) -> str:
     first, second = one.sizes
 
     def ends(size: Sized) -> str:
-        counted = f" ({count(size.counts.of(unit) or 0, NAMES[unit])})" if unit else ""
+        counted = f" ({count(size.counts.of(unit) or 0, unit)})" if unit else ""
         return f"at call {size.horizon} of {size.calls}{counted}"
 
     few, more = (size.windows * one.window for size in one.sizes)
@@ -361,7 +360,7 @@ def _sized_otherwise(one: Projected, size: Sized, window: int, unit: Unit, how: 
         f"accumulate={window}, for {size.calls} calls in {count(size.counts.steps or 0, 'step')}"
     )
     why = "the length of the schedule and the calls of it change differently with the knob accumulate"
-    repair = f"call it once per {NAMES[unit]}, or build it for {CALLS_IN[called]}"
+    repair = f"call it once per {unit}, or build it for {CALLS_IN[called]}"
     return _otherwise(one, unit, numbers, why, repair, unit=called, more=f"under accumulate={window} it runs {how}")
 
 
@@ -383,12 +382,12 @@ def _of_another_unit(one: Projected) -> Iterator[Finding]:
         return
     for unit in UNITS:
         counted = one.plan.of(unit)
-        far = not 0.5 <= end / calls <= 2 or ("pass" not in (unit, one.unit) and counted in (2 * calls, calls / 2))
+        far = not 0.5 <= end / calls <= 2 or ("epoch" not in (unit, one.unit) and counted in (2 * calls, calls / 2))
         if unit != one.unit and counted is not None and abs(counted - end) <= 1 and far:
-            others = count(counted, NAMES[unit])
-            repair = f"build it for {calls} calls, or call it once per {NAMES[unit]}"
+            others = count(counted, unit)
+            repair = f"build it for {calls} calls, or call it once per {unit}"
             numbers = f"its end is at call {end} of {calls}; {_drawn(one, calls)}"
-            why = f"the training has {others} and {count(calls, NAMES[one.unit])}"
+            why = f"the training has {others} and {count(calls, one.unit)}"
             length = f"{end} calls, as the training has {others}"
             yield _otherwise(one, length, numbers, why, repair, more=f"{calls} times")
             return
@@ -407,7 +406,7 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     peak, peak_at, last, end = max(lrs), curve.peak_at(group), curve.lr(calls)[group], one.horizon
     facts: dict[str, Any] = {
         "calls": calls,
-        "in_all": f"{calls} calls in the whole training, one per {NAMES[one.unit]}",
+        "in_all": f"{calls} calls in the whole training, one per {one.unit}",
         "peak": peak,
     }
     facts |= {"drawn": _drawn(one, calls), "last": last, "end": end}
@@ -424,7 +423,7 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
         yield _finds(one, "ends_in_warmup", level="fault" if long and not one.by_data else "advice", **facts)
         return
     late = curve.lr(round(LATE * calls))[group]
-    if 0 < last <= late <= VANISHED * peak and (one.unit != "pass" or not one.by_data):
+    if 0 < last <= late <= VANISHED * peak and (one.unit != "epoch" or not one.by_data):
         yield _finds(one, "fades_out", part=late / peak, **facts)  # more data make it fade earlier still
         return
     if one.by_data:
@@ -475,7 +474,7 @@ def _of_names(one: Projected) -> Iterator[Finding]:
     text = _length_text(one.made_at_line, one.kind)
     made = count(one.sizes[0].counts.passes or 0, "epoch") if one.sizes else ""
     numbers = f"{one.sizes[0].calls} calls in {made}" if one.sizes else ""
-    if one.unit == "pass" and per_pass > 1 and passes:
+    if one.unit == "epoch" and per_pass > 1 and passes:
         why, repair = (
             "the number of calls does not grow with the batches of an epoch",
             "call it after each optimizer.step()",
@@ -489,7 +488,7 @@ def _of_names(one: Projected) -> Iterator[Finding]:
         why = "the number of calls grows with the batches of an epoch"
         repair = "call it once per epoch, or build it for len(loader) * epochs calls"
         yield _otherwise(one, f"{text} calls, which names epochs", numbers, why, repair, level="advice")
-    elif one.unit == "pass" and not one.made_in_fit and one.horizon is not None:
+    elif one.unit == "epoch" and not one.made_in_fit and one.horizon is not None:
         steps = "len(" in text or re.search(r"steps|iters", text)
         if (steps or not text) and (text or one.horizon > MOST_PASSES):
             repair = "call it after each optimizer.step(), or build it for as many calls as there are epochs"
