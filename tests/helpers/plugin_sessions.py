@@ -14,6 +14,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.core.registry import of
+from pytest_trainloop.views.pictures import make as _pictures  # noqa: F401  a session forgets what it imports itself
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

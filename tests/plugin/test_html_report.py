@@ -12,6 +12,8 @@ from pytest_trainloop.views.htmlreport.__main__ import main
 from tests.helpers.plugin_sessions import HEAD, all_of_torch_is_loaded  # noqa: F401
 from tests.htmlreport import documents
 
+pytest.importorskip("pytest_trainloop.views.htmlreport.drawing")  # a session forgets what it imports itself
+
 LOOPS = (
     HEAD
     + """
