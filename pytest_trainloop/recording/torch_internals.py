@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.fx import _symbolic_trace
@@ -57,6 +59,7 @@ __all__ = [
     "is_patched_by_scheduler",
     "is_traced",
     "is_transformed",
+    "is_waited_for",
     "load_for_wrappers",
     "loader_calls",
     "loader_workers",
@@ -111,6 +114,20 @@ def wrapped_cell(function: Callable[..., Any]) -> types.CellType:
 def argument_names(func: Any) -> tuple[str, ...]:
     """The names of the arguments of an operator, in their order. Hides ``OpOverload._schema``."""
     return tuple(argument.name for argument in func._schema.arguments)
+
+
+def is_waited_for(given: dict[str, Any]) -> bool:
+    """Whether who calls a collective waits for it: ``async_op=False`` of the operator's arguments. The operators of
+    torch 2.6 have no such argument; there it is one of torch.distributed's function that calls the operator."""
+    if "async_op" in given:
+        return given["async_op"] is False
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == dist.distributed_c10d.__file__ and "async_op" in code.co_varnames:
+            return frame.f_locals["async_op"] is False
+        frame = frame.f_back
+    return False
 
 
 FIRST_KERNEL = "BackendSelect"

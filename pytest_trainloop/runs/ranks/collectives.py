@@ -26,6 +26,7 @@ from pytest_trainloop.recording.torch_internals import (
     argument_names,
     forget_process_groups,
     in_backward,
+    is_waited_for,
     pass_on,
     wrapped_cell,
 )
@@ -118,7 +119,7 @@ class Log:
             bytes=sum(t.numel() * t.element_size() for t in tensors),
             root=given.get("root_rank"),
             even=name in SAME_SIZES,
-            waits=given.get("async_op") is False or name == "monitored_barrier_",
+            waits=is_waited_for(given) or name == "monitored_barrier_",
         )
 
     def waits(self, kind: str, members: tuple[int, ...]) -> None:
