@@ -24,7 +24,7 @@ from pytest_trainloop.checks.numerics.parameter_precision import runs as precisi
 from pytest_trainloop.checks.numerics.precision_parity import further, modes, operations
 from pytest_trainloop.checks.scale.compile_parity.compared import Operations
 from pytest_trainloop.checks.scale.distributed_equivalence import rank_runs
-from pytest_trainloop.checks.state.data_order import orders, reading
+from pytest_trainloop.checks.state.data_order import arrivals, places, reading
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog
 from pytest_trainloop.checks.state.evaluation_is_pure import interposed
 from pytest_trainloop.checks.state.memory_growth.holders import Lines
@@ -65,7 +65,8 @@ def instruments(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]
         precision_runs._LostWrite(),
         further.AngleLog(),
         operations.OpLog(),
-        orders.Targets("x"),
+        arrivals.Arrivals(),
+        places.Places(set()),
         CallLog(),
         Lines(),
         Tracer(),

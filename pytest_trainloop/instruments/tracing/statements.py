@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.core.places import code_of, first_line
@@ -187,6 +188,17 @@ def window_size(step: str, backward: str, knob: str) -> str:
             return sizes.pop()
     names = {n.id for n in ast.walk(function or source.tree) if isinstance(n, ast.Name)}
     return knob if knob in names else ""
+
+
+def second_of_two_calls(function: str) -> str:
+    """The second of the only two calls of one helper, each with another name, in the function that begins at a line."""
+    found = statement_at(function)
+    calls: dict[str, dict[str, ast.Call]] = defaultdict(dict)
+    for node in ast.walk(found[1]) if found is not None else ():
+        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
+            calls[ast.unparse(node.func)][node.args[0].id] = node
+    twice = [list(own.values()) for own in calls.values() if len(own) == 2]
+    return found[0].text(twice[0][1]) if found is not None and len(twice) == 1 else ""
 
 
 def call_in_function_of(site: Site, other: Site) -> str:

@@ -64,6 +64,17 @@ CAUSES = {
                 "do_not": "{sorting:?sort the labels by a key of their own|draw an order for each field: they differ "
                 "in every batch}",
             },
+            "cut": {
+                "summary": "{moved:?{inputs} and {labels} are cut by two draws|{inputs} is cut by a draw, and {labels} "
+                "is not}: a prediction for one place is compared with {labels} of another",
+                "measured": "{changed} of {rows} places of {labels} meet places of {inputs} that differ from row to "
+                "row",
+                "shown_by": "both were given the same content, in which each entry names its place; what reached the "
+                "model and what reached the loss were compared",
+                "repair": "cut both in one call: both = transform(torch.cat([x, y])); or draw the place once, and cut "
+                "both there",
+                "do_not": "fix a seed for both calls: every row is then cut at the same place",
+            },
             "mixed": {
                 "summary": "{function}() of {stream} mixes the inputs of two items and {shares:?exchanges the shares "
                 "of their labels|the labels of other items}: {changed} of {rows} rows of {labels} contradict {inputs}",
@@ -78,6 +89,16 @@ CAUSES = {
         settle="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
         explains=("loss_contract:labels_misplaced",),
         source="https://github.com/Borda/kaggle_image-classify/pull/12",
+    ),
+    "split_overwrites": Cause(
+        change=("seen",),
+        proof="an attribute of one data set is assigned through two of its splits, and no item is fetched in between",
+        summary="{splits} splits share one data set: its {name} is assigned twice, and all of them get the second",
+        measured="what was assigned first, at {first}, was replaced before an item was fetched",
+        shown_by="random_split and Subset hold the data set itself, and no copy of it",
+        repair="give each split a data set of its own: Subset(ImageSet(files, train_transform), indices); or apply the "
+        "transform in a class around the split",
+        source="https://github.com/growingnet/gromo/pull/58",
     ),
     "shuffled_alike": Cause(
         proof="an order is drawn for each epoch, and all epochs come in the same one",
@@ -173,13 +194,22 @@ CAUSES = {
         source="https://github.com/facebookresearch/pycls/pull/21",
     ),
     "slots_share_tensor": Cause(
-        proof="all records hold one object, which was written in place as often as records were made",
+        proof="all records hold one object, and what it holds was written again for each of them",
         summary="all {records} records of {path} hold one and the same {written:?tensor|array} of shape {shape}, with "
         "the values of the last",
         measured="{names} is one object in {records} of {records} records{written:?, written in place {written} "
         "times|}",
         shown_by="the records' objects are identical, and what is written into it changes all of them",
         repair="store a copy when a record is made: tensor.clone(), or array.copy()",
+        variants={
+            "list": {
+                "summary": "all {records} records of {path} hold one and the same {kind}, with the values of the last",
+                "measured": "{names} is one object in {records} of {records} records, and held other values earlier in "
+                "the run",
+                "repair": "store a copy when a record is made: list(steps); or begin with a new list in place of "
+                "clear()",
+            }
+        },
         source="https://github.com/rail-berkeley/rlkit/issues/98",
     ),
     "last_batch_raises": _seen(

@@ -19,6 +19,7 @@ How it decides
        on. A collate function separates labels if it gives all rows and all labels of its items in other pairs. Epochs
        are read until new draws would explain that in less than 1 of 1000 cases. Labels renamed entry by entry, or
        shifted, belong to their rows.
+       An image and its mask get the same content: it must arrive at the same places.
     4. Items are fetched again, under several random states, and by workers. What fetches write must add up: a cache
        keeps its first content, a buffer its last. Counters of one entry and running statistics are no fault.
     5. Rows that a collate function mixes (mixup, CutMix) are written as mixtures of two items. Their targets must mix
@@ -28,6 +29,7 @@ How it decides
     | seen | cause | advice if |
     |---|---|---|
     | labels have other pairs than stored or collated | ``labels_apart`` | not stored together, or no loss's target |
+    | the target is cut elsewhere than its input | ``labels_apart`` | no draw cuts the target |
     | every epoch has the same drawn order, or ``cycle()`` repeats it | ``shuffled_alike`` |  |
     | the sampler follows ``set_epoch`` and nobody calls it | ``set_epoch_missing`` | ``fit`` trains no two epochs so |
     | each row comes k times as often with k workers | ``workers_duplicate`` |  |
@@ -35,9 +37,8 @@ How it decides
     | putting back what is stored gives the first item again | ``changed_in_place`` |  |
     | a weighted sampler has one weight for each label | ``weights_per_class`` |  |
     | ``fit`` begins the loader again for each step | ``one_batch_only`` | only all batches are equal |
-    | all records hold one tensor, written in place each time | ``slots_share_tensor`` | a numpy array |
-    | ``fit`` raises on the last batch, and not on full ones | ``last_batch_raises`` |  |
-    | ``drop_last`` drops the only batch | ``no_batch`` |  |
+    | all records hold one tensor or list, written each time | ``slots_share_tensor`` | a numpy array |
+    | only a smaller last batch raises; ``drop_last`` drops the only one | ``last_batch_raises``, ``no_batch`` |  |
     | batches, labels, noise, rows or leaves repeat | ``batch_repeats`` and others | always |
 
 Faulty
@@ -70,7 +71,8 @@ Known limits
 
     Cost when green: no optimizer step of the loop; 2 where an epoch ends with a smaller batch. One further run (12
     steps) where ``fit`` holds or makes loaders of its own, or fills a buffer that it samples from. Two epochs of the
-    loader (102 steps at most) where ``fit`` seeds torch and the loader shuffles. Red: the same, and 2 for the target of
+    loader (102 steps at most) where ``fit`` seeds torch and the loader shuffles. 2 steps where two tensors of the
+    batch have places of one number. Red: the same, and 2 for the target of
     labels in other pairs. Under 0.1 s for small data, with workers 0.1 to 0.7 s.
 
 References
@@ -147,12 +149,14 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Finding]:
-    from pytest_trainloop.checks.state.data_order import items, mixed, orders, streams
+    from pytest_trainloop.checks.state.data_order import collations, items, mixed, orders, places, streams
 
     rules = [
         orders.of_epochs(stream),
         orders.leaves_equal(stream),
         orders.labels_reordered(stream),
+        places.cut_at_two_places(stream),
+        stream.streams.assigned.overwritten(stream.now),
         streams.rows_never_drawn(stream),
         streams.shared_slots(stream.held, stream.streams.loop),
     ]
@@ -160,7 +164,7 @@ def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Findin
     if stream.is_loader and not items.only_iterates(stream.source.of):
         rules += [
             items.weights_per_class(stream),
-            items.collated(stream),
+            collations.collated(stream),
             mixed.mixed(stream),
             mixed.first_alone(stream),
             streams.last_rows_never_drawn(stream),

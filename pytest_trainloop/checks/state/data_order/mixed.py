@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pytest_trainloop.checks.state.data_order.arrivals import is_target
 from pytest_trainloop.checks.state.data_order.causes import found
-from pytest_trainloop.checks.state.data_order.items import name_of, of_items, of_project, some_batches
-from pytest_trainloop.checks.state.data_order.orders import is_target, line_of
-from pytest_trainloop.checks.state.data_order.reading import array_of, digest, values_of
+from pytest_trainloop.checks.state.data_order.collations import name_of, of_items, of_project, some_batches
+from pytest_trainloop.checks.state.data_order.orders import line_of
+from pytest_trainloop.checks.state.data_order.rows import array_of, digest, values_of
 from pytest_trainloop.runs.process_state import seed_all
 
 if TYPE_CHECKING:

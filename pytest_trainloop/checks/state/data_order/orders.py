@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
+from pytest_trainloop.checks.state.data_order.arrivals import is_target
 from pytest_trainloop.checks.state.data_order.causes import found
 from pytest_trainloop.checks.state.data_order.reading import (
     LEAST_ROWS,
@@ -26,20 +27,15 @@ from pytest_trainloop.checks.state.data_order.streams import (
     in_this_process,
     length,
     pair_stored,
+    shared_lists,
     shared_slots,
 )
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.wording import count
-from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.instruments.tracing.definitions import index, source_of_draws
-from pytest_trainloop.instruments.tracing.mode import WatchingMode
-from pytest_trainloop.instruments.tracing.provenance import Lineage, name_of, watched
-from pytest_trainloop.instruments.tracing.provenance_queries import ancestors
 from pytest_trainloop.instruments.tracing.statements import loop_of, only_call, only_call_in
-from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import layer, place_of
-from pytest_trainloop.recording.torch_names import LOSSES, SIGN_LOSSES
 from pytest_trainloop.runs.batch_stream import generators_kept
 from pytest_trainloop.runs.run import fit_of
 
@@ -50,7 +46,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.state.data_order.streams import Source, Stream, Streams
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.loop import TrainLoop
-    from pytest_trainloop.instruments.tracing.provenance import Node
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -79,15 +74,6 @@ ENOUGH = 10.0
 
 MORE = 5
 """How many times as many epochs are read where two hold the same labels in other pairs."""
-
-MOST_NODES = 20_000
-"""Calls before a loss function in which the leaf is looked for."""
-
-WITH_TARGETS = LOSSES - SIGN_LOSSES - {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
-"""Losses with a target for each row: others compare rows that are paired at random."""
-
-_FILLS = frozenset({"pad", "masked_fill", "setitem", "one_hot"})
-"""Operations that give some entries another value, or add some: the others are those of the first argument."""
 
 
 # As it was read
@@ -339,54 +325,6 @@ def leaves_equal(stream: Stream) -> Iterator[Finding]:
             return
 
 
-class Targets(WatchingMode):
-    """Whether a leaf is given to a loss function as its target, as it is or cast, moved, cut or padded, and no
-    prediction that such a loss gets is made of it: what a model is conditioned on is no target."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.compared = self.predicts = False
-        self._lineage = Lineage()
-
-    def take(self, _number: int, item: Any) -> None:
-        self._lineage.forget()
-        for path, leaf in nested.paths(item):
-            if nested.shown(path) == self.path:
-                self._lineage.adopt(leaf)
-
-    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in WITH_TARGETS:
-            targets, predictions = tensors_in(args[1:], kwargs), tensors_in(args[:1], kwargs.get("input"))
-            with self.watch.suspended():
-                if any(self._is_leaf(self._lineage.of(target)) for target in targets):
-                    self.compared = True
-                    made_of = (node for one in predictions for node in ancestors(self._lineage.of(one), MOST_NODES))
-                    self.predicts = self.predicts or any(node.op == "batch" for node in made_of)
-        full = name_of(func)
-        if not watched(full):
-            return super().call(name, func, args, kwargs)
-        parents = self._lineage.before(full, args, kwargs)
-        out = super().call(name, func, args, kwargs)
-        with self.watch.suspended():
-            self._lineage.note(self.watch, func, full, args, kwargs, parents, out)
-        return out
-
-    def _is_leaf(self, node: Node) -> bool:
-        while node.op != "batch":
-            if not (node.moves or node.op in _FILLS) or not node.parents:
-                return False
-            node = node.parents[0]
-        return True
-
-
-def is_target(evidence: Evidence, path: str) -> bool:
-    seen = Targets(path)
-    how: dict[str, Any] = {"enough": lambda record: record.rounds >= COMPARED_STEPS, "may_raise": True}
-    evidence.rerun(before_item=seen.take, contexts=seen.contexts, **how)
-    return seen.compared and not seen.predicts
-
-
 # While ``fit`` trains
 
 
@@ -396,6 +334,7 @@ class PassesInRun(LoaderPasses):
     def __init__(self) -> None:
         super().__init__()
         self.slots: list[Finding] = []
+        self._lists: dict[int, tuple[Any, int]] = {}
         self.loop: TrainLoop | None = None
         self._watch: Watch | None = None
 
@@ -420,14 +359,20 @@ class PassesInRun(LoaderPasses):
         self._watch = watch
         return (self._taking_slots(),)
 
+    def note_lists(self, number: int, _item: Any = None) -> None:
+        """Keep what lists hold that several records share, before ``fit`` and at some of its batches."""
+        if self.loop is not None and number in (-1, 2, 5):
+            self._lists.update(shared_lists(ReachableObjects.by_fit(self.loop)))
+
     @contextlib.contextmanager
     def _taking_slots(self) -> Iterator[None]:
+        self.note_lists(-1)
         try:
             yield
         finally:
             loop, self.loop = self.loop, None
             if loop is not None:
-                self.slots = list(shared_slots(ReachableObjects.by_fit(loop), loop))
+                self.slots = list(shared_slots(ReachableObjects.by_fit(loop), loop, self._lists))
 
 
 def _passes_in_fit(evidence: Evidence, *, over: int = 0, longest: int = 0) -> PassesInRun:
@@ -450,7 +395,7 @@ def _passes_in_fit(evidence: Evidence, *, over: int = 0, longest: int = 0) -> Pa
     if most > 2:
         plan = replace(plan, count=most, enough=lambda record: record.rounds >= most)
     plan = replace(plan, fit=fit, around=seen.from_building, contexts=seen.around_fit, may_raise=True)
-    evidence.rerun(plan)
+    evidence.rerun(plan, before_item=seen.note_lists)
     return seen
 
 

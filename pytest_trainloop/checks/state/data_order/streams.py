@@ -19,17 +19,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from pytest_trainloop.adapters.training_data import training_data
 from pytest_trainloop.checks.state.data_order.causes import found
-from pytest_trainloop.checks.state.data_order.reading import (
-    MOST_BATCHES,
-    PADS,
-    Epoch,
-    Leaf,
-    Reading,
-    digest,
-    epoch_setter,
-    read,
-    rows_of,
-)
+from pytest_trainloop.checks.state.data_order.reading import MOST_BATCHES, Epoch, Reading, epoch_setter, read
+from pytest_trainloop.checks.state.data_order.rows import PADS, Leaf, digest, rows_of
+from pytest_trainloop.checks.state.data_order.splits import Assigned
 from pytest_trainloop.checks.state.two_runs import line_of
 from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide, UserCodeError
@@ -198,7 +190,8 @@ class Streams:
             return init
 
         made: list[Any] = []
-        with patched(DataLoader, "__init__", noting):
+        self.assigned = Assigned()
+        with patched(DataLoader, "__init__", noting), self.assigned.noting():
             self.loop = loop = evidence.fresh_loop()
             found = list(_of_trainer(loop) if loop.batches is None else _given(loop.batches))
         known = {id(thing) for source in found for thing in (source.of, getattr(source.of, "dataset", None))}
@@ -427,9 +420,18 @@ def _stored_rows(value: Any, like: Leaf) -> tuple[int, ...]:
         return ()
 
 
-def shared_slots(held: ReachableObjects, loop: TrainLoop) -> Iterator[Finding]:
+def shared_lists(held: ReachableObjects) -> dict[int, tuple[Any, int]]:
+    """The lists that all records hold in one slot, with their digests, by ``id``."""
+    slots = [values for _, records in held.records for values in _slots(list(records)).values()]
+    firsts = [values[0] for values in slots if len(values) > 1 and all(value is values[0] for value in values)]
+    return {id(first): (first, digest(first)) for first in firsts if isinstance(first, (list, collections.deque))}
+
+
+def shared_slots(
+    held: ReachableObjects, loop: TrainLoop, earlier: Mapping[int, tuple[Any, int]] | None = None
+) -> Iterator[Finding]:
     """Slots of records that hold one object which was written in place, at least once a record; no tensors of the
-    model."""
+    model. ``earlier``: what the lists held that several records shared then; a list of names never changes."""
     modules = loop.modules.values()
     own = {id(t) for module in modules for t in (*members.parameters(module), *members.buffers(module))}
     for path, records in held.records:
@@ -438,13 +440,19 @@ def shared_slots(held: ReachableObjects, loop: TrainLoop) -> Iterator[Finding]:
             if id(first) in own or any(value is not first for value in values):
                 continue
             facts: dict[str, Any] = {"path": path, "records": len(values), "written": 0, "level": "advice"}
-            if isinstance(first, torch.Tensor):
+            facts["shape"] = str(tuple(getattr(first, "shape", ())))
+            if isinstance(first, (list, collections.deque)):
+                if digest(first) == (earlier or {}).get(id(first), (None, digest(first)))[1]:
+                    continue
+                facts |= {"level": "fault", "kind": type(first).__name__}
+            elif isinstance(first, torch.Tensor):
                 facts |= {"written": writes_in_place(first), "level": "fault"}
                 if isinstance(first, torch.nn.Parameter) or facts["written"] < len(values):
                     continue
             elif not isinstance(first, np.ndarray) or not first.ndim:  # an array does not count what is written
                 continue
-            yield found("slots_share_tensor", "", (f"{path}[...]{slot}",), shape=str(tuple(first.shape)), **facts)
+            variant = "list" if "kind" in facts else ""
+            yield found("slots_share_tensor", "", (f"{path}[...]{slot}",), variant, **facts)
 
 
 def _slots(records: Sequence[Any]) -> dict[str, list[Any]]:

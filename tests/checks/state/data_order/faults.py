@@ -513,6 +513,50 @@ pair(
 )
 
 
+# https://github.com/Itomigna2/Muesli-lunarlander/issues/1: the lists of one episode, cleared for the next.
+
+
+def episodes(keep):
+    def make():
+        model = mlp(4, 16, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        states, rewards, memory = [], [], []
+
+        def play():
+            states.clear()
+            rewards.clear()
+            environment = Walk()
+            for action in (-1, 0, 1, 0, 1):
+                state, reward = environment.step(action)
+                states.append(state.clone())
+                rewards.append(reward)
+            memory.append((keep(states), keep(rewards)))
+
+        def fit(batches):
+            for _ in batches:
+                play()
+                drawn = random.choice(memory)
+                optimizer.zero_grad()
+                F.mse_loss(model(torch.stack(drawn[0])).squeeze(1), torch.stack(drawn[1])).backward()
+                optimizer.step()
+
+        for _ in range(4):
+            play()
+        return TrainLoop(model=model, optimizer=optimizer, batch=torch.arange(4.0), fit=fit)
+
+    return make
+
+
+pair(
+    "replay_keeps_the_lists_that_are_cleared",
+    "data_order",
+    "slots_share_tensor",
+    culprits=("memory[...][0]",),
+    faulty=episodes(lambda steps: steps),
+    fixed=episodes(list),
+)
+
+
 # Buckets by length: the last bucket leaves one row, on which batch norm raises.
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from pytest_trainloop import observe
+from pytest_trainloop import TrainLoop, observe
 from pytest_trainloop.frontends.api import check_loop
 from tests.loops.loaders import ROWS, stored, trains_on
 
@@ -142,3 +142,31 @@ def test_training_without_a_loader_is_skipped():
     (result,) = record.check("data_order", raises=False).results
     assert result.outcome == "skipped"
     assert "no DataLoader was iterated to its end" in result.reason
+
+
+def test_a_data_set_of_the_file_keeps_its_data_and_its_cache():
+    images, masks, cache = [torch.rand(1, 9, 9) for _ in range(8)], [torch.rand(1, 9, 9).round() for _ in range(8)], {}
+    before = [image.clone() for image in (*images, *masks)]
+
+    class Cached(Dataset):
+        def __len__(self):
+            return len(images)
+
+        def __getitem__(self, index):
+            return cache.setdefault(index, (images[index] * 2, masks[index]))
+
+    def make():
+        model = nn.Conv2d(1, 1, 3, padding=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for image, mask in batches:
+                optimizer.zero_grad()
+                F.binary_cross_entropy_with_logits(model(image), mask).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=DataLoader(Cached(), batch_size=4), fit=fit)
+
+    assert result_of(make).outcome == "passed"
+    assert all(map(torch.equal, (*images, *masks), before))
+    assert all(torch.equal(cache[index][0], images[index] * 2) for index in cache)

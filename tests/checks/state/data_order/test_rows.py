@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pytest_trainloop.checks.state.data_order.reading import PADS, rows_of
+from pytest_trainloop.checks.state.data_order.rows import PADS, rows_of
 
 
 @dataclass
