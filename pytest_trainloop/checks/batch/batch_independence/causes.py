@@ -167,13 +167,22 @@ CAUSES = {
     ),
     "order_matters": _cause(
         change=("index",),
-        proof="the loss changes where all rows change places together: a fault where ordered=False is declared",
+        proof="the loss changes where all rows change places together: a fault where ordered=False is declared, or "
+        "where the model sorts its rows",
         summary="the loss changes by {change_of_loss:.2g} of itself when the rows of the batch change places together",
         measured="{before:.6g} as they are, {after:.6g} in the order {order}",
         shown_by="{declared:?ordered=False is declared|two steps from the same weights over the same rows}",
         repair="sort by what the order is to mean inside the loss, or declare ordered=True",
         settle="ordered=True says that the order of rows is intended, ordered=False makes it a fault",
         variants={
+            "sorted": {
+                "summary": "the model sorts the rows that it gets and gives them sorted, while the loss pairs them "
+                "with rows in the order of the batch",
+                "shown_by": "rows enter the model in one order, in whichever the batch comes, and the loss changes "
+                "with that of the batch",
+                "repair": "put the rows back before they are returned: out[order.argsort()], of the order that sorted "
+                "them; or pack_padded_sequence(..., enforce_sorted=False), which needs no sorting",
+            },
             "groups": {
                 "summary": "the loss changes by {change_of_loss:.2g} of itself when whole groups of rows change "
                 "places: {target} says which rows belong together, and the loss pairs other rows",

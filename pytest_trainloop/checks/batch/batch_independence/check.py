@@ -23,7 +23,7 @@ How it decides
     5. The batch must show that its first axis holds rows. Something has one entry for each row and none for each
        position, or a shuffling ``DataLoader`` stacks the items.
     6. With ``rows_interact=False`` any other interaction is a fault, ``rows_interact``. With ``rows_interact=True``
-       only labels, and the order of whole groups, are judged.
+       only labels, the order of whole groups, and rows that a model sorts are judged.
     7. It skips outputs without one axis of rows, gradients that are NaN, and products of rows until ``rows_interact=``
        is declared. It skips a proven operation if rows may be positions: declare ``batch_dim=``.
 
@@ -39,7 +39,7 @@ How it decides
     | a transpose in place of the view does; the other ``batch_first`` does | ``view_mixes_rows`` and another |  |
     | in the loss: a similarity or a running sum along another axis does | ``similarity_over_rows`` and another |  |
     | in the model: another operation lets rows interact | ``rows_interact`` | undeclared |
-    | all rows, or declared groups, change places and the loss changes | ``order_matters`` | a running sum |
+    | all rows, groups or sorted rows change places and the loss changes | ``order_matters`` | a running sum |
 
 Faulty
     >>> def forward(self, x):
@@ -104,7 +104,7 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
         inside = []
         if met is None or met.why != "operation":
             # seen in the loss, whatever the model returns
-            found = list(rules.order_of_rows(evidence, met)) if evidence.declared("ordered") is False else []
+            found = [finding for finding in rules.order_of_rows(evidence, met) if finding.level == "fault"]
             if not found:
                 raise
             yield from found

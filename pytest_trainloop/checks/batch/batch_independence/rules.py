@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from pytest_trainloop.checks.batch.batch_independence.causes import found
 from pytest_trainloop.checks.batch.batch_independence.other_values import OtherOrder, OtherValues, has_rows
 from pytest_trainloop.checks.batch.batch_independence.row_fixes import COPIES, LAYOUTS, summed_only
@@ -53,6 +55,8 @@ _NAMES = {"__getitem__": "an index", "sub": "a difference", "mul": "a product", 
 
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
 """Over what the batch says of the rows, these need them sorted, as risk sets do."""
+
+_SORTING = frozenset({"sort", "argsort"})
 
 _WEIGHTS = re.compile(r"weight|importance", re.IGNORECASE)
 _AVERAGED = re.compile(
@@ -416,20 +420,37 @@ def order_of_rows(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
         return
     rows = range(shares.rows)
     orders = [("", (1, 0, *rows[2:])), ("", (*rows[1::2], *rows[::2]))] if running or declared is False else []
-    for target, order in [*orders, *(_whole_groups(shares) if evidence.declared("rows_interact") else ())]:
+    more: dict[str, Any] = {}
+    if evidence.declared("rows_interact"):
+        orders += _whole_groups(shares)
+    tape = shares.tape(AS_IT_IS) if met is not None or evidence.declared("rows_interact") else None
+    sorting = next((call for call in tape.calls if call.name in _SORTING), None) if tape is not None else None
+    if sorting is not None and _sorted_inside(shares, back := tuple(reversed(rows))):
+        call, orders, more["change"] = sorting, [("sorted", back)], str(sorting.place)
+    for target, order in orders:
         tapes = shares.both(OtherOrder(order), shared_draws=True)
         if tapes is None or not tapes[0].double:
             return
         for before, after in _differing(shares, tapes):
             change = abs(after - before) / max(abs(before), abs(after))
-            facts = {"before": before, "after": after, "order": str(list(order)), "change_of_loss": change}
+            facts = {"before": before, "after": after, "order": str(list(order)), "change_of_loss": change, **more}
             facts |= {"target": target, "declared": declared is False}
             facts["level"] = "advice" if declared is None and not target else "fault"
             names = () if call is None else (call.named,)
-            finding = found("order_matters", call, names, "groups" if target else "", **facts)
+            finding = found("order_matters", call, names, "sorted" if more else "groups" if target else "", **facts)
             few = replace(finding, smallest=f"{shares.rows} rows")
             yield few if target else shrunk(evidence, finding, _reversed)
             return
+
+
+def _sorted_inside(shares: RowInfluence, order: tuple[int, ...]) -> bool:
+    """Whether rows enter a model in one order, whichever the batch has: the loop sorts them. Equal lengths may move."""
+    tapes = shares.both(OtherOrder(order))
+    for one, other in zip(tapes[0].shares, tapes[1].shares, strict=True) if tapes is not None else ():
+        same = sum(map(torch.equal, one.value, other.value)) if len(one.value) == shares.rows else 0
+        if 2 * same > shares.rows and not all(torch.equal(one.value[0], row) for row in one.value):
+            return True
+    return False
 
 
 def _whole_groups(shares: RowInfluence) -> Iterator[tuple[str, tuple[int, ...]]]:
