@@ -75,6 +75,15 @@ CAUSES = {
                 "shown_by": "each of its {graphs:number} is smaller than its graph has nodes, and {wrong} lie in other "
                 "graphs",
             },
+            "one for each entry": {
+                "summary": "{name} numbers the {entry}s within each graph{nodes:?, from the nodes before it|}, but is "
+                "used as an index into the {entry}s of all {graphs}",
+                "measured": "entry {place} belongs to graph {graph} and is {number}: that {entry} is of graph {other}",
+                "shown_by": "{nodes:?less the nodes before its graph, |}each number is smaller than its graph has "
+                "{entry}s, and {wrong} lie in other graphs",
+                "repair": "add to the numbers of each graph the {entry}s of the graphs before it; in PyG by __inc__ of "
+                "this attribute",
+            },
             "documents": {
                 "summary": "documents of the same number in all {rows:row} are added up",
                 "measured": "sums go to {rows} x {places} places by {name}, which is {most} at most",

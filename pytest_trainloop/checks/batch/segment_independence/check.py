@@ -22,7 +22,8 @@ How it decides
     4. Documents that are separate train alone and behind others. The gradients must agree to 1e3 eps in float64, the
        loss of the other documents left out.
     5. Rewards of later episodes get another order. Weights of earlier steps must stay, or all get one factor and one
-       offset. What only one reading of the flags shows is not reported.
+       offset. What only one reading of the flags shows is not reported. An environment's ``step()`` tells the end by
+       the flag that it returns with the reward.
     6. Declared means ``rows_interact=False`` or ``roles=Roles(segments=...)``: then advice of segments becomes a fault.
        Segments found by values alone give advice. Embedded numbers and targets of a loss number no segments, and
        documents that end at equal places in all rows are windows.
@@ -76,8 +77,9 @@ Fixed
 
 Known limits
     What leaks without a gradient is not seen, and of episodes only returns that the loop computes from a batch with
-    rewards and flags under their usual names. ``rows_interact=True`` declares that segments meet on purpose,
-    ``rows_interact=False`` that they must not, and so does ``roles=Roles(segments="doc")``, under any name.
+    rewards and flags under their usual names, or from what ``step()`` of an environment returns.
+    ``rows_interact=True`` declares that segments meet on purpose, ``rows_interact=False`` that they must not, and so
+    does ``roles=Roles(segments="doc")``, under any name.
 
 References
     https://pytorch-geometric.readthedocs.io/en/latest/advanced/batching.html (one graph of many, by offsets)
@@ -102,14 +104,19 @@ if TYPE_CHECKING:
 
 @check(needs={"run"}, causes=CAUSES, rank=32, steps=2)
 def segment_independence(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.segment_independence import numbers, rollouts
+    from pytest_trainloop.checks.batch.segment_independence import numbers, own_rollouts, rollouts
     from pytest_trainloop.checks.batch.segment_independence.segment_probe import SegmentPasses
     from pytest_trainloop.instruments.batches.episodes import read_episodes, read_transitions
+    from pytest_trainloop.instruments.batches.own_data import makes_own_data
 
     if evidence.declared("rows_interact"):
         raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
     passes = evidence.shared(SegmentPasses)
     crossed = list(rollouts.returns_across_episodes(evidence, passes.batch, declared=passes.declared))
+    played = None
+    if not crossed and passes.plays and evidence.shared(makes_own_data):
+        played = own_rollouts.across_played_episodes(evidence, declared=passes.declared)
+        crossed = played or []
     yield from crossed or rollouts.target_past_the_end(evidence, passes.batch)
     met = passes.meeting()
     if passes.disagreement is not None:
@@ -134,7 +141,7 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
             "rows_interact=True if not",
             needs="roles=",
         )
-    elif read_episodes(passes.batch) is None and read_transitions(passes.batch) is None:
+    elif played is None and read_episodes(passes.batch) is None and read_transitions(passes.batch) is None:
         raise DoesNotApply(
             'no document, graph or episode numbers were found in the batch; declare them: roles=Roles(segments="key")'
         )

@@ -94,8 +94,9 @@ class Lookups:
         if added:
             rules.insert(0, self._of_documents(entries, numbers, segments))
         else:
-            nodes = self._one_for_each_graph(entries, numbers, segments)
-            rules = [self._of_a_list(entries, numbers), self._of_a_matrix(entries, numbers), nodes, *rules]
+            own = [self._one_for_each_graph, self._one_for_each_entry]
+            rules = [self._of_a_list(entries, numbers), self._of_a_matrix(entries, numbers), *rules]
+            rules += [rule(entries, numbers, segments) for rule in own]
         self.finding = next(itertools.chain.from_iterable(rules), None)
 
     def _of_a_list(self, entries: torch.Tensor, numbers: torch.Tensor) -> Iterator[Finding]:
@@ -150,6 +151,26 @@ class Lookups:
             facts = {"name": name, "graphs": segments.count, "graph": graph, "node": node, "other": other}
             smallest = f"graphs {min(other, graph)} and {max(other, graph)}"
             yield _shared(name, "one for each graph", smallest, wrong=len(wrong), **facts)
+
+    def _one_for_each_entry(
+        self, entries: torch.Tensor, numbers: torch.Tensor, segments: Segments | None
+    ) -> Iterator[Finding]:
+        """For each edge an edge, or for each node a node, counted within its graph or from the nodes before it."""
+        of = segments.of(entries) if segments is not None and segments.kind == "graph" else None
+        name = next((shown for shown, t in self._given if t.shape == numbers.shape and _equal(t, numbers)), "")
+        if segments is None or of is None or of.dim() != 1 or not name or len(of) != len(numbers):
+            return
+        own, sizes = torch.bincount(of, minlength=segments.count), torch.tensor(segments.sizes, device=of.device)
+        wrong = (numbers >= len(of)) | (of[numbers.clamp(0, len(of) - 1)] != of)
+        for shift in (torch.zeros_like(own), sizes.cumsum(0) - sizes):
+            within = numbers - shift[of]
+            if segments.count > 2 and bool(wrong.any()) and bool(((within >= 0) & (within < own[of])).all()):
+                at = int(wrong.nonzero()[0])
+                facts = {"name": name, "graphs": segments.count, "place": at, "number": int(numbers[at])}
+                facts |= {"graph": int(of[at]), "other": int(of[numbers[at]]), "wrong": int(wrong.sum())}
+                facts |= {"entry": "node" if len(of) == len(segments.ids) else "edge", "nodes": bool(shift.any())}
+                yield _shared(name, "one for each entry", f"graphs {facts['other']} and {facts['graph']}", **facts)
+                return
 
     def _of_documents(
         self, entries: torch.Tensor, numbers: torch.Tensor, segments: Segments | None

@@ -9,7 +9,7 @@ single transitions are compared between runs with other observations, rewards an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.declare.nested import Path
-    from pytest_trainloop.instruments.batches.episodes import Border, Episodes
+    from pytest_trainloop.instruments.batches.episodes import Border
     from pytest_trainloop.instruments.tracing.provenance import Node
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
@@ -60,40 +60,52 @@ def returns_across_episodes(evidence: Evidence, batch: Any, *, declared: bool) -
         for to, by in zip(cells, [*cells[1:], cells[0]], strict=True):
             moved[to] = rewards[by]
         other = runs.with_values({episodes.rewards: moved})
-        if base is None or other is None or not _comparable(base, other):
+        if base is None or other is None or (crossing := first_crossing(base, other, borders)) is None:
             continue
-        for number in base.read:
-            one, two = base.found[number], other.found[number]
-            for border in borders if one.values.shape == two.values.shape else ():
-                step = _reached(one.values, two.values, border, borders)
-                if step is not None:
-                    yield _crossing(episodes, border, step, (one, two), base.model_reads_flags, declared)
-                    return
+        intended = episodes.limits or episodes.streams > 1 or base.model_reads_flags
+        facts = {"rewards": nested.shown(episodes.rewards), "flags": nested.shown(episodes.flags)}
+        yield crossing_found(crossing, level="advice" if intended and not declared else "fault", **facts)
+        return
 
 
-def _crossing(
-    episodes: Episodes, border: Border, step: int, values: tuple[Values, Values], flags_are_read: bool, declared: bool
-) -> Finding:
+Crossing: TypeAlias = "tuple[Border, int, Values, Values]"
+"""An end, a step before it, and what the loss reads of that step in two runs."""
+
+
+def first_crossing(
+    base: StepValues, other: StepValues, borders: Sequence[Border], rounding: float = ROUNDING
+) -> Crossing | None:
+    """Where two runs with other rewards after the borders differ before them."""
+    for number in base.read if _comparable(base, other) else ():
+        one, two = base.found[number], other.found[number]
+        for border in borders if one.values.shape == two.values.shape else ():
+            if (step := _reached(one.values, two.values, border, borders, rounding)) is not None:
+                return border, step, one, two
+    return None
+
+
+def crossing_found(crossing: Crossing, *, rewards: str, flags: str, level: str, culprit: str = "") -> Finding:
+    border, step, *values = crossing
     (cell,) = border.cells(range(step, step + 1))
     before, after = (float(v.values[cell].flatten()[0]) for v in values)
     of = f" of {'row' if border.axis else 'environment'} {border.at[0]}" if border.at else ""
-    intended = episodes.limits or episodes.streams > 1 or flags_are_read
-    rewards = nested.shown(episodes.rewards)
-    facts = {"rewards": rewards, "flags": nested.shown(episodes.flags), "step": step, "end": border.step, "of": of}
-    facts |= {"before": before, "after": after, "level": "advice" if intended and not declared else "fault"}
-    made = found("returns_across_episodes", values[0].place, (rewards,), kinds=("input",), **facts)
+    facts: dict[str, Any] = {"rewards": rewards, "flags": flags, "step": step, "end": border.step, "of": of}
+    facts |= {"before": before, "after": after, "level": level}
+    made = found("returns_across_episodes", values[0].place, (culprit or rewards,), kinds=("input",), **facts)
     return replace(made, smallest=f"steps {step} to {border.step + 2}{of}")
 
 
-def _reached(one: torch.Tensor, other: torch.Tensor, border: Border, borders: Sequence[Border]) -> int | None:
+def _reached(
+    one: torch.Tensor, other: torch.Tensor, border: Border, borders: Sequence[Border], rounding: float
+) -> int | None:
     """The last step before the end whose value changes otherwise than by standardising, of one line or of all."""
-    limit = ROUNDING * max(float(one.abs().max()), float(other.abs().max()))
+    limit = rounding * max(float(one.abs().max()), float(other.abs().max()))
     before, after = (_before(values, border) for values in (one, other))
     if limit != limit or not bool(((after - before).abs() > limit).any()):
         return None
     lines = [b for b in borders if b.axis == border.axis]
     whole = [torch.cat([_before(values, b) for b in lines]) for values in (one, other)]
-    if _scaled(before, after, limit) or _scaled(whole[0], whole[1], limit):
+    if scaled(before, after, limit) or scaled(whole[0], whole[1], limit):
         return None
     return int(((after - before).abs() > limit).reshape(len(before), -1).any(1).nonzero().max())
 
@@ -102,7 +114,7 @@ def _before(values: torch.Tensor, border: Border) -> torch.Tensor:
     return torch.stack([values[cell] for cell in border.cells(range(border.step))])
 
 
-def _scaled(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
+def scaled(one: torch.Tensor, other: torch.Tensor, limit: float) -> bool:
     """Whether one factor and one shift make the second of the first."""
     basis = torch.stack([one.flatten(), torch.ones_like(one.flatten())], 1)
     fit = torch.linalg.lstsq(basis, other.flatten()[:, None], driver="gelsd").solution

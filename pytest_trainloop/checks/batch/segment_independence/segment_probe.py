@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from pytest_trainloop.checks.batch.segment_independence.causes import found
 from pytest_trainloop.checks.batch.segment_independence.numbers import Lookups, sizes_of
+from pytest_trainloop.checks.batch.segment_independence.own_rollouts import environments
 from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.whose import present, reraise_raised
@@ -188,6 +189,8 @@ class SegmentPasses:
         held = (b for m in loop.modules.values() for b in members.buffers(m))
         self._edges = [buffer.detach().clone() for buffer in held if reading.are_pairs(buffer)]
         self.lookups = Lookups(self.batch, self._edges)
+        self.plays = any(environments(loop))
+        """Whether the loop holds an environment."""
         self._own_data = self.segments is None and self._episodes is None and evidence.shared(makes_own_data)
 
     def meeting(self) -> Finding | None:

@@ -9,11 +9,14 @@ from torch import nn
 from tests.loops.pairs import pair
 from tests.loops.plain import loop
 from tests.loops.segmented import (
+    SIZES,
     Convolution,
+    borders,
     generator,
     graphs,
     next_token,
     packed_documents,
+    summed,
     within_documents,
 )
 
@@ -118,3 +121,45 @@ pair(
     culprits=("conv1d in convolution",),
     quick=True,
 )
+
+
+class BondMessages(nn.Module):
+    """Messages along directed edges, each without what came back on its reverse."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, data, reverse):
+        source, target = data.edge_index
+        start = self.first(data.x)[source]
+        hidden = start.tanh()
+        into = summed(hidden, target, len(data.x))
+        hidden = torch.tanh(start + self.again(into[source] - hidden[reverse]))
+        return self.head(summed(summed(hidden, target, len(data.x)), data.batch, len(data.y)))
+
+
+def reversed_edges(starts):
+    """``starts``: what is added to the numbers of each graph's edges."""
+
+    def make():
+        data, own = graphs(), [(torch.arange(2 * n) + n) % (2 * n) for n in SIZES]
+        reverse = torch.cat([numbers + start for numbers, start in zip(own, starts, strict=True)])
+        batch = {"graphs": data, "rev_edge_index": reverse}
+        return loop(BondMessages(), batch, lambda model, b: F.cross_entropy(model(*b.values()), b["graphs"].y))
+
+    return make
+
+
+# https://github.com/chemprop/chemprop/issues/786: an edge's number, moved by the nodes before it, or not at all.
+
+for name, starts in (("nodes", borders().tolist()[:-1]), ("nothing", [0] * len(SIZES))):
+    pair(
+        f"reverse_edges_moved_by_{name}",
+        "segment_independence",
+        "numbers_shared",
+        faulty=reversed_edges(starts),
+        fixed=reversed_edges((2 * borders()).tolist()[:-1]),
+        where="hidden[reverse]",
+        culprits=("rev_edge_index",),
+    )

@@ -293,3 +293,20 @@ def first_steps_by_number():
 
     batch = torch.randn(6, 5, 4, generator=generator(2)), torch.arange(5) % 3
     return loop(Steps(), batch, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch_dim=1)
+
+
+@odd(notes="each edge is compared with one of another graph on purpose, by numbers that are drawn")
+def edges_compared_with_those_of_other_graphs():
+    class Compared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 1)
+
+        def forward(self, data, negatives):
+            source, target = data.edge_index
+            hidden = torch.tanh(self.body(data.x[source] + data.x[target]))
+            return self.head(hidden - hidden[negatives])
+
+    data = graphs()
+    drawn = torch.randperm(data.edge_index.shape[1], generator=torch.Generator().manual_seed(1))
+    return loop(Compared(), (data, drawn), lambda model, batch: F.softplus(-model(*batch)).mean())
