@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_trainloop import CallContract, LossContract, TrainLoop, UsageError, check_loop, register_contract
+from pytest_trainloop import CallContract, LossContract, UsageError, check_loop, register_contract
 from pytest_trainloop.instruments.losses.table.registered import contracts_for_calls, forget, registered
 from tests.loops.nets import mlp
+from tests.loops.plain import loop
 
 
 def overlap(scores, mask, from_logits=True):
@@ -38,14 +39,9 @@ def judged(loss_of):
         model = mlp(6, 16, 2)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-
-        def fit(batches):
-            for features, mask in batches:
-                optimizer.zero_grad()
-                loss_of(model(features), mask).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(x, (x[:, :2] > 0).float()), fit=fit)
+        return loop(
+            model, (x, (x[:, :2] > 0).float()), lambda model, batch: loss_of(model(batch[0]), batch[1]), optimizer
+        )
 
     return check_loop(make, only=["loss_contract"], raises=False).results[0]
 

@@ -73,6 +73,8 @@ class LabelEdits(WatchingMode):
         self._ignored, self._lines, self._others = ignored, lines, others
         self._places: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._labels: set[float] = set()
+        self._chosen: torch.Tensor | None = None
+        """What the labels choose, where they choose entries: those of a class that is dropped are all equal."""
         self.edited: collections.Counter[str] = collections.Counter()
         """The lines where other labels were given, with the number of these, in the order of the calls."""
         self.placeholders: set[str] = set()
@@ -113,6 +115,7 @@ class LabelEdits(WatchingMode):
         with self.watch.suspended():
             spared = float(kwargs.get("ignore_index", -100)) if name in CLASS_LOSSES else None
             self.asked = self.asked or spared in self._ignored.values()
+            self._chosen = passed_on(func, args, kwargs).detach() if name in ("gather", "take_along_dim") else None
             args, kwargs = self._edited(args, spared), {k: self._edited(v, spared) for k, v in kwargs.items()}
         return passed_on(func, args, kwargs)
 
@@ -180,9 +183,11 @@ class LabelEdits(WatchingMode):
             return tensor
         places = places if spared is None else places & (tensor != spared)
         # one that the batch does not have is to be ignored in its turn (odd: a_class_for_the_ignored_that_is_dropped)
-        places = places & torch.isin(
-            tensor, torch.tensor(sorted(self._labels), dtype=tensor.dtype, device=tensor.device)
-        )
+        known = torch.isin(tensor, torch.tensor(sorted(self._labels), dtype=tensor.dtype, device=tensor.device))
+        if (chosen := self._chosen) is not None and chosen.shape == tensor.shape:
+            others = places & ~known
+            known = known | (others if len(torch.unique(chosen[others])) > 1 else torch.zeros_like(known))
+        places = places & known
         line = str(here()[0])
         if not bool(places.any()) or (self._lines is not None and line not in self._lines):
             return tensor

@@ -225,6 +225,15 @@ OF_TARGETS = {
         explains=(*LEARNING, "padding_invariance"),
         source="https://github.com/lucidrains/DALLE-pytorch/issues/57",
     ),
+    "divided_by_the_others": _seen(
+        proof="the places that count weigh 1 over the number of those that do not, in rows with different numbers",
+        summary="the losses of the places that count in {call} are divided by the number of those that do not",
+        measured="row {row}: {kept} of {places} places count, each by 1 over the other {others} and a constant",
+        shown_by="the gradient of what is backpropagated at each place, in {rows} rows",
+        repair="one of the two masks is inverted: (each * mask).sum(-1) / mask.sum(-1). each.masked_fill(mask, 0) "
+        "keeps what is not masked: each.masked_fill(~mask, 0)",
+        source="https://github.com/lucidrains/voicebox-pytorch/issues/6",
+    ),
     "labels_misplaced": _target(
         proof="some rows have labels at padded positions, and others none at their last real ones",
         summary=(

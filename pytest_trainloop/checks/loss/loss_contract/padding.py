@@ -29,6 +29,10 @@ FARTHEST = 12
 """Operations before the loss function that are gone back through: masks, casts, reshapes, a softmax."""
 
 
+LEAST_COUNTS = 3
+"""Different numbers of places that count, of several rows."""
+
+
 class Entries(NamedTuple):
     """For each entry of the targets, where it lies in the batch."""
 
@@ -150,6 +154,26 @@ def _masked_mean(call: LossCall) -> Iterator[Finding]:
                 "padding_counted", "mean", **facts, change=change, culprit=nested.shown(path), level="advice"
             )
             return
+
+
+def divided_by_the_others(call: LossCall) -> Iterator[Finding]:
+    """Rows of which each weighs what counts by 1 over the number of places that do not count: one mask is inverted."""
+    if not call.one_each or call.weights is None or call.weights.dim() < 2:
+        return
+    weights = call.weights.detach().double().abs()
+    each = weights.flatten(2).amax(-1) if weights.dim() > 2 else weights
+    kept, places = each != 0, each.shape[1]
+    even = ((each == each.amax(1, keepdim=True)) | ~kept).all(1)
+    counts = kept.sum(1)
+    rows = (even & (counts > 0) & (counts < places)).nonzero().flatten()
+    number, weight = counts[rows], each[rows].amax(1)
+    if len(set(number.tolist())) < LEAST_COUNTS:
+        return
+    by_others = weight * (places - number)
+    if bool(((by_others / by_others[0] - 1).abs() <= 1e-5).all()):
+        facts = {"kept": int(number[0]), "places": places, "others": places - int(number[0]), "rows": len(rows)}
+        change = used_next(str(call.place), of_losses=True)
+        yield call.finds("divided_by_the_others", **facts, row=int(rows[0]), change=change)
 
 
 def of_labels(call: LossCall) -> Entries | None:

@@ -11,7 +11,7 @@ import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import WAITING_STEPS, bounds, listed
 from pytest_trainloop.checks.loss.loss_contract.ctc import ctc
-from pytest_trainloop.checks.loss.loss_contract.padding import one_of_two_classes, padding
+from pytest_trainloop.checks.loss.loss_contract.padding import divided_by_the_others, one_of_two_classes, padding
 from pytest_trainloop.checks.loss.loss_contract.scores import (
     TAKES_LOG_SOFTMAX,
     TAKES_SIGMOID,
@@ -85,6 +85,7 @@ def rules_of(call: LossCall) -> Iterator[Rule]:
         yield broadcast
     if name in CLASS_LOSSES | DISTANCE_LOSSES | {"binary_cross_entropy_with_logits"}:
         yield padding
+        yield divided_by_the_others
     if name in BY_NAME:
         yield BY_NAME[name]
     if call.of_torch or call.known is not None or name == "gather":

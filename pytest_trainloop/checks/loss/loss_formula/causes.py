@@ -240,6 +240,16 @@ CAUSES = {
             "the loss equals a form with a function of one parameter in its place: a logarithm, a variance, a deviation"
         ),
         repair="convert it first: exp(log_variance), std ** 2",
+        variants={
+            "noise": {
+                "summary": "noise is multiplied by {scale}, {same:?which the KL divergence of the same loop takes for "
+                "the variance|while the KL divergence of the same loop takes {variance} for the variance}",
+                "measured": "the divergence equals that of a normal density with this variance, at {count} values of "
+                "its inputs, in float64",
+                "shown_by": "fresh noise is multiplied by {scale}; x is what the divergence reads",
+                "repair": "multiply it by the deviation: mean + {right} * torch.randn_like(mean)",
+            }
+        },
         source="https://github.com/DaehanKim/vgae_pytorch/issues/2",
     ),
     "pairs_with_itself": _of_form(

@@ -41,6 +41,7 @@ How it decides
     | any errors of mean 0 may be added and the loss stays | ``errors_cancel`` |
     | label * a and (1 - label) * b are added, and a equals b | ``ingredient_differs`` |
     | a minimum chooses one permutation for all rows; one row alone chooses another | ``mean_taken_early`` |
+    | noise is scaled by another function of x than the KL divergence takes for the variance | ``parameter_confused`` |
     | two terms agree only once the outputs pass a sigmoid, softmax, tanh, exp or log | ``terms_disagree`` |
 
 Faulty

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.loss.loss_formula.causes import found
 from pytest_trainloop.checks.loss.loss_formula.entries import entries
+from pytest_trainloop.checks.loss.loss_formula.noise_scale import other_scale
 from pytest_trainloop.checks.loss.loss_formula.opposed import opposed
 from pytest_trainloop.checks.loss.loss_formula.summands import summands
 from pytest_trainloop.checks.loss.loss_formula.values import (
@@ -53,11 +54,13 @@ def judged(evidence: Evidence) -> tuple[Finding, ...]:
     wrong: dict[tuple[str, str], Finding] = {}
     alone: dict[str, list[Match]] = {}
     known: Ruled = {}
+    right: list[Match] = []
     compared: set[tuple[str, str]] = set()
     slices = evidence.shared(Tapes.of).slices
     for part in slices:
         step = Step(part, slices)
         formed = list(matches(part, FORMS, known))
+        right += [match for match in formed if not match.reading.mistake and not match.variant.mistake]
         for match in formed:
             if match.form.always_judged:
                 alone.setdefault(match.form.name, []).append(match)
@@ -67,6 +70,8 @@ def judged(evidence: Evidence) -> tuple[Finding, ...]:
         mistakes = mistakes or [*opposed(part, evidence, compared)]
         for finding in [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]:
             wrong.setdefault((finding.cause, finding.where), finding)
+    for finding in other_scale(evidence, right):
+        wrong.setdefault((finding.cause, finding.where), finding)
     for of_form in alone.values():
         for finding in _all_worse(of_form, slices, evidence):
             wrong.setdefault((finding.cause, finding.where), finding)

@@ -8,6 +8,7 @@ from torch import nn
 
 from pytest_trainloop import Padding, TrainLoop
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 
 def generator(seed=0):
@@ -59,14 +60,7 @@ def tagging(criterion):
     def make():
         model, loss = Tagger(), criterion()
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-
-        def fit(batches):
-            for batch in batches:
-                optimizer.zero_grad()
-                loss(model(batch["input_ids"]), batch["labels"]).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=tagged(), fit=fit)
+        return loop(model, tagged(), lambda model, batch: loss(model(batch["input_ids"]), batch["labels"]), optimizer)
 
     return make
 
@@ -245,4 +239,47 @@ pair(
     where="known = F.one_hot",
     faulty=weighing(TaggerByTheUnknown),
     fixed=weighing(TaggerByTheRest),
+)
+
+
+# https://github.com/QwenAudio/CosyVoice/issues/1449: rejected answers under the mask of the chosen ones. No answer has
+# the label 0, which the gather gets where there is none.
+
+
+def preferred(own_mask):
+    def make():
+        model = Tagger(tags=6)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        answers = {"chosen": tagged(tags=5), "rejected": tagged(tags=5)}
+        batch = {name: answer["input_ids"].roll(i) for i, (name, answer) in enumerate(answers.items())}
+        for i, (name, answer) in enumerate(answers.items()):
+            labels = answer["labels"].flip(i)
+            batch[f"{name}_labels"] = torch.where(labels == -100, labels, labels + 1)
+
+        def log_p(given, name, kept):
+            labels = given[f"{name}_labels"]
+            known = labels.masked_fill(labels == -100, 0).unsqueeze(-1)
+            return (model(given[name]).log_softmax(-1).gather(-1, known).squeeze(-1) * kept).sum(-1)
+
+        def fit(batches):
+            for given in batches:
+                keep = {name: given[f"{name}_labels"] != -100 for name in ("chosen", "rejected")}
+                optimizer.zero_grad()
+                rejected = log_p(given, "rejected", keep["rejected" if own_mask else "chosen"])
+                better = log_p(given, "chosen", keep["chosen"]) - rejected
+                (-F.logsigmoid(0.1 * better).mean()).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+
+    return make
+
+
+pair(
+    "rejected_answers_under_the_mask_of_the_chosen",
+    "ignored_labels_do_not_count",
+    "ignored_labels_count",
+    culprits=("rejected_labels",),
+    faulty=preferred(own_mask=False),
+    fixed=preferred(own_mask=True),
 )

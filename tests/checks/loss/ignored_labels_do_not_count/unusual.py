@@ -47,6 +47,17 @@ def a_class_for_the_ignored_that_is_dropped() -> TrainLoop:
     return loop(Tagger(), tagged(), crossed)
 
 
+@odd(notes="a first column of zeros for what is ignored, which the gather takes there")
+def a_column_of_zeros_for_the_ignored() -> TrainLoop:
+    def gathered(model, batch):
+        labels = batch["labels"]
+        log_p = F.pad(model(batch["input_ids"]).log_softmax(-1), (1, 0))
+        chosen = log_p.gather(-1, (labels + 1).masked_fill(labels == -100, 0).unsqueeze(-1))
+        return -chosen.sum() / (labels != -100).sum()
+
+    return loop(Tagger(), tagged(), gathered)
+
+
 @odd(notes="a teacher is followed at all places, also where no label stands")
 def a_teacher_at_all_places() -> TrainLoop:
     teacher = Tagger().requires_grad_(False)

@@ -17,6 +17,7 @@ from pytest_trainloop.frontends.api import check_loop
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops import data
 from tests.loops.nets import mlp
+from tests.loops.plain import loop
 
 
 def ce(model, batch):
@@ -110,15 +111,8 @@ def test_a_loop_that_makes_its_own_data_is_asked_for_them():
         model = mlp(6, 16, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         inside = data.labelled(seed=5)
-
-        def fit(batches):
-            for _ in batches:
-                optimizer.zero_grad()
-                ce(model, inside).backward()
-                optimizer.step()
-
-        return TrainLoop(
-            model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, parts=lambda m, b: {"ce": ce(m, b)}
+        return loop(
+            model, data.labelled(), lambda model, _: ce(model, inside), optimizer, parts=lambda m, b: {"ce": ce(m, b)}
         )
 
     (result,) = check_loop(make, only=["loss_components"], raises=False).results

@@ -16,6 +16,7 @@ from tests.helpers.stand_ins import (
 )
 from tests.loops.nets import mlp
 from tests.loops.odd import odd
+from tests.loops.plain import loop
 
 
 def drawn(*shape, seed=0):
@@ -24,14 +25,7 @@ def drawn(*shape, seed=0):
 
 def trained(model, batch, loss_of, rate=1e-2) -> TrainLoop:
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-
-    def fit(batches):
-        for item in batches:
-            optimizer.zero_grad()
-            loss_of(model, item).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+    return loop(model, batch, loss_of, optimizer)
 
 
 def segmenter():

@@ -9,6 +9,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp
 from tests.loops.odd import odd
+from tests.loops.plain import loop
 
 
 def triplets(loss_of, model=None):
@@ -17,14 +18,7 @@ def triplets(loss_of, model=None):
     batch = {"anchor": anchor, "pos": anchor + 0.2, "neg": torch.randn(8, 6, generator=g)}
     net = mlp(6, 16, 8) if model is None else model
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for b in batches:
-            optimizer.zero_grad()
-            loss_of(net, b).backward()
-            optimizer.step()
-
-    return TrainLoop(model=net, optimizer=optimizer, batch=batch, fit=fit)
+    return loop(net, batch, loss_of, optimizer)
 
 
 @odd(notes="squared distances are written as products: that of the positive falls")

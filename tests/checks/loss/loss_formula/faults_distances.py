@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 
 def regression(loss_of):
@@ -17,14 +17,7 @@ def regression(loss_of):
         targets = features @ torch.randn(5, 2) + 0.1 * torch.randn(10, 2)
         model = mlp(5, 16, 2)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss_of(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(features, targets), fit=fit)
+        return loop(model, (features, targets), lambda model, batch: loss_of(model(batch[0]), batch[1]), optimizer)
 
     return make
 
@@ -50,14 +43,7 @@ def segmenter(loss_of):
         classes = (images[:, 0] > 0).long() + (images[:, 0] > 1).long()
         model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for image, label in batches:
-                optimizer.zero_grad()
-                loss_of(model(image), label).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(images, classes), fit=fit)
+        return loop(model, (images, classes), lambda model, batch: loss_of(model(batch[0]), batch[1]), optimizer)
 
     return make
 

@@ -9,6 +9,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 
 def regression(loss_of, *, outputs=4, targets=lambda x: x[:, :2] * 2 + 0.3 * torch.randn(len(x), 2)):
@@ -19,32 +20,27 @@ def regression(loss_of, *, outputs=4, targets=lambda x: x[:, :2] * 2 + 0.3 * tor
         y = targets(x)
         model = relu_mlp(6, 16, outputs)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-        def fit(batches):
-            for inputs, target in batches:
-                optimizer.zero_grad()
-                loss_of(model(inputs), target).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(x, y), fit=fit)
+        return loop(model, (x, y), lambda model, batch: loss_of(model(batch[0]), batch[1]), optimizer)
 
     return make
 
 
 class VAE(nn.Module):
-    def __init__(self):
+    def __init__(self, power):
         super().__init__()
-        self.encoder, self.decoder = relu_mlp(6, 16, 4), relu_mlp(2, 16, 6)
+        self.encoder, self.decoder, self.power = relu_mlp(6, 16, 4), relu_mlp(2, 16, 6), power
 
     def forward(self, x):
         mean, log_var = self.encoder(x).chunk(2, 1)
-        z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_var)
+        z = mean + torch.randn_like(mean) * torch.exp(self.power * log_var)
         return self.decoder(z), mean, log_var
 
 
-def autoencoder(divergence):
+def autoencoder(divergence, power=0.5):
+    """``power``: the deviation is the exponential of so many times what the encoder gives."""
+
     def make():
-        model = VAE()
+        model = VAE(power)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 
         def fit(batches):
@@ -113,8 +109,8 @@ pair(
     "deviation_in_a_divergence_by_its_logarithm",
     "loss_formula",
     "factor_missing",
-    faulty=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp())),
-    fixed=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp() ** 2)),
+    faulty=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp()), 1),
+    fixed=autoencoder(lambda mean, log_std: -0.5 * torch.sum(1 + 2 * log_std - mean**2 - log_std.exp() ** 2), 1),
 )
 
 

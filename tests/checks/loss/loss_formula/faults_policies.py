@@ -9,6 +9,7 @@ from torch.distributions import Categorical
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 
 def rollout(rows=8):
@@ -26,14 +27,7 @@ def policy(loss_of, batch=rollout, outputs=4):
     def make():
         model = relu_mlp(6, 16, outputs)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-        def fit(batches):
-            for b in batches:
-                optimizer.zero_grad()
-                loss_of(model, b).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), fit=fit)
+        return loop(model, batch(), loss_of, optimizer)
 
     return make
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 EPS = 1.0
 
@@ -19,14 +19,7 @@ def segmentation(loss_of, classes=1):
         masks = (images + 0.3 * torch.randn(4, 1, 6, 6) > 0).to(images.dtype)
         model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, classes, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for image, mask in batches:
-                optimizer.zero_grad()
-                loss_of(model(image), mask).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(images, masks), fit=fit)
+        return loop(model, (images, masks), lambda model, batch: loss_of(model(batch[0]), batch[1]), optimizer)
 
     return make
 

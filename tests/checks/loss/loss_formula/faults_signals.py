@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 
 def denoiser(energy_of):
@@ -23,15 +23,11 @@ def denoiser(energy_of):
         clean = torch.sin(torch.rand(8, 1) * torch.arange(12.0) + torch.rand(8, 1))
         model = mlp(12, 16, 12)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for noisy, wanted in batches:
-                optimizer.zero_grad()
-                loss_of(model(noisy), wanted).backward()
-                optimizer.step()
-
-        return TrainLoop(
-            model=model, optimizer=optimizer, batch=(clean + 0.3 * torch.randn(clean.shape), clean), fit=fit
+        return loop(
+            model,
+            (clean + 0.3 * torch.randn(clean.shape), clean),
+            lambda model, batch: loss_of(model(batch[0]), batch[1]),
+            optimizer,
         )
 
     return make

@@ -32,20 +32,22 @@ def divergence_with_free_bits():
 class TwoLevels(nn.Module):
     """A prior for the lower code is computed from the upper one; the encoder gives the difference from it."""
 
-    def __init__(self):
+    def __init__(self, power):
         super().__init__()
         self.encoder, self.prior, self.decoder = relu_mlp(6, 16, 8), relu_mlp(2, 16, 4), relu_mlp(2, 16, 6)
+        self.power = power
 
     def forward(self, x):
         mean, log_std, shift, stretch = self.encoder(x).chunk(4, 1)
-        upper = mean + torch.randn_like(mean) * log_std.exp()
+        upper = mean + torch.randn_like(mean) * (self.power * log_std).exp()
         prior_mean, prior_log_std = self.prior(upper).chunk(2, 1)
-        lower = prior_mean + shift + torch.randn_like(shift) * (prior_log_std + stretch).exp()
+        lower = prior_mean + shift + torch.randn_like(shift) * (self.power * (prior_log_std + stretch)).exp()
         return self.decoder(lower), (mean, log_std), (shift, stretch, prior_mean, prior_log_std)
 
 
-def two_levels(loss_of):
-    return trained(loss_of, torch.randn(8, 6), model=TwoLevels())
+def two_levels(loss_of, power=1):
+    """``power``: a deviation is the exponential of so many times what the encoder gives."""
+    return trained(loss_of, torch.randn(8, 6), model=TwoLevels(power))
 
 
 @odd(notes="the same by log-variances: what takes the mean's place is a square already")
@@ -57,7 +59,7 @@ def relative_divergence_by_log_variances():
         upper = -0.5 * (1 + log_var - mean.pow(2) - log_var.exp())
         return F.mse_loss(again, x) + 0.1 * (upper.sum(1) + lower.sum(1)).mean()
 
-    return two_levels(loss_of)
+    return two_levels(loss_of, power=0.5)
 
 
 @odd(notes="both sides of the divergence are learned (ladder VAE): the prior's spread is below the bar")

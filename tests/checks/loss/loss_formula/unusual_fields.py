@@ -12,19 +12,13 @@ from torch.distributions import Categorical
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import loop
 
 
 def trained(loss_of, batch, *, model=None, rate=3e-3):
     model = relu_mlp(6, 16, 4) if model is None else model
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-
-    def fit(batches):
-        for b in batches:
-            optimizer.zero_grad()
-            loss_of(model, b).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+    return loop(model, batch, loss_of, optimizer)
 
 
 def rollout(rows=8):
