@@ -67,7 +67,8 @@ def _is_copy(record: Record, network: TargetNetwork) -> bool:
 
 
 def _writes_weights(function: Any) -> bool:
-    """Whether code that the loop can reach names a function that brings copies up to date."""
+    """Whether code that the loop can reach names a function that brings copies up to date. What made an object has made
+    the copy."""
     todo, met = [function], set[int]()
     while todo and len(met) < 512:
         value = todo.pop()
@@ -83,9 +84,8 @@ def _writes_weights(function: Any) -> bool:
             cells = (c.cell_contents for c in value.__closure__ or () if c != types.CellType())
             todo += [*cells, *(value.__globals__[n] for n in names if n in value.__globals__)]
         elif not isinstance(value, (type, types.ModuleType)) and layer(_file_of(value)) == 2:
-            todo += [
-                f for kind in type(value).__mro__ for f in vars(kind).values() if isinstance(f, types.FunctionType)
-            ]
+            methods = (item for kind in type(value).__mro__ for item in vars(kind).items())
+            todo += [f for name, f in methods if isinstance(f, types.FunctionType) and name != "__init__"]
             todo += [v for v in vars(value).values() if hasattr(v, "__dict__")] if hasattr(value, "__dict__") else []
     return False
 

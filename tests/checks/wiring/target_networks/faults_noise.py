@@ -38,9 +38,16 @@ class Distilled(nn.Module):
         return F.cross_entropy(scores, y) + temperature**2 * distilled
 
 
-def distilling(quiet):
+class DistilledFromItself(Distilled):
+    def __init__(self, quiet):
+        super().__init__(quiet)
+        self.student = dropping()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+
+def distilling(quiet, kind=Distilled):
     def make():
-        model = Distilled(quiet)
+        model = kind(quiet)
         optimizer = torch.optim.Adam(model.student.parameters(), lr=3e-3)
 
         def fit(batches):
@@ -64,6 +71,18 @@ pair(
     faulty=distilling(quiet=False),
     fixed=distilling(quiet=True),
     quick=True,
+)
+
+
+# https://github.com/yxuansu/TaCL/issues/11: a teacher that is copied where the model is made.
+
+pair(
+    "teacher_copied_and_switched_on",
+    "target_networks",
+    "dropout_in_targets",
+    culprits=("teacher",),
+    faulty=distilling(quiet=False, kind=DistilledFromItself),
+    fixed=distilling(quiet=True, kind=DistilledFromItself),
 )
 
 

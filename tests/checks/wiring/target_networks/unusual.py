@@ -9,6 +9,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.checks.wiring.target_networks.faults import normed_average, trained
 from tests.checks.wiring.target_networks.faults_left_behind import actor_critic, teacher_from
+from tests.loops import plain
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points
@@ -167,14 +168,7 @@ def labels_averaged_over_dropout():
         return rows[chosen], soft[chosen]
 
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-    def fit(batches):
-        for x, goal in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), goal).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=drawn(), batches=fresh(drawn), fit=fit)
+    return plain.loop(model, drawn(), plain.cross_entropy, optimizer, batches=fresh(drawn))
 
 
 @odd(notes="a dry pass with dropout before fit finds the width of the features, and nothing else is taken from it")
