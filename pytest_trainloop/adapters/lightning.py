@@ -82,7 +82,14 @@ def from_lightning(
     writes, own = trainer is None or trainer.checkpoint_callbacks, trainer is None
     if trainer is None:
         with _quiet_warnings(package):
-            trainer = _quiet_trainer(package, module)
+            trainer = package.Trainer(
+                accelerator="cpu" if module.device.type == "cpu" else "auto",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
 
     # The functions hold module, trainer and the rest themselves: what they can touch is found by these names.
     strategy = trainer.strategy
@@ -306,17 +313,6 @@ def _validate_within_fit(trainer: Any) -> Any:
     finally:
         trainer.training = True
         results._first_loop_iter = first
-
-
-def _quiet_trainer(package: ModuleType, module: Any) -> Any:
-    return package.Trainer(
-        accelerator="cpu" if module.device.type == "cpu" else "auto",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
 
 
 @contextmanager

@@ -108,10 +108,6 @@ def _of_builtin(function: Any) -> bool:
     return function.__self__ is not None and is_ours(function.__self__)
 
 
-def _of_namespace(held: dict[Any, Any]) -> bool:
-    return "__spec__" in held and is_our_module(held.get("__name__"))
-
-
 def _of_iterator(iterator: Any) -> bool:
     """An iterator of Python itself refers to what it goes over; those of several ones keep these in a tuple."""
     inside = gc.get_referents(iterator)
@@ -143,6 +139,6 @@ _LOOKS: dict[type, Any] = {
     types.FrameType: lambda frame: is_our_file(frame.f_code.co_filename),
     types.CodeType: lambda code: is_our_file(code.co_filename),
     types.ModuleType: lambda module: is_our_module(module.__name__),
-    dict: _of_namespace,
+    dict: lambda held: "__spec__" in held and is_our_module(held.get("__name__")),
     **dict.fromkeys((*_OF_SEVERAL, *_OF_ONE), _of_iterator),
 }

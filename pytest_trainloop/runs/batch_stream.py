@@ -255,7 +255,7 @@ class Batches(Sequence[Any]):
             except StopIteration:
                 if not self._cache:
                     raise _no_batch(self._loop) from None
-                if self._loop.batch is None and not _re_iterable(self._loop.batches):
+                if self._loop.batch is None and isinstance(self._loop.batches, Iterator):
                     raise of_the_project(IndexError(position)) from None
                 self._source, self._late = itertools.cycle(list(self._cache)), False
         return self._cache[position]
@@ -321,10 +321,6 @@ def first_batch(loop: TrainLoop) -> Any:
     if not given:
         raise _no_batch(loop)
     return given[0]
-
-
-def _re_iterable(batches: Any) -> bool:
-    return not isinstance(batches, Iterator)
 
 
 @contextlib.contextmanager

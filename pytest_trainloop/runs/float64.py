@@ -75,7 +75,7 @@ class _Promote(OperationMode):  # type: ignore[no-untyped-call]
         aliased, written = aliased_arguments(func)
         if func is torch.ops.aten.copy_.default:
             return passed_on(func, args, kwargs)  # it converts by itself
-        if _lower_among(args) and (not aliased or _mixed(args)):
+        if any(t.dtype in WIDER for t in tensors_in(args)) and (not aliased or _mixed(args)):
             args = tuple(a if i in written or i in aliased else tree_map(_wide, a) for i, a in enumerate(args))
         out = passed_on(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default and not aliased:
@@ -115,10 +115,6 @@ def _any_to_widen(args: Iterable[Any]) -> bool:
         elif isinstance(value, torch.dtype):
             return True
     return False
-
-
-def _lower_among(args: Iterable[Any]) -> bool:
-    return any(t.dtype in WIDER for t in tensors_in(args))
 
 
 def _mixed(args: Iterable[Any]) -> bool:

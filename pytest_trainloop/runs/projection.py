@@ -107,8 +107,6 @@ class Projected:
     """Whether the plan follows from the length of data, which may be those of a test."""
     unit: Unit | None
     """What it is called once for; None where neither fits."""
-    per_pass: float
-    per_item: float
     window: int
     """Micro-batches for each step of its optimizer."""
     curve: Curve
@@ -319,8 +317,6 @@ def _projected(
         made_at=str(driven.made_at or ""),
         made_at_line=("", 0) if driven.made_at is None else (driven.made_at.file, driven.made_at.line),
         unit=unit,
-        per_pass=float(unit == "epoch"),
-        per_item={"step": 1.0 / window, "micro-batch": 1.0}.get(unit or "", 0.0),
         window=window,
         curve=curve,
         horizon=sizes[0].horizon,
@@ -379,8 +375,6 @@ def _of_trainer(one: Planned) -> Projected:
         made_at=one.place,
         by_data=not one.declared,
         unit=one.unit,
-        per_pass=float(one.unit == "epoch"),
-        per_item=float(one.unit != "epoch"),
         window=1,
         curve=curve,
         horizon=horizon(curve, kind),

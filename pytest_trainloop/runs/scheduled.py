@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from pytest_trainloop.core.whose import reraise_ours
 from pytest_trainloop.declare.fields import is_whole
 from pytest_trainloop.recording.as_caller import as_caller
+from pytest_trainloop.recording.built_schedulers import with_subclasses
 from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here, layer
@@ -190,7 +191,7 @@ class Schedules:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         with Patches() as patches:
-            for kind in _kinds(LRScheduler):
+            for kind in with_subclasses(LRScheduler):
                 if "__init__" in vars(kind):
                     patches.put(kind, "__init__", self._making)
                 if "step" in vars(kind):
@@ -365,14 +366,3 @@ def _whole_numbers(original: Callable[..., Any], scheduler: Any, args: Any, kwar
     except (TypeError, ValueError):
         return {}
     return {name: int(value) for name, value in given.items() if is_whole(value) and name != "last_epoch"}
-
-
-def _kinds(cls: type) -> Iterator[type]:
-    seen: set[type] = set()
-    todo = [cls]
-    while todo:
-        one = todo.pop()
-        if one not in seen:
-            seen.add(one)
-            todo.extend(one.__subclasses__())
-            yield one

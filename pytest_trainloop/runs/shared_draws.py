@@ -120,10 +120,6 @@ def _normal_from(call: _Call) -> Any:
     return call.given(0, "mean", 0.0) + call.given(1, "std", 1.0) * call.normal()
 
 
-def _normal_in_place(call: _Call) -> Any:
-    return call.given(1, "mean", 0.0) + call.given(2, "std", 1.0) * call.normal()
-
-
 def _uniform_in_place(call: _Call) -> Any:
     low = call.given(1, "from", call.kwargs.get("a", 0.0))  # nn.init calls its bounds a and b
     high = call.given(2, "to", call.kwargs.get("b", 1.0))
@@ -141,18 +137,6 @@ def _integers(call: _Call) -> Any:
     elif bounds:
         high = bounds[0]
     return low + torch.floor((high - low) * call.uniform())
-
-
-def _bernoulli(call: _Call) -> Any:
-    return call.uniform() < call.given(1, "p", call.given(0, "input", 0.5))
-
-
-def _bernoulli_in_place(call: _Call) -> Any:
-    return call.uniform() < call.given(1, "p", 0.5)
-
-
-def _exponential(call: _Call) -> Any:
-    return -torch.log(call.uniform()) / call.given(1, "lambd", 1.0)
 
 
 def _multinomial(call: _Call) -> Any:
@@ -176,26 +160,22 @@ def _gumbel_softmax(call: _Call) -> Any:
     return torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
 
 
-def _identity(call: _Call) -> Any:
-    return torch.arange(call.out.numel(), device=call.out.device)
-
-
 _DRAWS: dict[str, Callable[[_Call], Any]] = {
     "randn": _Call.normal,
     "randn_like": _Call.normal,
     "normal": _normal_from,
-    "normal_": _normal_in_place,
+    "normal_": lambda call: call.given(1, "mean", 0.0) + call.given(2, "std", 1.0) * call.normal(),
     "rand": _Call.uniform,
     "rand_like": _Call.uniform,
     "uniform_": _uniform_in_place,
     "randint": _integers,
     "randint_like": _integers,
-    "bernoulli": _bernoulli,
-    "bernoulli_": _bernoulli_in_place,
-    "exponential_": _exponential,
+    "bernoulli": lambda call: call.uniform() < call.given(1, "p", call.given(0, "input", 0.5)),
+    "bernoulli_": lambda call: call.uniform() < call.given(1, "p", 0.5),
+    "exponential_": lambda call: -torch.log(call.uniform()) / call.given(1, "lambd", 1.0),
     "multinomial": _multinomial,
     "gumbel_softmax": _gumbel_softmax,
-    "randperm": _identity,
+    "randperm": lambda call: torch.arange(call.out.numel(), device=call.out.device),
 }
 
 

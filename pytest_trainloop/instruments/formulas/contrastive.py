@@ -25,10 +25,6 @@ _MOST_ROWS = 4096
 """Rows of a table of pairs: 128 MB. What has more are entries, as pixels, and not the rows of a contrastive loss."""
 
 
-def _similarities(z: torch.Tensor) -> torch.Tensor | None:
-    return z @ z.T if z.dim() == 2 and len(z) <= _MOST_ROWS else None
-
-
 def _chosen_from(found: Slice, number: int) -> list[int]:
     """The entries of the rows of a matrix that a cross entropy chooses, with nothing masked before."""
     todo, seen = [number], {number}
@@ -76,7 +72,7 @@ SIMILARITIES = Form(
     (Argument("rows", learned=True),),
     (
         one_part(
-            _similarities,
+            lambda z: z @ z.T if z.dim() == 2 and len(z) <= _MOST_ROWS else None,
             _DIAGONAL,
             aim=Aim(
                 "the share of a softmax that goes to the row itself",

@@ -242,10 +242,6 @@ TARGETS = (
 )
 
 
-def _product(log_prob: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor | None:
-    return log_prob * advantage if log_prob.shape == advantage.shape else None
-
-
 def _advantage_of_a_trained_critic(cut: Cut) -> bool:
     """Whether the second argument is a return less what a critic gave, the first a log-probability of another layer,
     and the same value trains the critic by another term: it steps with the policy's gradient too."""
@@ -280,7 +276,7 @@ GRADIENT = Form(
     (Argument("log_prob", learned=True), Argument("advantage", learned=True)),
     (
         one_part(
-            _product,
+            lambda log_prob, advantage: log_prob * advantage if log_prob.shape == advantage.shape else None,
             _LEARNED_ADVANTAGE,
             rises=True,
             aim=Aim("the critic's squared error", lambda _, advantage: advantage.square(), held=(0,)),

@@ -218,8 +218,6 @@ class LRsByHand:
                     made_at=function.place,
                     made_at_line=(function.code.co_filename, function.code.co_firstlineno),
                     unit=unit,
-                    per_pass=float(unit == "epoch"),
-                    per_item=0.0 if unit == "epoch" else 1.0 / window if unit == "step" else 1.0,
                     window=window,
                     curve=curve,
                     horizon=horizon(curve, ""),

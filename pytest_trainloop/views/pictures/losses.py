@@ -120,7 +120,7 @@ def one_batch(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
     drawn = [_steps(own.losses, "each step", "faint"), _mean(own, span, "the loop", "own")]
     adam = {max(REFERENCE_LRS) if key == "quick" else key: run for key, run in runs.items() if _is_adam(key)}
     if adam:
-        lr, best = min(adam.items(), key=lambda pair: _or_inf(pair[1].end))
+        lr, best = min(adam.items(), key=lambda pair: pair[1].end if math.isfinite(pair[1].end) else math.inf)
         drawn.append(_mean(best, span, f"plain Adam at {two(float(lr))}", "reference"))  # type: ignore[arg-type]
     marks = []
     if own.start > 0:
@@ -170,10 +170,6 @@ def two_runs(facts: Facts, _looked: ReportInputs) -> Iterator[Picture]:
 
 def _is_adam(key: object) -> bool:
     return key == "quick" or isinstance(key, float)
-
-
-def _or_inf(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
 
 
 def _steps(losses: Sequence[float], name: str, role: Role) -> Curve:
