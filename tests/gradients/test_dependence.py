@@ -14,6 +14,7 @@ from pytest_trainloop.core.errors import Unreliable
 from pytest_trainloop.instruments.gradients.dependence import Dependences, difference
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.tiny_loops import BODY, evidence
+from tests.loops.plain import loop
 
 
 def depends(made, names=BODY):
@@ -65,14 +66,9 @@ def test_many_parameters_are_judged_by_their_modules():
     def make():
         model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(batches):
-            for x in batches:
-                optimizer.zero_grad()
-                model[4:](model[:4](x).detach()).square().mean().backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 2), fit=fit)
+        return loop(
+            model, torch.randn(4, 2), lambda model, x: model[4:](model[:4](x).detach()).square().mean(), optimizer
+        )
 
     made = Evidence(make)
     names = [p.name for p in made.run().parameters]

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.instruments.gradients.stopped_slope import StoppedSlope
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops import data
+from tests.loops.plain import loop
 
 
 class Skip(nn.Module):
@@ -40,14 +40,7 @@ def evidence_of(model, loss=lambda model, batch: F.cross_entropy(model(batch[0])
     def make():
         trained = model()
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-
-        def fit(batches):
-            for batch in batches:
-                optimizer.zero_grad()
-                loss(trained, batch).backward()
-                optimizer.step()
-
-        return TrainLoop(model=trained, optimizer=optimizer, batch=data.labelled(), fit=fit)
+        return loop(trained, data.labelled(), loss, optimizer)
 
     return Evidence(make)
 

@@ -30,3 +30,8 @@ def loop(model, batch, loss_of, optimizer=None, **fields):
 def cross_entropy(model, batch):
     x, y = batch
     return F.cross_entropy(model(x), y)
+
+
+def mse(model, batch):
+    x, y = batch
+    return F.mse_loss(model(x), y)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from tests.loops import plain
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, points
@@ -65,14 +66,7 @@ class SelfDistilled(nn.Module):
 def teacher_hidden_in_a_plain_list() -> TrainLoop:
     model = SelfDistilled(relu_mlp(8, 24, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            model(x, y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return plain.loop(model, points(), lambda model, batch: model(batch[0], batch[1]), optimizer)
 
 
 class FeatureTap:

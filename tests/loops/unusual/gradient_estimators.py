@@ -10,6 +10,7 @@ from torch.func import functional_call, jvp
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import cross_entropy, loop
 from tests.loops.random_data import curves, fresh, points
 
 
@@ -176,14 +177,7 @@ class FeedbackLinear(nn.Linear):
 def feedback_alignment() -> TrainLoop:
     model = nn.Sequential(FeedbackLinear(8, 16), nn.Tanh(), FeedbackLinear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return loop(model, points(), cross_entropy, optimizer)
 
 
 class ForwardForwardLayer(nn.Module):

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp, relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import cross_entropy, loop
 from tests.loops.random_data import curves, fresh, points
 
 
@@ -288,14 +289,7 @@ def gradient_centralisation_by_hooks() -> TrainLoop:
     for p in model.parameters():
         p.register_hook(centralise)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+    return loop(model, points(), cross_entropy, optimizer, batches=fresh(points))
 
 
 class Grokfast:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp, relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import cross_entropy, loop
 from tests.loops.random_data import fresh, points
 
 
@@ -135,14 +136,7 @@ def wrapped_like_data_parallel() -> TrainLoop:
     inner = relu_mlp(8, 16, 4)
     optimizer = torch.optim.Adam(inner.parameters(), lr=5e-3)
     model = ScatterGather(inner)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+    return loop(model, points(), cross_entropy, optimizer, batches=fresh(points))
 
 
 class HyperGradient:

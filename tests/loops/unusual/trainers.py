@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import loop
 from tests.loops.random_data import curves, fresh, points
 
 
@@ -138,14 +139,7 @@ class MethodModel(nn.Module):
 def model_used_through_its_methods() -> TrainLoop:
     model = MethodModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            model.compute_loss(x, y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return loop(model, points(), lambda model, batch: model.compute_loss(batch[0], batch[1]), optimizer)
 
 
 @dataclass
@@ -315,11 +309,4 @@ class Augmenter:
 def augmentation_beyond_any_seed() -> TrainLoop:
     model, augment = relu_mlp(8, 16, 4), Augmenter()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(augment(x)), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return loop(model, points(), lambda model, batch: F.cross_entropy(model(augment(batch[0])), batch[1]), optimizer)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, TwoTower, lm_loss, mlp
+from tests.loops.nets import GPT, lm_loss, mlp
 from tests.loops.pairs import pair
 
 # A script's loop: the division was forgotten when accumulation was added.
@@ -119,44 +119,6 @@ pair(
 
 
 # Two optimizers, the second one's loss is not divided.
-
-
-def train_towers(model, optimizers, batches, accumulate, divide_right):
-    for i, (left, right) in enumerate(batches, start=1):
-        towards = F.mse_loss(model.left(left), model.right(right).detach())
-        back = F.mse_loss(model.right(right), model.left(left).detach())
-        (towards / accumulate).backward()
-        (back / accumulate if divide_right else back).backward()
-        if i % accumulate == 0 or i == len(batches):
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def towers(divide_right):
-    def make(accumulate=1):
-        model = TwoTower()
-        optimizers = [
-            torch.optim.Adam(model.left.parameters(), lr=1e-3),
-            torch.optim.Adam(model.right.parameters(), lr=1e-3),
-        ]
-        return TrainLoop(
-            model=model,
-            optimizer=optimizers,
-            batch=data.views(),
-            fit=lambda batches: train_towers(model, optimizers, batches, accumulate, divide_right),
-        )
-
-    return make
-
-
-pair(
-    "second_loss_not_divided",
-    "accumulation_equivalence",
-    "loss_not_divided",
-    faulty=towers(divide_right=False),
-    fixed=towers(divide_right=True),
-)
 
 
 # Models that draw: an autoencoder with a latent code, and one that learns to take noise away.

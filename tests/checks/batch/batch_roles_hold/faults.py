@@ -317,42 +317,6 @@ pair(
 )
 
 
-def edges_of(seed, nodes=12):
-    """A graph with edges of its own number."""
-    one_way = (torch.rand(nodes, nodes, generator=generator(seed)) < 0.3).float().triu(1)
-    x = torch.randn(nodes, 3, generator=generator(seed + 1))
-    return {"x": x, "edge_index": (one_way + one_way.T).nonzero().T.contiguous(), "y": (one_way + one_way.T) @ x}
-
-
-class Gathered(nn.Module):
-    def __init__(self, cached):
-        super().__init__()
-        self.layer, self.cached, self.edges = nn.Linear(3, 3), cached, None
-
-    def forward(self, x, edge_index):
-        if self.edges is None or not self.cached:
-            self.edges = edge_index
-        source, target = self.edges
-        return torch.zeros_like(x).index_add(0, target, self.layer(x)[source])
-
-
-def of_edges(cached):
-    def loss_of(model, batch):
-        return F.mse_loss(model(batch["x"], batch["edge_index"]), batch["y"])
-
-    return loop(Gathered(cached), edges_of(0), loss_of, batches=lambda n: [edges_of(i) for i in range(n)])
-
-
-pair(
-    "edges_of_the_first_graph",
-    CHECK,
-    "first_value_kept",
-    culprits=("edge_index",),
-    faulty=lambda: of_edges(True),
-    fixed=lambda: of_edges(False),
-)
-
-
 # A penalty whose mean counts what is behind the end of each answer, where the policy's term leaves it out.
 
 

@@ -12,6 +12,7 @@ from tests.checks.batch.edge_batches.faults_rows import CHECK, Trainer, epochs
 from tests.loops import data
 from tests.loops.nets import GPT
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 # Rows in which nothing counts.
 
@@ -201,14 +202,7 @@ def classifying(rows):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         ids, _ = data.tokens(rows=9, length=8)
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(9) % 3}
-
-        def fit(batches):
-            for batch in batches:
-                optimizer.zero_grad()
-                model(**batch).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit, padding=Padding(pad_id=16))
+        return loop(model, batch, lambda model, batch: model(**batch), optimizer, padding=Padding(pad_id=16))
 
     return make
 

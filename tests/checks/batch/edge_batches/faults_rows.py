@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import CharLSTM, mlp
+from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
 CHECK = "edge_batches"
@@ -114,37 +114,6 @@ pair(
     mentions=("0.2 times as long",),
     faulty=distilled(squeeze_all),
     fixed=distilled(lambda x: x.squeeze(1)),
-)
-
-
-def summed(squeeze):
-    """A mean over rows that is taken by hand."""
-
-    def make():
-        model = CharLSTM(width=12)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        ids, following = data.tokens(rows=5)
-
-        def fit(batches):
-            for ids, following in batches:
-                losses = F.cross_entropy(model(ids).transpose(1, 2), following, reduction="none")
-                each = squeeze(losses)
-                optimizer.zero_grad()
-                (each.sum() / len(each)).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(ids, following), fit=fit)
-
-    return make
-
-
-pair(
-    "one_sentence_is_divided_by_its_tokens",
-    CHECK,
-    "row_axis_squeezed",
-    culprits=("squeeze(0)",),
-    faulty=summed(lambda losses: losses.squeeze(0)),
-    fixed=summed(lambda losses: losses),
 )
 
 

@@ -73,41 +73,6 @@ pair(
 )
 
 
-class RewardModel(nn.Module):
-    """Scores an answer by its last token."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.body, self.score, self.last = CausalModel(), nn.Linear(VOCAB, 1), last
-
-    def forward(self, ids, attended):
-        return self.last(self.score(self.body(ids, attended)).squeeze(-1), attended)
-
-
-def reward_loss(model, batch):
-    chosen = model(batch["chosen_input_ids"], batch["chosen_attention_mask"])
-    rejected = model(batch["rejected_input_ids"], batch["rejected_attention_mask"])
-    return -F.logsigmoid(chosen - rejected).mean()
-
-
-def last_position(scores, _attended):
-    return scores[:, -1]
-
-
-def last_token(scores, attended):
-    return scores.gather(1, attended.sum(1, keepdim=True) - 1).squeeze(1)
-
-
-pair(
-    "reward_is_read_at_the_last_position",
-    "padding_invariance",
-    "padding_pooled",
-    where="return scores[:, -1]",
-    faulty=lambda: trained(RewardModel(last_position), answers(), reward_loss),
-    fixed=lambda: trained(RewardModel(last_token), answers(), reward_loss),
-)
-
-
 class Sentences(nn.Module):
     def __init__(self):
         super().__init__()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from tests.loops import data
+from tests.loops import data, plain
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
@@ -18,14 +16,7 @@ def loop(prepare, model_of=lambda: mlp(6, 16, 3), optimizer_of=torch.optim.Adam,
         with torch.no_grad():
             prepare(model)
         optimizer = optimizer_of(model.parameters(), lr=rate)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+        return plain.loop(model, data.labelled(), plain.cross_entropy, optimizer)
 
     return make
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
@@ -18,6 +17,7 @@ from tests.checks.numerics.checkpointing_equivalence.language_models import (
 from tests.loops import data
 from tests.loops.nets import GPT, lm_loss
 from tests.loops.pairs import pair
+from tests.loops.plain import loop, mse
 
 # One block for all depths, over frozen embeddings: its first use gives it no gradient, the later ones do.
 
@@ -66,14 +66,7 @@ def towers(run):
     def make():
         model = Tower(run)
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+        return loop(model, data.table(), mse, optimizer)
 
     return make
 

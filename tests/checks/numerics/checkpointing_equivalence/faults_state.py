@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from tests.checks.numerics.checkpointing_equivalence.language_models import (
     CHECK,
     Blocks,
@@ -14,45 +12,11 @@ from tests.checks.numerics.checkpointing_equivalence.language_models import (
     saved,
 )
 from tests.loops import data
-from tests.loops.nets import GPT, Block
+from tests.loops.nets import GPT
 from tests.loops.pairs import pair
+from tests.loops.plain import cross_entropy, loop
 
 # A block counts its calls, and cools its attention with them.
-
-
-class Cooling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block(24, 2)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.block(x * (1.0 + 1.0 / self.calls))
-
-
-class Cooled(GPT):
-    def __init__(self, *, counted_inside):
-        super().__init__()
-        self.counted_inside, self.steps = counted_inside, 0
-        if counted_inside:
-            self.blocks = nn.ModuleList([Cooling()])
-
-    def forward(self, ids):
-        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
-        self.steps += 1
-        x = saved(self.blocks[0], x if self.counted_inside else x * (1.0 + 1.0 / self.steps))
-        return self.head(self.norm(x))
-
-
-pair(
-    "calls_counted_under_a_checkpoint",
-    CHECK,
-    "state_changed",
-    where="return self.block(x * (1.0 + 1.0 / self.calls))",
-    faulty=language(Cooled, counted_inside=True),
-    fixed=language(Cooled, counted_inside=False),
-)
 
 
 # A memory of earlier batches grows under a checkpoint: when it runs again, there is more to look back at.
@@ -134,14 +98,7 @@ def pictures(**how):
     def make():
         model = Pictures(**how)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
+        return loop(model, data.images(), cross_entropy, optimizer)
 
     return make
 
@@ -173,14 +130,7 @@ def switched_pictures(**how):
     def make(checkpoint=False):
         model = Switched(checkpoint=checkpoint, **how)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
+        return loop(model, data.images(), cross_entropy, optimizer)
 
     return make
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from tests.loops import plain
 from tests.loops.low_precision import classifier
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
@@ -46,14 +47,7 @@ def amsgrad_with_a_long_first_moment() -> TrainLoop:
 def maximised_by_a_fused_step() -> TrainLoop:
     model = relu_mlp(8, 16, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, maximize=True, fused=True)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            (-F.cross_entropy(model(x), y)).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return plain.loop(model, points(), lambda model, batch: -F.cross_entropy(model(batch[0]), batch[1]), optimizer)
 
 
 @odd(notes="foreach=True with a rate in a tensor would raise; the for-loop takes it")
@@ -245,11 +239,6 @@ class KahanSGD(torch.optim.Optimizer):
 def decay_kept_until_it_is_enough() -> TrainLoop:
     model = relu_mlp(8, 24, 4).bfloat16()
     optimizer = KahanSGD(model.parameters(), lr=1e-4, weight_decay=1.0)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.bfloat16()).float(), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(8), fit=fit)
+    return plain.loop(
+        model, points(8), lambda model, batch: F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1]), optimizer
+    )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.pairs import pair
+from tests.loops.plain import cross_entropy, loop
 
 
 def mlp():
@@ -34,14 +33,7 @@ def standardised(dtype):
     def make():
         model = nn.Sequential(Standardise(6, dtype), mlp())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+        return loop(model, data.labelled(), cross_entropy, optimizer)
 
     return make
 

@@ -13,6 +13,7 @@ from tests.loops import data
 from tests.loops.low_precision import BF16, classifier
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import cross_entropy, loop
 from tests.loops.random_data import curves, points
 
 # What rounding would take is kept elsewhere.
@@ -225,14 +226,7 @@ class Adapted(nn.Module):
 def frozen_bf16_trunk_with_float32_adapters() -> TrainLoop:
     model = Adapted()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return loop(model, points(), cross_entropy, optimizer)
 
 
 @odd(notes="bf16 weights under torch's Adafactor, whose steps are relative to the weights")

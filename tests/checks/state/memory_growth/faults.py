@@ -10,6 +10,7 @@ from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import CharLSTM, mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import cross_entropy, loop
 
 # A trainer that adds up its losses for the progress bar.
 
@@ -76,14 +77,7 @@ def averaged(detached):
     def make():
         model = WithAverage(detached)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+        return loop(model, data.labelled(), cross_entropy, optimizer)
 
     return make
 

@@ -10,6 +10,7 @@ from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import cross_entropy, loop
 
 
 def with_turned_weight(model, path="0"):
@@ -102,14 +103,7 @@ def pictures(optimizer_class):
         model = Pictures()
         model.conv.weight = nn.Parameter(model.conv.weight.detach().transpose(0, 3).contiguous().transpose(0, 3))
         optimizer = optimizer_class(model.parameters())
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
+        return loop(model, data.images(), cross_entropy, optimizer)
 
     return make
 

@@ -10,6 +10,7 @@ from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import cross_entropy, loop
 from tests.loops.random_data import points
 
 
@@ -96,14 +97,7 @@ def keeping_a_scale_at_its_bound():
     model = Scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer.register_step_post_hook(lambda *_: model.scale.data.clamp_(max=2.0))
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
+    return loop(model, points(12), cross_entropy, optimizer)
 
 
 @odd(notes="a hook of the step keeps the average of the weights: it moves inside the step, and no optimizer holds it")

@@ -9,6 +9,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import cross_entropy, loop
 from tests.loops.random_data import fresh, points
 
 
@@ -28,14 +29,7 @@ def adapted(freeze):
         model = Segmenter()
         freeze(model.outc)
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+        return loop(model, points(), cross_entropy, optimizer, batches=fresh(points))
 
     return make
 

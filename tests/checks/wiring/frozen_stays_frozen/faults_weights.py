@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import GPT, AutoEncoder, lm_loss, mlp
+from tests.loops.nets import AutoEncoder, mlp
 from tests.loops.pairs import pair
 
 # Fine-tuning: the backbone's gradients are set to zero where they should be None, and AdamW decays its weights.
@@ -70,46 +70,6 @@ pair(
 # Embeddings frozen after some steps: requires_grad is off, a zeroed gradient stays, and SGD decays.
 
 
-class Phases:
-    """Trains everything first, and everything but the embeddings from ``freeze_at`` on."""
-
-    def __init__(self, model, freeze_at, release):
-        self.model, self.freeze_at, self.release = model, freeze_at, release
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=1e-2)
-
-    def freeze(self):
-        for p in self.model.token.parameters():
-            p.requires_grad = False
-            if self.release:
-                p.grad = None
-
-    def fit(self, batches):
-        for step, batch in enumerate(batches):
-            if step == self.freeze_at:
-                self.freeze()
-            self.optimizer.zero_grad(set_to_none=False)
-            lm_loss(self.model, batch).backward()
-            self.optimizer.step()
-
-
-def phases(release):
-    def make():
-        trainer = Phases(GPT(), freeze_at=3, release=release)
-        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.tokens(), fit=trainer.fit)
-
-    return make
-
-
-pair(
-    "zero_gradients_kept_when_freezing",
-    "frozen_stays_frozen",
-    "weight_decay",
-    culprits=("token.weight",),
-    faulty=phases(release=False),
-    fixed=phases(release=True),
-)
-
-
 # Encoder frozen in the middle of the training; Adam's moments move it on.
 
 
@@ -147,61 +107,6 @@ pair(
 
 
 # Alternating phases: the other half's gradients are zeroed, and momentum runs on.
-
-
-def alternate(model, optimizers, batches):
-    encoder, decoder = optimizers
-    for step, x in enumerate(batches):
-        loss = F.mse_loss(model(x), x)
-        for optimizer in (encoder, decoder):
-            optimizer.zero_grad()
-        loss.backward()
-        (encoder if step % 2 else decoder).step()
-
-
-def alternate_in_one_optimizer(model, optimizer, batches):
-    for step, x in enumerate(batches):
-        trained, resting = (model.encoder, model.decoder) if step % 2 else (model.decoder, model.encoder)
-        trained.requires_grad_(True)
-        resting.requires_grad_(False)
-        optimizer.zero_grad(set_to_none=False)
-        F.mse_loss(model(x), x).backward()
-        optimizer.step()
-
-
-def alternating_faulty():
-    model = AutoEncoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=data.table()[0],
-        fit=lambda batches: alternate_in_one_optimizer(model, optimizer, batches),
-    )
-
-
-def alternating_fixed():
-    model = AutoEncoder()
-    optimizers = [
-        torch.optim.SGD(model.encoder.parameters(), lr=0.05, momentum=0.9),
-        torch.optim.SGD(model.decoder.parameters(), lr=0.05, momentum=0.9),
-    ]
-    return TrainLoop(
-        model=model,
-        optimizer=optimizers,
-        batch=data.table()[0],
-        fit=lambda batches: alternate(model, optimizers, batches),
-    )
-
-
-pair(
-    "halves_alternate_under_one_momentum",
-    "frozen_stays_frozen",
-    "momentum",
-    change="resting.requires_grad_(False)",
-    faulty=alternating_faulty,
-    fixed=alternating_fixed,
-)
 
 
 # Rows of an embedding are held by a hook that masks their gradient, and AdamW decays them.

@@ -11,6 +11,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import loop
 from tests.loops.random_data import curves, images, points
 
 
@@ -216,11 +217,6 @@ def resting_in_bfloat16_beside_masters():
 def moving_in_bfloat16():
     model = relu_mlp(8, 16, 4).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.bfloat16()).float(), y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return loop(
+        model, points(), lambda model, batch: F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1]), optimizer
+    )

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
-from tests.loops import data
+from tests.loops import data, plain
 from tests.loops.lora import LoRALinear
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
@@ -19,14 +18,7 @@ def loop(network, batch, loss, lr=5e-3):
     def make():
         model = network()
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
-
-        def fit(batches):
-            for batch in batches:
-                optimizer.zero_grad()
-                loss(model, batch).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), loss=loss, fit=fit)
+        return plain.loop(model, batch(), loss, optimizer, loss=loss)
 
     return make
 

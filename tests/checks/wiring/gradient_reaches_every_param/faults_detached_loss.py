@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from tests.loops import data
+from tests.loops import data, plain
 from tests.loops.nets import ConvNet, mlp
 from tests.loops.pairs import pair
 
@@ -19,14 +19,7 @@ def loop(network, batch, loss, lr=5e-3):
     def make():
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-
-        def fit(batches):
-            for batch in batches:
-                optimizer.zero_grad()
-                loss(model, batch).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), fit=fit)
+        return plain.loop(model, batch(), loss, optimizer)
 
     return make
 
@@ -208,17 +201,6 @@ def gan(**how):
 
     return make
 
-
-pair(
-    "gan_generator_loss_on_detached",
-    CHECK,
-    "graph_cut",
-    culprits=("generator.0.weight", "generator.2.bias"),
-    where="detached = fake.detach()",
-    change="F.softplus(-discriminator(detached if reuse_detached else fake))",
-    faulty=gan(reuse_detached=True),
-    fixed=gan(reuse_detached=False),
-)
 
 pair(
     "toggled_gan_generator_loss_on_detached",

@@ -8,25 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 
 CHECK = "gradient_reaches_every_param"
 
 
 def train(model, loss_of, draw, rate=3e-3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(
-        model=model, optimizer=optimizer, batch=draw(), batches=lambda n: (draw() for _ in range(n)), fit=fit
-    )
+    return loop(model, draw(), loss_of, optimizer, batches=lambda n: (draw() for _ in range(n)))
 
 
 class Reconstruction(nn.Module):
@@ -63,46 +54,6 @@ pair(
     where="return F.mse_loss(predicted[where], patches[where])",
     faulty=reconstruction(lambda keep: keep),
     fixed=reconstruction(lambda keep: ~keep),
-)
-
-
-class Landmarks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
-        self.place, self.visible = nn.Linear(32, 8), nn.Linear(32, 4)
-
-    def forward(self, x):
-        features = self.body(x)
-        return self.place(features).unflatten(1, (4, 2)), self.visible(features)
-
-
-def landmarks(flag):
-    """Annotations say 2 for a point that is seen, 1 for one that is hidden, 0 for none."""
-
-    def loss_of(model, batch):
-        place, visible = model(batch["image"])
-        weight = (batch["state"] == flag).float()
-        off = (place - batch["points"]).abs().sum(-1)
-        return (off * weight).mean() + F.binary_cross_entropy_with_logits(visible, (batch["state"] > 0).float())
-
-    def draw():
-        image = torch.randn(12, 16)
-        state = torch.where(torch.rand(12, 4) < 0.2, 0, 2)
-        return {"image": image, "points": image[:, :8].unflatten(1, (4, 2)), "state": state}
-
-    return lambda: train(Landmarks(), loss_of, draw)
-
-
-pair(
-    "points_weighted_by_a_flag_that_none_has",
-    CHECK,
-    "parameter_unused",
-    level="advice",
-    culprits=("place.weight", "place.bias"),
-    where="return (off * weight).mean() + F.binary_cross_entropy_with_logits(",
-    faulty=landmarks(1),
-    fixed=landmarks(2),
 )
 
 

@@ -69,39 +69,3 @@ for title, soft in (("updated_slowly", True), ("copied_seldom", False)):
 
 
 # A student that is to learn from a teacher learns from the labels alone.
-
-
-def distilled(from_teacher):
-    def make():
-        teacher, student = mlp(6, 32, 3).requires_grad_(False).eval(), mlp(6, 16, 3)
-        optimizer = torch.optim.Adam(student.parameters(), lr=5e-3)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                scores = student(x)
-                loss = F.cross_entropy(scores, y)
-                if from_teacher:
-                    with torch.no_grad():
-                        wanted = teacher(x).softmax(1)
-                    loss = 0.5 * loss + 0.5 * F.kl_div(scores.log_softmax(1), wanted, reduction="batchmean")
-                loss.backward()
-                optimizer.step()
-
-        return TrainLoop(
-            model={"teacher": teacher, "student": student}, optimizer=optimizer, batch=data.labelled(), fit=fit
-        )
-
-    return make
-
-
-pair(
-    "teacher_never_asked",
-    CHECK,
-    CAUSE,
-    level="advice",
-    culprits=("teacher",),
-    change="loss.backward()",
-    faulty=distilled(from_teacher=False),
-    fixed=distilled(from_teacher=True),
-)

@@ -9,6 +9,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
+from tests.loops.plain import loop
 from tests.loops.random_data import fresh, points
 
 
@@ -421,14 +422,7 @@ def layer_before_the_last_of_a_list() -> TrainLoop:
             return given
 
     net = AllLayers()
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(net(x)[-2], y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=net, optimizer=optimizer, batch=points(), fit=fit)
+    return loop(net, points(), lambda _, batch: F.cross_entropy(net(batch[0])[-2], batch[1]), optimizer)
 
 
 class Distilled(nn.Module):
@@ -448,14 +442,7 @@ class Distilled(nn.Module):
 def distilled(soft, teacher=None) -> TrainLoop:
     model = Distilled(soft, teacher)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
-    def fit(batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            model.losses(x, y).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+    return loop(model, points(), lambda model, batch: model.losses(batch[0], batch[1]), optimizer)
 
 
 @odd(notes="the teacher runs under no_grad() inside the wrapper whose parameters the optimizer gets (vit-pytorch)")

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from tests.loops import data
-from tests.loops.nets import CharLSTM, ConvNet, mlp
+from tests.loops.nets import ConvNet, mlp
 from tests.loops.pairs import pair
 
 CHECK = "optimizer_holds_every_param"
@@ -96,46 +96,6 @@ pair(
 
 
 # The generator of parameters was used up by counting them.
-
-
-def optimizer_after_counting(model):
-    body = (p for name, p in model.named_parameters() if not name.startswith("head"))
-    print(f"{sum(p.numel() for p in body):,} parameters in the body")
-    return torch.optim.Adam([{"params": body}, {"params": model.head.parameters(), "lr": 1e-2}], lr=5e-3)
-
-
-def optimizer_of_lists(model):
-    body = [p for name, p in model.named_parameters() if not name.startswith("head")]
-    print(f"{sum(p.numel() for p in body):,} parameters in the body")
-    return torch.optim.Adam([{"params": body}, {"params": model.head.parameters(), "lr": 1e-2}], lr=5e-3)
-
-
-def lstm(configure):
-    def make():
-        model = CharLSTM()
-        optimizer = configure(model)
-
-        def loss(batch):
-            return F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1])
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch=data.tokens(rows=8),
-            fit=lambda batches: train(loss, optimizer, batches),
-        )
-
-    return make
-
-
-pair(
-    "lstm_generator_used_up",
-    CHECK,
-    "not_in_optimizer",
-    culprits=("embed.weight", "lstm.weight_ih_l0"),
-    faulty=lstm(optimizer_after_counting),
-    fixed=lstm(optimizer_of_lists),
-)
 
 
 # Layers that are copies of the first one, as torch's own encoder makes them: all of them are to train.

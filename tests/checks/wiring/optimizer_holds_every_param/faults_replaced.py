@@ -13,6 +13,7 @@ from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.nets import GPT, ConvNet, lm_loss, mlp
 from tests.loops.pairs import pair
+from tests.loops.plain import loop, mse
 
 CHECK = "optimizer_holds_every_param"
 
@@ -88,14 +89,7 @@ def weight_normed(*, norm_first):
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
         if not norm_first:
             parametrizations.weight_norm(model[0])
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+        return loop(model, data.table(), mse, optimizer)
 
     return make
 
