@@ -41,8 +41,7 @@ class Distilled(nn.Module):
 class DistilledFromItself(Distilled):
     def __init__(self, quiet):
         super().__init__(quiet)
-        self.student = dropping()
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.student = copy.deepcopy(self.teacher).requires_grad_(True).train()
 
 
 def distilling(quiet, kind=Distilled):
