@@ -28,6 +28,7 @@ from pytest_trainloop.instruments.tracing.forward_pass import ForwardPass, grads
 from pytest_trainloop.instruments.tracing.operation_fixes import as_a_constant, moved_first
 from pytest_trainloop.instruments.tracing.provenance_queries import layout
 from pytest_trainloop.recording.function_mode import aside
+from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES, DISTANCE_LOSSES
 
@@ -257,7 +258,7 @@ class OutputsAhead:
         try:
             targets = _targets(name, given, target.detach(), seen.lineage.of(scores))
             if targets is not None:
-                scores.register_hook(partial(self._count, number, name in CLASS_LOSSES))  # type: ignore[no-untyped-call]
+                on_gradient(scores, partial(self._count, number, name in CLASS_LOSSES))
                 counts = self.counts.get(number, targets.kept)
                 kept = targets.kept & counts if counts.shape == targets.kept.shape else targets.kept
                 self._compare(seen, name, str(place), scores, replace(targets, kept=kept))

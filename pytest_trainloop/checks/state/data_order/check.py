@@ -156,7 +156,7 @@ def _of_stream(stream: Stream, undecided: list[CannotDecide]) -> Iterator[Findin
         orders.leaves_equal(stream),
         orders.labels_reordered(stream),
         places.cut_at_two_places(stream),
-        stream.streams.assigned.overwritten(stream.now),
+        stream.streams.assigned.overwritten(stream.now.of),
         streams.rows_never_drawn(stream),
         streams.shared_slots(stream.held, stream.streams.loop),
     ]

@@ -16,7 +16,6 @@ from pytest_trainloop.recording.source import here
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.checks.state.data_order.streams import Source
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place
 
@@ -67,9 +66,9 @@ class Assigned:
 
         return fetch
 
-    def overwritten(self, source: Source) -> Iterator[Finding]:
+    def overwritten(self, loader: Any) -> Iterator[Finding]:
         """An attribute that was assigned again through another split before any item was fetched with it."""
-        split = getattr(source.of, "dataset", None)
+        split = getattr(loader, "dataset", None)
         for (number, name), assigned in self.values.items():
             if not isinstance(split, Subset) or id(split.dataset) != number or self.splits.get(number, 0) < 2:
                 continue
