@@ -156,15 +156,17 @@ class Lookups:
         self, entries: torch.Tensor, numbers: torch.Tensor, segments: Segments | None
     ) -> Iterator[Finding]:
         """For each edge an edge, or for each node a node, counted within its graph or from the nodes before it."""
-        of = segments.of(entries) if segments is not None and segments.kind == "graph" else None
-        name = next((shown for shown, t in self._given if t.shape == numbers.shape and _equal(t, numbers)), "")
-        if segments is None or of is None or of.dim() != 1 or not name or len(of) != len(numbers):
+        if segments is None or segments.kind != "graph" or segments.count < 3:
             return
-        own, sizes = torch.bincount(of, minlength=segments.count), torch.tensor(segments.sizes, device=of.device)
-        wrong = (numbers >= len(of)) | (of[numbers.clamp(0, len(of) - 1)] != of)
+        of = segments.of(entries)
+        if of is None or of.dim() != 1 or len(of) != len(numbers):
+            return
+        wrong, own = of[numbers] != of, torch.bincount(of, minlength=segments.count)
+        sizes = torch.tensor(segments.sizes, device=of.device)
+        name = next((shown for shown, t in self._given if t.shape == numbers.shape and _equal(t, numbers)), "")
         for shift in (torch.zeros_like(own), sizes.cumsum(0) - sizes):
             within = numbers - shift[of]
-            if segments.count > 2 and bool(wrong.any()) and bool(((within >= 0) & (within < own[of])).all()):
+            if name and bool(wrong.any()) and bool(((within >= 0) & (within < own[of])).all()):
                 at = int(wrong.nonzero()[0])
                 facts = {"name": name, "graphs": segments.count, "place": at, "number": int(numbers[at])}
                 facts |= {"graph": int(of[at]), "other": int(of[numbers[at]]), "wrong": int(wrong.sum())}

@@ -19,7 +19,9 @@ from pytest_trainloop.checks.batch.segment_independence.rollouts import (
     StepValues,
     crossing_found,
     first_crossing,
+    reordered,
     scaled,
+    unequal,
 )
 from pytest_trainloop.instruments.batches.episodes import LEAST_STEPS, Border
 from pytest_trainloop.recording.patches import Patches
@@ -58,12 +60,8 @@ def across_played_episodes(evidence: Evidence, *, declared: bool) -> list[Findin
     if forced := not borders:
         ends[len(ends) // 2 - 1] = True
         borders = _after_the_ends(ends)
-    if bool((rewards == rewards.flatten()[0]).all()):  # returns of equal rewards look standardised
-        rewards = rewards + torch.randn(rewards.shape, generator=torch.Generator().manual_seed(0))
-    cells = [cell for border in borders for cell in border.cells(range(border.step + 1, border.steps))]
-    moved = rewards.clone()
-    for to, by in zip(cells, [*cells[1:], cells[0]], strict=True):
-        moved[to] = rewards[by]
+    rewards = unequal(rewards)
+    moved = reordered(rewards, borders)
     base, other = (Played((values, ends)).run(evidence) for values in (rewards, moved))
     if base is None or other is None or not base.read:
         return None

@@ -49,16 +49,11 @@ def returns_across_episodes(evidence: Evidence, batch: Any, *, declared: bool) -
         return
     runs = StepRuns(evidence, batch, episodes.ends.shape, episodes.flags)
     rewards = next(t for path, t in nested.paths(batch) if path == episodes.rewards).detach()
-    if bool((rewards == rewards.flatten()[0]).all()):  # returns of equal rewards look standardised
-        random = torch.Generator().manual_seed(0)
-        rewards = rewards + torch.randn(rewards.shape, generator=random).to(rewards)
+    rewards = unequal(rewards)
     base = None
     for borders in episodes.borders:
         base = base or runs.with_values({episodes.rewards: rewards})
-        cells = [cell for border in borders for cell in border.cells(range(border.step + 1, border.steps))]
-        moved = rewards.clone()
-        for to, by in zip(cells, [*cells[1:], cells[0]], strict=True):
-            moved[to] = rewards[by]
+        moved = reordered(rewards, borders)
         other = runs.with_values({episodes.rewards: moved})
         if base is None or other is None or (crossing := first_crossing(base, other, borders)) is None:
             continue
@@ -66,6 +61,22 @@ def returns_across_episodes(evidence: Evidence, batch: Any, *, declared: bool) -
         facts = {"rewards": nested.shown(episodes.rewards), "flags": nested.shown(episodes.flags)}
         yield crossing_found(crossing, level="advice" if intended and not declared else "fault", **facts)
         return
+
+
+def unequal(rewards: torch.Tensor) -> torch.Tensor:
+    """Rewards of which some differ: returns of equal ones look standardised."""
+    if not bool((rewards == rewards.flatten()[0]).all()):
+        return rewards
+    return rewards + torch.randn(rewards.shape, generator=torch.Generator().manual_seed(0)).to(rewards)
+
+
+def reordered(rewards: torch.Tensor, borders: Sequence[Border]) -> torch.Tensor:
+    """The rewards, with those after the borders in another order."""
+    cells = [cell for border in borders for cell in border.cells(range(border.step + 1, border.steps))]
+    moved = rewards.clone()
+    for to, by in zip(cells, [*cells[1:], cells[0]], strict=True):
+        moved[to] = rewards[by]
+    return moved
 
 
 Crossing: TypeAlias = "tuple[Border, int, Values, Values]"

@@ -79,9 +79,9 @@ def cut_at_two_places(stream: Stream) -> Iterator[Finding]:
         seen.put_back()
     item = line_of(getattr(type(getattr(stream.source.of, "dataset", None)), "__getitem__", None))
     for path, target in seen.met:
-        apart, places, moved = seen.apart(path, target)
-        if apart >= LEAST_PLACES / 2 and 2 * apart > places:
-            facts: dict[str, Any] = {"inputs": path, "labels": target, "changed": apart, "rows": places}
+        wrong, places, moved = seen.displaced(path, target)
+        if wrong >= LEAST_PLACES / 2 and 2 * wrong > places:
+            facts: dict[str, Any] = {"inputs": path, "labels": target, "changed": wrong, "rows": places}
             # an input at any place may have its target at one place (odd: a_target_at_one_place)
             facts |= {"stream": stream.source.name, "moved": moved, "level": "fault" if moved else "advice"}
             facts["change"] = seen.second_cut(path, target) or second_of_two_calls(item)
@@ -95,7 +95,7 @@ def _places(shape: tuple[int, ...]) -> tuple[int, ...]:
     return last if math.prod(last) >= LEAST_PLACES else ()
 
 
-def lie_apart(inputs: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor]) -> tuple[int, int, bool]:
+def displaced(inputs: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor]) -> tuple[int, int, bool]:
     """How many numbers of the targets lie where several of the inputs lie that lie on several themselves; how many
     come in more than one row; whether the targets lie at other places in other rows. Numbers that come twice in a row
     are padding."""
@@ -116,8 +116,8 @@ def lie_apart(inputs: Sequence[torch.Tensor | None], targets: Sequence[torch.Ten
                     times[v] += 1
                     moved[place].add(v)
     several = [v for v, number in times.items() if number > 1]
-    apart = [v for v in several if len(inputs_at[v]) > 1 and all(len(targets_at[u]) > 1 for u in inputs_at[v])]
-    return len(apart), len(several), any(len(numbers) > 1 for numbers in moved.values())
+    wrong = [v for v in several if len(inputs_at[v]) > 1 and all(len(targets_at[u]) > 1 for u in inputs_at[v])]
+    return len(wrong), len(several), any(len(numbers) > 1 for numbers in moved.values())
 
 
 def _rows(tensor: torch.Tensor, last: torch.Size) -> list[list[float]]:
@@ -203,11 +203,11 @@ class Places(Arrivals):
     def note_comparison(self, leaf: Leaf, value: torch.Tensor) -> None:
         self._compared.setdefault(leaf, value)
 
-    def apart(self, path: str, target: str) -> tuple[int, int, bool]:
-        """``lie_apart`` of what the loop does with the input first, second and so on in each batch: the fewest."""
+    def displaced(self, path: str, target: str) -> tuple[int, int, bool]:
+        """``displaced`` of what the loop does with the input first, second and so on in each batch: the fewest."""
         compared = {leaf[1]: value for leaf, value in self._compared.items() if leaf[0] == target}
         uses = itertools.zip_longest(*(self._arrived[path, number] for number in compared))
-        found = (lie_apart(xs, list(compared.values())) for xs in uses)
+        found = (displaced(xs, list(compared.values())) for xs in uses)
         return min((one for one in found if one[1]), default=(0, 0, False))
 
     def second_cut(self, first: str, second: str) -> str:

@@ -442,7 +442,8 @@ def shared_slots(
             facts: dict[str, Any] = {"path": path, "records": len(values), "written": 0, "level": "advice"}
             facts["shape"] = str(tuple(getattr(first, "shape", ())))
             if isinstance(first, (list, collections.deque)):
-                if digest(first) == (earlier or {}).get(id(first), (None, digest(first)))[1]:
+                known = (earlier or {}).get(id(first))
+                if known is None or digest(first) == known[1]:
                     continue
                 facts |= {"level": "fault", "kind": type(first).__name__}
             elif isinstance(first, torch.Tensor):

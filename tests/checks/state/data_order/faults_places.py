@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from pytest_trainloop import TrainLoop
 from tests.loops.odd import odd
 from tests.loops.pairs import pair
+from tests.loops.plain import train
 
 SIZE = 10
 
@@ -39,12 +42,7 @@ def trained(batches, loss_of, model=None):
     model = model or segmenter()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
+    fit = functools.partial(train, model, optimizer, loss_of=loss_of)
     return TrainLoop(model=model, optimizer=optimizer, batches=batches, fit=fit)
 
 
