@@ -180,7 +180,9 @@ def test_a_page_has_all_sections_and_causes_of_its_check():
     for name, check in registry.registered().items():
         text = explain.markdown_page(check)
         headings = [line for line in check.page.splitlines()[1:] if line and not line.startswith(" ")]
-        assert re.findall(r"^## (.+)$", text, re.M) == [*headings, "Causes"], name
+        assert sorted(re.findall(r"^## (.+)$", text, re.M)) == sorted([*headings, "Causes"]), name
+        assert text.index("## Fixed") < text.index("## Causes") < text.index("## How it decides"), name
+        assert all(f"](#{slug})" in text.partition("| | |")[0] for slug in check.causes), name
         assert re.findall(r"^### `(.+)`$", text, re.M) == list(check.causes), name
         assert ">>>" not in text, name
         assert "``" not in text.replace("```", ""), name

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,6 +114,9 @@ Each is a folder in ``checks``, except "project", the family of checks that are 
 
 _CHECKS = "pytest_trainloop.checks"
 
+_ROW = re.compile(r"^ *\|[^\n]*(?:\n +[^|\s][^\n]*)+", re.MULTILINE)
+"""A row of a table that goes on in further lines of a rule page."""
+
 DEFAULT_STEPS = 20
 """Bare optimizer steps that a check costs where it does not say how many."""
 
@@ -133,7 +137,9 @@ class Cause:
     do_not: str = ""
     """A common repair that only silences the check, and why."""
     settle: str = ""
-    """What to declare if the observed code may be intended: shown with advice."""
+    """What to declare or write if the observed code is intended: shown with advice."""
+    judged: str = ""
+    """What to declare or give so that the check decides: shown with advice."""
     explains: tuple[str, ...] = ()
     """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
     summary: str = ""
@@ -302,7 +308,7 @@ def check(
             rank=rank,
             needs=frozenset(needs),
             causes={slug: Cause(given) if isinstance(given, str) else given for slug, given in causes.items()},
-            page=page or name,
+            page=_ROW.sub(lambda row: re.sub(r"\n +", " ", row[0]), page or name),
             module=module,
             subject=subject,
             options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),

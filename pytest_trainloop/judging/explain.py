@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.core import registry
@@ -31,7 +32,13 @@ _GUIDE = re.compile(r"\bdocs/(how-it-decides\.md#[\w-]+)")
 _TABLE = re.compile(r"(?:^ +\|.*\n)+", re.MULTILINE)
 
 _NEEDS = {"fit": "`fit` or `step`", "run": "`fit`, `step` or `loss`"}
-_SUBJECTS = {"loop": "a [`TrainLoop`](../loops.md)", "loss": "a [`LossContract`](../loss-functions.md)"}
+_SUBJECTS = {"loop": ("`TrainLoop`", "../loops.md"), "loss": ("`LossContract`", "../loss-functions.md")}
+
+_BEFORE_CAUSES = ("What it does", "Why is this bad?", "Faulty", "Fixed")
+"""Sections of a page in the documentation that come before the causes: whoever has a failure looks for its repair."""
+
+_HAPPENED = re.compile(r"github\.com/[\w.-]+/[\w.-]+/(?:issues|pull|commit|discussions)/|discuss\.pytorch\.org")
+"""An address at which somebody had the fault; others describe the function that it is about."""
 
 
 def table() -> str:
@@ -101,11 +108,13 @@ def _described(cause: registry.Cause) -> str:
     if cause.repair:
         lines.append(f"Repair: {cause.repair}")
     if cause.settle:
-        lines.append(f"If it may be intended: {cause.settle}")
+        lines.append(f"If it is intended: {cause.settle}")
+    if cause.judged:
+        lines.append(f"To have it judged: {cause.judged}")
     if cause.explains:
         lines.append(f"May fail with it: {', '.join(cause.explains)}")
     if cause.source:
-        lines.append(f"Seen in: {cause.source}")
+        lines.append(f"{_where(cause.source)}: {cause.source}")
     if cause.status == "preview":
         lines.append("A preview: reported with --trainloop-preview only")
     return "".join(textwrap.indent(textwrap.fill(line, _WIDTH - 4), "    ") + "\n" for line in lines)
@@ -119,7 +128,8 @@ def rule(check: str, cause: str) -> Rule | None:
     about = found.causes[cause]
     lines = [f"{_sentence(_inline(about.proof, ()))}\n"]
     lines += [f"*Repair*: {_sentence(_inline(about.repair, ()))}\n"] if about.repair else []
-    lines += [f"*If it may be intended*: {_sentence(_inline(about.settle, ()))}\n"] if about.settle else []
+    lines += [f"*If it is intended*: {_sentence(_inline(about.settle, ()))}\n"] if about.settle else []
+    lines += [f"*To have it judged*: {_sentence(_inline(about.judged, ()))}\n"] if about.judged else []
     lines.append(f"`{check}` checks that: {_inline(found.headline, ())}.\n")
     lines += [f"## {heading}\n\n{_section(heading, body, ())}" for heading, body in _sections(found.page)]
     name = f"{check}:{cause}"
@@ -144,40 +154,66 @@ def markdown_causes(subject: registry.Judged) -> str:
 
 def markdown_page(check: registry.Check) -> str:
     """The rule page of a check as Markdown, with its data and its causes."""
-    known = registry.registered()
+    others = registry.registered().keys() - {check.name}
     source = f"{check.module.replace('.', '/')}.py"
-    needs = ", ".join(_NEEDS.get(need, f"`{need}`") for need in sorted(check.needs)) or "nothing further"
+    needs = ", ".join(_NEEDS.get(need, f"`{need}`") for need in sorted(check.needs))
+    subject, about = _SUBJECTS[check.subject]
+    links = ", ".join(f"[`{slug}`](#{slug})" for slug in check.causes)
     lines = [
         f"<!-- Written by scripts/docs.py from {source}: edit that file. -->",
         f"# {check.name}\n",
         f"{_inline(check.headline, ())}.\n",
+        f"Your test failed? Go to the cause that the failure names: {links}.\n",
         "| | |\n|---|---|",
-        f"| judges | {_SUBJECTS[check.subject]} |",
+        f"| judges | a [{subject}]({about}) |",
         f"| family | {check.family} |",
-        f"| needs | {needs} |",
+        f"| needs | {f'[{needs}]({about})' if needs else 'nothing further'} |",
         *([f"| options | {', '.join(f'`{option}`' for option in check.options)} |"] if check.options else []),
         f"| in the terminal | `pytest --trainloop-explain {check.name}` |",
         "| a finding | is a [fault or advice](../how-it-decides.md#fault-advice-or-silence); "
-        '`skip={"' + check.name + ':CAUSE": "why"}` [silences it](../options.md#per-loop-the-marker) |',
+        '`skip={"' + check.name + ':CAUSE": "why"}` [turns it into advice](../options.md#per-loop-the-marker), '
+        "which then never fails |",
         f"| source | [{source}](../../{source}) |\n",
     ]
+    before, after = [], []
+    own = re.compile(rf"`({'|'.join(check.causes)})`")
     for heading, body in _sections(check.page):
-        text = _GUIDE.sub(r"[how it decides](../\1)", _section(heading, body, known.keys() - {check.name}))
-        lines.append(f"## {heading}\n\n{text}")
-    lines.append("## Causes\n")
+        text = _GUIDE.sub(r"[how it decides](../\1)", _section(heading, body, others))
+        if heading in _BEFORE_CAUSES:
+            before.append(f"## {heading}\n\n{text}")
+        else:
+            text = own.sub(lambda name: f"[{name[0]}](#{name[1]})", text)
+            after.append(f"## {heading}\n\n{text}")
+    return "\n".join([*lines, *before, *_causes(check), *after]).rstrip() + "\n"
+
+
+def _causes(check: registry.Check) -> Iterator[str]:
+    """The section of the causes. Checks that most of them account for are listed once."""
+    yield "## Causes\n"
+    common, times = Counter(cause.explains for cause in check.causes.values()).most_common(1)[0]
+    common = common if times > 2 and 3 * times > len(check.causes) else ()
+    if common:
+        yield f"If a cause does not say otherwise, these may fail with it: {', '.join(map(_to_page, common))}.\n"
     for slug, cause in check.causes.items():
-        lines.append(f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n")
+        yield f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n"
         if cause.repair:
-            lines.append(f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n")
-        if cause.settle:
-            lines.append(f"*If it may be intended*: {_sentence(_inline(cause.settle, ()))}\n")
-        if cause.explains:
-            lines.append(f"*May fail with it*: {', '.join(_to_page(name) for name in cause.explains)}\n")
+            yield f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n"
+        if cause.settle or cause.judged:
+            skip = f'`skip={{"{check.name}:{slug}": "why"}}`'
+            settle = f"{_sentence(_inline(cause.settle, ()))} Or {skip}." if cause.settle else f"{skip}."
+            yield f"*If it is intended*: {settle}\n"
+        if cause.judged:
+            yield f"*To have it judged*: {_sentence(_inline(cause.judged, ()))}\n"
+        if cause.explains != common:
+            yield f"*May fail with it*: {', '.join(map(_to_page, cause.explains)) or 'no other check'}\n"
         if cause.source:
-            lines.append(f"*Seen in*: <{cause.source}>\n")
+            yield f"*{_where(cause.source)}*: <{cause.source}>\n"
         if cause.status == "preview":
-            lines.append("*A preview*: reported with `--trainloop-preview` only.\n")
-    return "\n".join(lines).rstrip() + "\n"
+            yield "*A preview*: reported with `--trainloop-preview` only.\n"
+
+
+def _where(source: str) -> str:
+    return "Seen in" if _HAPPENED.search(source) else "Described in"
 
 
 def _to_page(name: str) -> str:

@@ -59,7 +59,7 @@ def _with_settlement(finding: Finding, cause: Cause, check: Check) -> str:
         return repair
     marker = "trainloop" if check.subject == "loop" else "trainloop_loss"
     keep = f'if it is intended: @pytest.mark.{marker}(skip={{"{check.name}:{finding.cause}": "why"}})'
-    return "; ".join(filter(None, (repair, cause.settle, keep)))
+    return "; ".join(filter(None, (repair, cause.settle, cause.judged, keep)))
 
 
 def _is_known(name: str, checks: Mapping[str, Check]) -> bool:

@@ -75,5 +75,5 @@ def test_the_page_says_so(monkeypatch):
     cause = Cause(proof="seen", status="preview", source="https://example.org/1")
     monkeypatch.setitem(known.causes, "new", cause)
     page = explain.page("step_order:new")
-    assert "Seen in: https://example.org/1" in page
+    assert "Described in: https://example.org/1" in page
     assert "A preview: reported with --trainloop-preview only" in page

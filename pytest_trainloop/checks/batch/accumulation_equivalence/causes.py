@@ -150,7 +150,7 @@ CAUSES = {
         change=("condition", "seen"),
     ),
     "clipped_inside_window": _inside(
-        proof="with gradients clipped after the last micro-batch of a window only, windows and one batch agree",
+        proof="windows and one batch agree once gradients are clipped after the last micro-batch of a window only",
         summary="gradients are clipped after every micro-batch, not once per step",
         shown_by="with gradients clipped after the last micro-batch of a window only, " + _AGREE,
         repair="clip once, after the last micro-batch of a window and before the step",
@@ -175,7 +175,7 @@ CAUSES = {
         source="https://github.com/starVLA/starVLA/pull/210",
     ),
     "averaged_inside_window": _inside(
-        proof="with the average or target network moved once for each step, windows and one batch agree",
+        proof="windows and one batch agree once the average or target network moves once for each step",
         summary="an average or target network follows the weights with every micro-batch, {k} times for each step",
         shown_by="with it moved once for each step only, " + _AGREE,
         repair="update the average right after optimizer.step(), not with every micro-batch",
@@ -183,15 +183,14 @@ CAUSES = {
         change=("call of helper", "seen"),
     ),
     "statistic_inside_window": _inside(
-        proof="with the statistic updated once for each step, windows and one batch agree",
+        proof="windows and one batch agree once the statistic is updated once for each step",
         summary="a running statistic is updated with every micro-batch, {k} times for each step",
         shown_by="with it updated once for each step only, " + _AGREE,
         repair="update it once for each optimizer step, from the whole window",
         source="https://github.com/lucidrains/vector-quantize-pytorch/issues/221",
     ),
     "changed_inside_window": _inside(
-        proof="with what the loop writes to gradients or weights between micro-batches left out, windows and one batch "
-        "agree",
+        proof="windows and one batch agree once the loop writes nothing to gradients or weights between micro-batches",
         summary="gradients are changed with every micro-batch ({names}), and not once for each step",
         shown_by="with gradients changed after the last micro-batch of a window only, " + _AGREE,
         repair="do it once, after the last micro-batch of a window and before the step",
@@ -208,8 +207,8 @@ CAUSES = {
         source="https://github.com/keras-team/keras/issues/19990",
     ),
     "term_grows_with_rows": Cause(
-        proof="with every row twice one part of the gradient doubles and the other stays; of two rows one part is the "
-        "sum of theirs and the other the mean",
+        proof="when every row occurs twice, one part of the gradient doubles and the other stays; of two rows one part "
+        "is the sum of theirs and the other the mean",
         summary="one term of the loss is a sum over the rows, another a mean: their ratio changes with the number of "
         "rows{accumulates:?, and so with the number of micro-batches|}",
         measured="for {once} alone and for {twice} {values:?{values}; |}the gradients differ by {difference:share}, "
@@ -217,12 +216,12 @@ CAUSES = {
         shown_by="checked exactly on the gradients of two rows: each alone, both together, both twice",
         repair="average both over the rows (kl.sum(1).mean() in place of kl.sum()), or sum both",
         change=("seen",),
-        settle="with an argument accumulate= it is a fault: micro-batches weigh the terms differently than one batch",
+        judged="with an argument accumulate= it is a fault: micro-batches weigh the terms differently than one batch",
         source="https://github.com/GlassyWing/nvae/issues/3",
     ),
     "divided_by_rows_again": Cause(
-        proof="with every row twice the whole gradient is half as large, where that of a mean stays: of two rows, and "
-        "of each of them",
+        proof="when every row occurs twice, the whole gradient is half as large, where that of a mean stays: of two "
+        "rows, and of each of them",
         summary="the loss is a mean over the rows, divided by their number once more",
         measured="for {twice} the gradient is half of that for {once}, float64",
         shown_by="checked exactly on the gradients of two rows: each alone, both together, all of them twice",

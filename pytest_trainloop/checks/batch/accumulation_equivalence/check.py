@@ -37,7 +37,8 @@ How it decides
     | a factor of (n // k) k / n | ``count_rounded_down`` | always |
     | the second window holds terms of the first | ``carried_over`` |  |
     | clips left out make them agree | ``clipped_inside_window`` |  |
-    | schedule, average or statistic moved once a step does | ``scheduled_inside_window`` and others |  |
+    | schedule, average or statistic moved once a step does | ``scheduled_inside_window``, ``averaged_inside_window``,
+      ``statistic_inside_window`` |  |
     | other writes to gradients or weights, or hooks, left out do | ``changed_inside_window`` |  |
     | rows twice: a part doubles, all halves | ``term_grows_with_rows``, ``divided_by_rows_again`` | no knob |
     | an uneven last window; other learning rates; none | ``last_window_lost``, ``update_differs`` | always |

@@ -19,7 +19,6 @@ _IN_THE_LOSS = {
 }
 _ANY_ORDER = "with the rows of {target} in another order the gradient is the same"
 _SIDE_ORDER = "with the rows of one side in another order the gradient is the same"
-_INTENDED = "rows_interact=True says that rows are to interact, rows_interact=False makes it a fault"
 
 _cause = partial(Cause, explains=(*LEARNING, "causality", "padding_invariance"))
 _seen = partial(_cause, change=("seen",))
@@ -28,22 +27,23 @@ _loss = partial(_seen, **_IN_THE_LOSS)
 
 CAUSES = {
     "softmax_over_rows": _either(
-        proof="with the softmax along another axis no output depends on another row",
+        proof="no output depends on other rows once the softmax runs along another axis",
         summary="a softmax runs over the rows of the batch, not over one row's classes or keys",
         repair="take the softmax over the axis of classes or keys: softmax(x, dim=-1)",
         source=_REFERENCE + "nn.functional.softmax.html",
         change=("layer", "seen"),
     ),
     "normalised_over_rows": _either(
-        proof="with each row normalised alone, or its statistics as constants, no output depends on another row",
+        proof="no output depends on other rows once each row is normalised alone, or its statistics are constants",
         summary="rows are normalised by each other, not each alone",
         repair="normalise each row alone (dim=-1), or use a norm that keeps running statistics for evaluation",
-        settle=_INTENDED,
+        settle="rows_interact=True says that rows are to interact",
+        judged="rows_interact=False makes it a fault",
         source="https://github.com/speechbrain/speechbrain/issues/1247",
         change=("layer", "seen"),
     ),
     "view_mixes_rows": _either(
-        proof="with a transpose in place of the view no output depends on another row",
+        proof="no output depends on other rows once a transpose takes the place of the view",
         summary="{through} to another order of axes mixes the rows of the batch",
         repair="use transpose or permute to swap axes: view and reshape only split the same numbers otherwise",
         variants={
@@ -55,7 +55,7 @@ CAUSES = {
         source=_REFERENCE + "Tensor.view.html",
     ),
     "rows_as_positions": _either(
-        proof="with the other value of batch_first no output depends on another row",
+        proof="no output depends on other rows once batch_first has its other value",
         summary="{through} takes the rows of the batch for positions in a sequence",
         repair="batch_first=True, or give the layer (positions, rows, features)",
         change=("layer", "seen"),
@@ -69,7 +69,8 @@ CAUSES = {
         measured=_IN_THE_MODEL["measured"],
         shown_by="{declared:?rows_interact=False is declared|the gradient of single rows}",
         repair="let each output depend on its own row, or declare rows_interact=True",
-        settle=_INTENDED,
+        settle="rows_interact=True says that rows are to interact",
+        judged="rows_interact=False makes it a fault",
         variants={
             "in the loss": {
                 "summary": "rows interact in the loss, through {through}",
@@ -113,8 +114,8 @@ CAUSES = {
         source="https://github.com/shivamsaboo17/Overcoming-Catastrophic-forgetting-in-Neural-Networks/pull/5",
     ),
     "all_pairs_of_rows": _seen(
-        proof="with one side's rows in another order no row's share of the gradient changes, though the table of all "
-        "pairs is in the loss",
+        proof="(N, 1) and (N,) broadcast to N by N and are summed: whatever the order of one side's rows, each row has "
+        "the same gradient",
         summary="{by} of (N, 1) and (N,) joins each row with all rows, and the loss sums up all pairs",
         measured="of {rows} rows it makes ({rows}, {rows}), one entry for each pair of rows",
         shown_by=_SIDE_ORDER,
@@ -122,7 +123,7 @@ CAUSES = {
         source="https://github.com/LAMDA-Tabular/TALENT/pull/92",
     ),
     "weights_averaged": _seen(
-        proof="the rows' weights may change places and no gradient changes, while their sum scales all of it",
+        proof="reordering the row weights changes no gradient: only their sum counts",
         summary="{target} holds one weight for each row, and every row is weighted by their mean",
         measured="{rows} rows with weights of their own; the gradient of each is scaled by the sum of all",
         shown_by=_ANY_ORDER,
@@ -130,19 +131,19 @@ CAUSES = {
         source="https://github.com/rlcode/per/issues/3",
     ),
     "similarity_over_rows": _loss(
-        proof="with the similarity along another axis no row's share of the gradient depends on another row",
+        proof="no row's gradient depends on other rows once the similarity runs along another axis",
         summary="{names} compares columns of the batch, not the vectors of each row",
         repair="compare the vectors of each row: cosine_similarity(a, b, dim=-1)",
         source=_REFERENCE + "nn.functional.cosine_similarity.html",
     ),
     "cumulated_over_rows": _loss(
-        proof="with the running sum along another axis no row's share of the gradient depends on another row",
+        proof="no row's gradient depends on other rows once the running sum goes along another axis",
         summary="{names} adds up over the rows of the batch, not over the steps of each row",
         repair="add up along the steps of each row: cumsum(dim=1) where rows are the first axis",
         source=_REFERENCE + "cumsum.html",
     ),
     "copies_in_two_orders": _loss(
-        proof="with the copies of rows laid out the other way no row's share of the gradient depends on another row",
+        proof="no row's gradient depends on other rows once the copies of rows are laid out the other way",
         summary="copies of rows are laid out in two orders, by {names}",
         repair="lay out all copies one way: repeat_interleave(n, dim=0) for each tensor, or repeat for each; halves of "
         "what cat joined are chunk(2)",
@@ -167,13 +168,14 @@ CAUSES = {
     ),
     "order_matters": _cause(
         change=("index",),
-        proof="the loss changes where all rows change places together: a fault where ordered=False is declared, or "
-        "where the model sorts its rows",
+        proof="the loss changes when rows change places together: a fault if ordered=False is declared, if the model "
+        "sorts its rows, or if whole groups change places",
         summary="the loss changes by {change_of_loss:.2g} of itself when the rows of the batch change places together",
         measured="{before:.6g} as they are, {after:.6g} in the order {order}",
         shown_by="{declared:?ordered=False is declared|two steps from the same weights over the same rows}",
         repair="sort by what the order is to mean inside the loss, or declare ordered=True",
-        settle="ordered=True says that the order of rows is intended, ordered=False makes it a fault",
+        settle="ordered=True says that the order of rows is intended",
+        judged="ordered=False makes it a fault",
         variants={
             "sorted": {
                 "summary": "the model sorts the rows that it gets and gives them sorted, while the loss pairs them "

@@ -1,49 +1,59 @@
 """An output of the model depends on its own row of the batch only, and is compared with that row's label.
 
 What it does
-    It makes one forward pass over a few rows of the example batch, the model in evaluation mode. It takes the gradient
-    of single output rows with respect to all data that enters: floating inputs, and what embeddings look up. Then it
-    makes the first step several times: unchanged, and with other values in some rows.
+    It makes one forward pass over a few rows of the example batch, with the model in evaluation mode. It takes the
+    gradient of single output rows with respect to all inputs: float tensors and embedding outputs. Then it repeats the
+    first training step, unchanged and with changed values in some rows.
 
 Why is this bad?
-    A softmax over the rows, a recurrent net that runs over them, a ``view`` in place of a ``transpose``: shapes fit and
-    the loss falls, while each example sees its neighbours in the batch. Scores then depend on how batches are composed,
-    and are wrong where the model gets one example.
+    A softmax over the wrong axis, or a ``view`` for a ``transpose``, mixes examples. Shapes fit and the loss falls. But
+    scores depend on how batches are composed, and they are wrong for a single example.
 
 How it decides
-    1. In the model: the gradient of output row i with respect to input row j must be exactly 0 for other rows. Products
-       with zero rows are zeros in every kernel, so there is no tolerance. Weights are moved a little first.
-    2. In the loss: a row's share is the gradient with respect to what entered the model of this row. Two rows get other
-       values. The shares of the others must stay, or all scale by one number, to 1e3 eps
+    1. In the model: the gradient of output row i with respect to input row j must be exactly 0 for other rows. A
+       product with zeros is exactly zero in every kernel, so no tolerance is needed. Weights are first moved a
+       little, since nothing depends on inputs behind a layer of zeros.
+    2. In the loss: a row's "share" is the gradient with respect to that row's model inputs. Two rows get other values.
+       All other shares must stay the same, or all scale by one factor, within 1e3 eps
        (docs/how-it-decides.md#rows-that-meet-outside-of-the-model).
-    3. Rows may interact on purpose. So a cause needs an identity, or one changed operation that keeps all rows
-       separate. The table has the order: labels first, then the model, then operations in the loss.
-    4. Intended are a target a constant number of rows away, a target that reaches just the rows which its input is
-       mixed into (mixup), and as many copies as rows.
-    5. The batch must show that its first axis holds rows. Something has one entry for each row and none for each
-       position, or a shuffling ``DataLoader`` stacks the items.
+    3. Rows may interact on purpose. So a cause needs the experiment of its table row. Tried first are labels and
+       copies, then sums over rows, the model, operations in the loss, and the order of rows.
+    4. Intended are targets a constant number of rows away, and targets that reach just the rows that their input is
+       mixed into (mixup). So are as many copies of the batch as it has rows (all pairs).
+    5. The batch must prove that its first axis is the batch axis. Some tensor has an entry for each row and none for
+       each position, or a shuffling ``DataLoader`` stacks the items.
     6. With ``rows_interact=False`` any other interaction is a fault, ``rows_interact``. With ``rows_interact=True``
-       only labels, the order of whole groups, and rows that a model sorts are judged.
-    7. It skips outputs without one axis of rows, gradients that are NaN, and products of rows until ``rows_interact=``
-       is declared. It skips a proven operation if rows may be positions: declare ``batch_dim=``.
+       only ``labels_of_all_rows``, ``labels_of_other_rows`` and ``order_matters`` are judged.
+    7. ``order_matters`` is a fault with ``ordered=False``, or if the model sorts its rows, or whole groups change
+       places under ``rows_interact=True``. Without ``ordered=`` a running sum over rows is tried too, as advice.
 
     | what shows it | cause | advice if |
     |---|---|---|
-    | targets change places and no share changes; inputs change no other share | ``labels_of_all_rows`` |  |
+    | swapping targets changes no share, and inputs change no other row's share | ``labels_of_all_rows`` |  |
     | one target changes another row's share, in no fixed order | ``labels_of_other_rows`` |  |
-    | copies of rows in the other layout keep rows separate | ``copies_in_two_orders`` |  |
-    | weights by row change places; their sum scales all shares | ``weights_averaged`` |  |
-    | (N, 1) and (N,) make a table that is only summed; one side may change places | ``all_pairs_of_rows`` |  |
-    | a softmax along another axis keeps rows separate | ``softmax_over_rows`` |  |
-    | a norm along another axis, or with constant statistics, does | ``normalised_over_rows`` | data, undeclared |
-    | a transpose in place of the view does; the other ``batch_first`` does | ``view_mixes_rows`` and another |  |
-    | in the loss: a similarity or a running sum along another axis does | ``similarity_over_rows`` and another |  |
-    | in the model: another operation lets rows interact | ``rows_interact`` | undeclared |
-    | all rows, groups or sorted rows change places and the loss changes | ``order_matters`` | a running sum |
+    | copies of rows in the other layout make rows independent | ``copies_in_two_orders`` |  |
+    | swapping row weights changes no share, and their sum scales all | ``weights_averaged`` |  |
+    | (N, 1) and (N,) broadcast to N by N, and the order of one side does not matter | ``all_pairs_of_rows`` |  |
+    | a softmax along another axis makes rows independent | ``softmax_over_rows`` |  |
+    | a norm along another axis, or with constant statistics, makes rows independent | ``normalised_over_rows`` | of
+      data, without ``rows_interact=`` |
+    | a transpose in place of the view makes rows independent | ``view_mixes_rows`` |  |
+    | the other ``batch_first`` makes rows independent | ``rows_as_positions`` |  |
+    | in the model another operation lets rows interact | ``rows_interact`` | without ``rows_interact=`` |
+    | in the loss a similarity or running sum along another axis makes rows independent | ``similarity_over_rows``,
+      ``cumulated_over_rows`` |  |
+    | rows change places and the loss changes | ``order_matters`` | a running sum, without ``ordered=`` |
+
+When it is skipped
+    - No output has one axis of rows. Declare ``batch_dim=`` if rows are on another axis.
+    - Something interacts, and it may be positions rather than rows. Declare ``batch_dim=``.
+    - Rows interact by a product of rows, attention, a scatter or an extreme. Declare ``rows_interact=``.
+    - ``rows_interact=True`` is declared, and item 6 finds nothing: the check does not apply.
+    - ``fit`` raises on a few rows or on rows with other values, or gives NaN there.
 
 Faulty
     >>> def forward(self, x):
-    ...     return self.head(torch.nn.functional.normalize(self.encoder(x), dim=0))
+    ...     return self.head(torch.nn.functional.normalize(self.encoder(x), dim=0))  # normalised_over_rows
 
 Fixed
     >>> def forward(self, x):
@@ -51,10 +61,9 @@ Fixed
 
 Known limits
     Outputs with two axes of rows (all pairs), or with another number of rows than the batch, are not judged. Shares are
-    taken where data enters a module as a floating tensor or by an embedding. A statistic that scales all shares by one
-    number (a root of the mean square, a product of two means) is taken for a count. A weight that depends on the place
-    of a row in the batch, and not on other rows, is found with ``ordered=False`` only. ``rows_interact=True`` declares
-    that rows interact on purpose, ``rows_interact=False`` that they must not, whatever the operation.
+    taken where data enters a module as a float tensor or by an embedding. A statistic that scales all shares by one
+    factor (a root of the mean square, a product of two means) is treated like the number of rows, so it is not found. A
+    weight that depends on a row's place in the batch, and not on other rows, is found with ``ordered=False`` only.
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html (batch_first)

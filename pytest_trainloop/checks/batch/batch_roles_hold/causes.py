@@ -7,7 +7,7 @@ from pytest_trainloop.core.registry import Cause, finding_maker
 
 CAUSES = {
     "left_out_places_count": Cause(
-        proof="with other values where the batch says that nothing counts, the gradient changes",
+        proof="the gradient changes with the values where the batch says that nothing counts",
         summary="{tensor} counts where {teller} leaves it out",
         measured="the gradient of the first step changes by {difference:share} with other values in {places:place} of "
         "{tensor}, float64",
@@ -36,7 +36,7 @@ CAUSES = {
         change=("loss", "seen"),
     ),
     "role_without_effect": Cause(
-        proof="with other values in the tensor, as its role allows them, the gradient is the same",
+        proof="the gradient stays the same with other values in the tensor, as its role allows them",
         summary="no gradient depends on {tensor}, which is declared as {role}",
         measured="the gradient of the first step is the same with {edit} in {tensor}, float64",
         shown_by="roles=Roles({role}=...) declares it; all other tensors, the weights and the seed were the same",

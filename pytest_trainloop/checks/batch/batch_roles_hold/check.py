@@ -30,9 +30,9 @@ How it decides
 
     | seen | cause | advice if |
     |---|---|---|
-    | no edit of a declared tensor changes the gradient | ``role_without_effect`` | step 3 |
+    | no edit of a declared tensor changes the gradient | ``role_without_effect`` | item 3 |
     | every place is left out | ``nothing_counts`` |  |
-    | values at left out places change the gradient | ``left_out_places_count`` | zeros; a shape by chance; step 7 |
+    | values at left out places change the gradient | ``left_out_places_count`` | zeros; a shape by chance; item 7 |
     | the graph of the first batch is kept (no declaration needed) | ``first_value_kept`` |  |
 
 Faulty

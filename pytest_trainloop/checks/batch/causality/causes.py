@@ -86,7 +86,7 @@ CAUSES = {
         proof="no later input has a gradient in training mode, and some has in evaluation mode",
         summary="in evaluation mode the model sees the input that it predicts",
         repair="apply the mask in both modes: is_causal=True, not is_causal=self.training",
-        settle="evaluate= makes it a fault where the loop evaluates",
+        judged="evaluate= makes it a fault where the loop evaluates",
         source="https://github.com/shiyu-coder/Kronos/issues/199",
     ),
     "sees_the_future": _ahead(

@@ -30,7 +30,8 @@ How it decides
     | a softmax sums later keys that the product leaves out        | ``masked_after_softmax``               |
     | a softmax sums over the queries                              | ``softmax_over_queries``               |
     | a view, where a transpose does not leak                      | ``view_mixes_positions``               |
-    | a recurrent layer; a convolution; a statistic                | ``bidirectional_layer`` and others     |
+    | a recurrent layer; a convolution; a statistic                | ``bidirectional_layer``,
+      ``convolution_sees_ahead``, ``statistics_over_time`` |
     | nothing leaks in training mode                               | ``mask_missing_in_eval``               |
     | none of these                                                | ``sees_the_future``                    |
 

@@ -9,7 +9,7 @@ _WEIGHTS = "The gradient of two rows is the sum of the gradients of each row, wi
 
 CAUSES = {
     "row_axis_squeezed": Cause(
-        proof="with squeeze removing only what it removes from a full batch, one row goes through, and its gradient is "
+        proof="one row goes through once squeeze removes only what it removes from a full batch, and its gradient is "
         "what it is among other rows",
         summary="on a batch of one row {names} removes the row axis too: fit raises {raised}",
         measured="{before} becomes {after}{raised_at:? at {raised_at}|}",
@@ -47,7 +47,7 @@ CAUSES = {
         repair="sum the losses and divide by the count, at least 1 (reduction='sum', clamp(min=1)); or skip such a "
         "batch before backward()",
         change=("seen",),
-        settle=_LOADER,
+        judged=_LOADER,
         source="https://github.com/NVIDIA-NeMo/Automodel/issues/3796",
     ),
     "nan_at_length_one": Cause(
@@ -58,7 +58,7 @@ CAUSES = {
         repair="leave rows of length one out of the data; take a standard deviation over time with unbiased=False, "
         "and add an eps",
         change=("seen",),
-        settle=_LOADER,
+        judged=_LOADER,
         source="https://github.com/facebookresearch/fairseq/issues/1863",
     ),
     "index_out_of_table": Cause(

@@ -24,7 +24,7 @@ How it decides
 
     | seen | cause | advice if |
     |---|---|---|
-    | step 3 | ``row_axis_squeezed`` | the last batch has more rows; no loader |
+    | item 3 | ``row_axis_squeezed`` | the last batch has more rows; no loader |
     | the loader's last batch makes the loop raise, or weights NaN | ``leftover_batch`` |  |
     | a row in which nothing counts makes weights NaN | ``nan_when_all_ignored`` | no batch; only the loss is NaN |
     | a row of length one does, and batches differ in width | ``nan_at_length_one`` | the loader leaves no single row |

@@ -101,13 +101,13 @@ CAUSES = {
         source="https://github.com/bfortuner/ml-glossary/pull/113",
     ),
     "rows_left_out": _seen(
-        proof="with any other rows in their place losses, gradients and weights are the same, bit for bit",
+        proof="any other rows in their place leave losses, gradients and weights the same, bit for bit",
         summary=_SEVERAL + " of the batch {are} never used",
         measured="with other rows in place of {named}, losses, gradients and weights are equal bit for bit, over "
         "{steps} steps at moved weights",
         repair="take all rows: leave out the slice ([:-1], [:n]), or let the loop over rows end at len(x)",
         explains=(*LEARNING, "accumulation_equivalence", "batch_independence", "edge_batches"),
-        settle="pass a batch whose rows should all be used",
+        judged="pass a batch whose rows should all be used",
         variants={
             "statistics": {
                 "summary": _SEVERAL + " of the batch {are} used for the statistics of a batch norm only",

@@ -25,8 +25,8 @@ How it decides
     | seen | cause | advice if |
     |---|---|---|
     | no output depends on the batch, and some tensor changes no loss | ``inputs_ignored`` |  |
-    | nothing depends on one tensor that a model is called with | ``input_ignored`` | step 5 does not hold |
-    | nothing reads ``advantages``, or ``done`` with a next state | ``input_ignored`` | step 5 does not hold |
+    | nothing depends on one tensor that a model is called with | ``input_ignored`` | item 5 does not hold |
+    | nothing reads ``advantages``, or ``done`` with a next state | ``input_ignored`` | item 5 does not hold |
     | a float input of 3 or more axes varies under 1 %, outputs under 5 % | ``inputs_hardly_vary`` | always |
 
 Faulty
@@ -71,7 +71,7 @@ _WHY = (
 
 CAUSES = {
     "inputs_ignored": Cause(
-        proof="with any rows in the batch the model's outputs are the same, bit for bit",
+        proof="any rows in the batch give the same outputs of the model, bit for bit",
         summary="no output of the model depends on {own_data:?what it is called with|the batch}",
         measured="with any one row in place of all others outputs are the same, bit for bit; unused: {listed}",
         shown_by="the same weights and seeds; the rows of these tensors differ",
@@ -79,7 +79,7 @@ CAUSES = {
         explains=(*LEARNING, "batch_independence", "causality", "padding_invariance"),
     ),
     "input_ignored": Cause(
-        proof="with any rows in one tensor outputs and losses are the same, bit for bit",
+        proof="any rows in one tensor give the same outputs and losses, bit for bit",
         summary="the model receives {name}, and nothing depends on it" + _WHY,
         measured="with the first or the last row in place of all others outputs and losses are the same, bit for bit",
         shown_by="weights, seeds and all other tensors were the same",

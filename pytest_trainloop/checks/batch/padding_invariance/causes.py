@@ -34,7 +34,7 @@ _padding = partial(
     measured=MEASURED,
     explains=(*LEARNING, _COUNTS),
     change=("seen",),
-    settle="padding=Padding(...) makes it a fault",
+    judged="padding=Padding(...) makes it a fault",
 )
 _counts = partial(_padding, explains=(_COUNTS,))
 
@@ -46,17 +46,17 @@ _READS = "the loss includes padded positions: {by} reads a target there"
 
 CAUSES = {
     "pad_row_drawn": _padding(
-        proof=f"the row of padding_idx is drawn with the others, and with zeros in it {EQUAL}",
+        proof="the initialisation overwrites the row of padding_idx, and the gradients agree once it is zero again",
         summary=_says("the row of padding_idx={pad} in {table} is drawn at random, and padding adds it to the result"),
         shown_by=_shown(f"with zeros in this row {EQUAL}; another seed draws other values for it"),
         repair="put zeros back after this line, under no_grad(): embedding.weight[embedding.padding_idx] = 0; look-ups "
         "give this row no gradient",
         change=("drawn", "module"),
-        settle="",
+        judged="",
         source="https://github.com/datawhalechina/torch-rechub/pull/176",
     ),
     "padded_keys_attended": _padding(
-        proof=f"with padded keys left out of attention {EQUAL}",
+        proof="the gradients agree once attention ignores padded keys",
         summary=_says(_ATTENDED),
         shown_by=_shown(f"with padded keys left out there {EQUAL}"),
         repair="give attention the mask: key_padding_mask (true at padding), attn_mask, or attention_mask of Hugging "
@@ -89,7 +89,7 @@ CAUSES = {
         change=("padding mask", "seen"),
     ),
     "padding_pooled": _padding(
-        proof=f"with pooling, and reading at the ends, over real positions only, or with a mask inverted, {EQUAL}",
+        proof="the gradients agree once pooling and last states read real positions only, or once a mask is inverted",
         summary=_says(_POOLED),
         shown_by=_shown(f"over real positions only {EQUAL}"),
         repair="pool by the mask: (x * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True); pack sequences, or read "
@@ -109,7 +109,7 @@ CAUSES = {
         source=_REFERENCE + "utils.rnn.pack_padded_sequence.html",
     ),
     "positions_shifted": _padding(
-        proof=f"with positions counted from the first real one {EQUAL}",
+        proof="the gradients agree once positions are counted from the first real one",
         summary=_says(_SHIFTED),
         shown_by=_shown(f"the padding itself adds nothing: with positions counted from the first real one {EQUAL}"),
         repair="position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
@@ -117,8 +117,8 @@ CAUSES = {
         change=("positions", "seen"),
     ),
     "mean_over_padding": _padding(
-        proof="the gradient is exactly the share of real positions times that without padding, or with a mean of the "
-        f"loss over real positions only {EQUAL}",
+        proof="padding scales the gradient by exactly the share of real positions, or the gradients agree once the "
+        "loss averages real positions only",
         summary=_says("the loss of {real} real positions is divided by all {total}"),
         shown_by=_shown(
             "both gradients are parallel: that with padding is exactly {factor:.4g} times the one without, the share "
@@ -135,8 +135,8 @@ CAUSES = {
         change=("loss", "seen"),
     ),
     "padded_targets": _padding(
-        proof="outputs at padded positions get a gradient from the loss, where they meet values of the batch; or "
-        "without the terms of padded positions, only the gradient of the real ones is left",
+        proof="the loss compares outputs at padded positions with targets; or, once padded positions do not count in "
+        "the loss, only the gradient of the real ones is left",
         summary=_says(_READS),
         shown_by=_shown("outputs at padded positions beyond the first have non-zero gradients"),
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
@@ -163,7 +163,7 @@ CAUSES = {
         change=("loss", "seen"),
     ),
     "other_pad_id": _padding(
-        proof=f"with the id that the model takes for padding in place of the one that fills the rows {EQUAL}",
+        proof="rows are filled with one padding id, and the gradients agree once it is the one that the model expects",
         summary=_says("the model takes the id {taken} for padding, and rows are filled with {filled:g}"),
         shown_by=_shown(f"with {{taken}} in the padding {EQUAL}"),
         variants={
@@ -187,7 +187,7 @@ CAUSES = {
         source="https://github.com/QwenAudio/CosyVoice/issues/1449",
     ),
     "padding_counts": _counts(
-        proof="the gradient changes with padding, and no single path explains it",
+        proof="the gradient changes with padding, and no other cause explains it",
         summary=_says("the loss changes with padding{by:?, first through {by}|}"),
         shown_by=_shown(
             "not determined; ruled out as single causes: padded keys, pooling, shifted positions, a factor{draws:?; "

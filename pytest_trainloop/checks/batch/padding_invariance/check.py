@@ -1,47 +1,60 @@
 """Training does not depend on how much padding is in the batch.
 
 What it does
-    It runs the first step twice on the rows with the most padding: as they are, and cut to their length. It compares
-    the gradients that the optimizer reads, before any clipping: in float64, from the same weights, without dropout,
-    with the running statistics of batch norms.
+    It runs the first training step twice on the rows with the most padding: with the padding, and without it. It
+    compares the gradients before clipping. Both runs use float64, the same weights, no dropout, and the running
+    statistics of batch norms.
 
 Why is this bad?
-    The same sentence gives another gradient, and another answer, in a batch with a longer one. Attention spreads over
-    nothing, a mean shrinks with the longest neighbour, the last state is that of the padding.
+    A sentence gets a different gradient and a different prediction when the batch holds a longer sentence. Attention
+    gives weight to padding. Mean pooling divides by the padded length. An RNN's last state comes from padding.
 
 How it decides
-    1. It finds padding: positions at one side of the rows that a declared pad id, ``padding_idx``, a mask or lengths
-       give. Every tensor with rows and positions must hold one single value there. Each sequence of a batch is cut
-       alone; those that the loop takes at one width only are cut together. ``Padding(of=)`` declares which tensor
-       belongs to which mask.
-    2. It compares the gradients with and without padding. It passes if they agree to 1e3 eps of float64
-       (docs/how-it-decides.md#bounds-on-rounding), also if only once the first padded position is kept, which may end a
-       text. A difference below the rounding of float32 is judged only where attention or pooling explains it.
-    3. It finds the cause. It repeats the step on the padded rows, each time with the results of one kind of call from
-       the cut rows. It reports the first line of the table that holds.
-    4. With ``padding=`` declared a finding is a fault, with two exceptions. Positions stay advice where all batches
-       have one length and the table of positions ends there. An unexplained difference stays advice where the loop
-       draws random numbers.
-    5. Undeclared, the last column says what is advice. "Weakly known": all batches have one length, and only
-       ``padding_idx`` (without ``config.pad_token_id``) or a mask next to features marks the padding.
-    6. It skips gradients that are not finite, and an unexplained difference by a single padded position.
-    7. Where sequences are cut together: other values in padding that count exactly where another sequence's mask is
-       real prove ``mask_of_another``.
+    1. Padding is a run of positions at one end of a row. A declared pad id, ``padding_idx``, a mask or lengths mark
+       it. Every tensor with row and position axes must be constant there, else it is not taken for padding.
+    2. If a batch has several sequences (source, target), each is trimmed separately. If the loop needs equal widths,
+       they are trimmed together. ``Padding(of=)`` declares which tensor belongs to which mask.
+    3. It passes if the gradients agree within 1e3 eps of float64 (docs/how-it-decides.md#bounds-on-rounding). It also
+       passes if they agree when each row keeps its first padded position, which may be an end token.
+    4. A difference below float32 rounding is reported only if attention or pooling explains it.
+    5. To find the cause, it repeats the padded step. Each repeat takes the results of one kind of call from the trimmed
+       run. It reports the first table row that matches. If only two of attention, pooling and positions match
+       together, it names the first.
+    6. If the test declares ``padding=``, every finding is a fault, with two exceptions. ``positions_shifted`` stays
+       advice if all batches have one length and the position table has just that length. ``padding_counts`` stays
+       advice if the loop draws random numbers.
+    7. If ``padding=`` is missing, the last column says when a finding is only advice. "One length": no two batches of
+       different lengths are given. "Weakly known": the same, and only ``padding_idx`` (without
+       ``config.pad_token_id``) or a mask over features marks the padding.
 
-    | the gradients are equal with this, or it is seen | cause | undeclared, advice if |
+    | the gradients agree once (or: the check sees) | cause | without ``padding=``, advice if |
     |---|---|---|
-    | declared: running statistics of batch norms | ``padding_counts`` |  |
-    | zeros in the row of ``padding_idx``, drawn as the others were | ``pad_row_drawn`` |  |
-    | a mask of the batch inverted, which is 1 at the padding id | ``padding_pooled`` |  |
-    | a factor, the share of real positions; or last, one term's mean over these | ``mean_over_padding`` | one length |
-    | the id that the model takes for padding | ``other_pad_id`` | weakly known |
-    | attention without padded keys; real keys weigh 0 | ``padded_keys_attended`` | weakly known; lengths as targets |
-    | pooling over real positions only | ``padding_pooled`` | also: see Known limits |
-    | positions counted from the first real one | ``positions_shifted`` | one length |
-    | seen: outputs past the first padded one meet a target | ``padded_targets`` | weakly known |
-    | two of attention, pooling, positions together | the first of the two | its row says |
-    | no padded outputs (equal, or the share as a factor) | ``padded_targets`` | equal; weakly known |
+    | batch norms use running statistics; compared only with ``padding=`` | ``padding_counts`` |  |
+    | the row of ``padding_idx``, overwritten by the initialisation, is zero | ``pad_row_drawn`` |  |
+    | a mask of the batch that is 1 at padding is inverted | ``padding_pooled`` |  |
+    | the share of real positions scales one of them, or one term averages these only | ``mean_over_padding`` | one
+      length |
+    | rows are filled with the model's own padding id | ``other_pad_id`` | weakly known |
+    | attention ignores padded keys (or: real keys have weight 0) | ``padded_keys_attended`` | weakly known, or
+      lengths are the targets |
+    | pooling and last states read real positions only | ``padding_pooled`` | see Known limits |
+    | positions count from the first real one | ``positions_shifted`` | one length; not if one batch is given and the
+      table is longer |
+    | (or: the loss compares outputs past the first padded one with targets) | ``padded_targets`` | weakly known |
+    | padded outputs do not count in the loss | ``padded_targets`` | weakly known, or not divided by all positions |
     | none of these | ``padding_counts`` | always |
+    | (or: padding counts just where another sequence's mask is real) | ``mask_of_another`` | weakly known, or
+      features |
+
+When it is skipped
+    - No padding is known in the batch, the usual reason. Give rows of unequal lengths, and declare
+      ``padding=Padding(pad_id=...)``. Without ids, masks or labels by position the check does not apply.
+    - ``fit`` makes its own data: give a ``batch``.
+    - The model needs one fixed length, so it raises on trimmed rows.
+    - A gradient is not finite, or all are zero.
+    - One padded position makes a difference that nothing explains. Give rows that are shorter by two or more.
+    - The difference is below float32 rounding, as a table or a constant in float32 makes it.
+    - The loop draws random numbers by the length of the batch, or from python's or numpy's generators.
 
 Faulty
     >>> class Reader(nn.Module):
@@ -51,7 +64,7 @@ Faulty
     ...
     ...     def forward(self, x):
     ...         ids, lengths = x
-    ...         return self.head(self.embed(ids).mean(1))
+    ...         return self.head(self.embed(ids).mean(1))  # padding_pooled: the mean counts padding
     >>>
     >>> model = Reader()
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -75,13 +88,18 @@ Fixed
     >>> batch = (ids, lengths), torch.tensor([0, 1, 2])
 
 Known limits
-    Pooling is also advice behind convolutions, for maxima, where it goes back to every position (a norm, a gate), and
-    for zeros in a mean at one length. A recurrent net whose padded states no later operation reads is advice,
-    ``padding_counts``.
+    Without ``padding=``, pooling is advice if one of these holds:
 
-    Models of one fixed length raise on cut rows and are skipped, as are loops whose random numbers depend on the length
-    of the batch. Recurrent cells stepped one by one are named as padding_counts only. So are activation checkpoints
-    that are not torch's own, compiled kernels, and what comes after the first GiB of calls.
+    - Padding is weakly known, or lengths are the targets.
+    - The model has convolutions before the pooling, or takes a maximum.
+    - The pooled value goes back to every position, as in a norm or a gate.
+    - Zeros enter a mean, and batches have one length.
+
+    An RNN that runs over padding is ``padding_counts``, not ``padding_pooled``, if no later operation reads what
+    padding changed: padding comes first, or only the backward direction begins in it. Recurrent cells that are stepped
+    one by one are ``padding_counts`` only. The same holds for activation checkpoints that are not torch's own, for
+    compiled kernels, and after the first GiB of recorded call results. If a kernel takes no float64, both runs use
+    float32.
 
 References
     https://huggingface.co/docs/transformers/pad_truncation

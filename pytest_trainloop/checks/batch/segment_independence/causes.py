@@ -7,7 +7,8 @@ from functools import partial
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.core.registry import Cause, finding_maker
 
-SETTLE = "rows_interact=True declares it as intended; rows_interact=False or roles=Roles(segments=...) makes it a fault"
+_INTENDED = "rows_interact=True declares it as intended"
+_JUDGED = "rows_interact=False or roles=Roles(segments=...) makes it a fault"
 
 _of_data = partial(Cause, explains=(*LEARNING, "causality", "batch_independence"))
 _seen = partial(_of_data, change=("seen",))
@@ -16,7 +17,8 @@ _in_the_model = partial(
     _seen,
     measured="in evaluation mode the outputs for {kind} {output} have a gradient with respect to the {entry}s of "
     "{kind} {input}" + _MEASURED,
-    settle=SETTLE,
+    settle=_INTENDED,
+    judged=_JUDGED,
 )
 _ALONE = "over {kind} {output} alone nothing of other {kind}s comes into its outputs"
 
@@ -101,16 +103,18 @@ CAUSES = {
         change=("data", "seen"),
     ),
     "softmax_over_graphs": _in_the_model(
-        proof="with the softmax over the nodes of one graph alone nothing of other graphs comes into its outputs",
+        proof="nothing of other graphs comes into the outputs once the softmax runs over the nodes of one graph alone",
         summary="a softmax runs over the nodes of all {count:graph} of the batch",
         shown_by=f"with the softmax {_ALONE}",
         repair="take the softmax within each graph: torch_geometric.utils.softmax(scores, batch); without it, "
         "w = (scores - scores.max()).exp(); w / w.new_zeros(count, *w.shape[1:]).index_add(0, batch, w)[batch]",
         settle="",
+        judged="",
         source="https://github.com/leffff/graphormer-pyg/issues/14",
     ),
     "pooled_over_graphs": _in_the_model(
-        proof="with the operation over the nodes of one graph alone nothing of other graphs comes into its outputs",
+        proof="nothing of other graphs comes into the outputs once the operation runs over the nodes of one graph "
+        "alone",
         summary="{named} is taken over the nodes of all {count:graph} of the batch",
         shown_by=f"with {{named}} {_ALONE}",
         repair="take it within each graph: by index_add or scatter with the number of the graph of each node",
@@ -122,11 +126,12 @@ CAUSES = {
         shown_by="{kind}s of {sizes} {entry}s; a part holds those of two",
         repair="split at the borders: nodes.split(sizes), or scatter by the number of the graph of each node",
         settle="",
+        judged="",
         source="https://github.com/dariush-salami/attention-based-edge-convolution/issues/1",
     ),
     "convolution_across_documents": _in_the_model(
-        proof="with the convolution of one document alone nothing of others comes into its outputs: attention keeps "
-        "them separate",
+        proof="nothing of other documents comes into the outputs once the convolution runs over one document alone: "
+        "attention keeps them separate",
         summary="{named} runs over the borders of documents that attention separates",
         shown_by=f"with the convolution {_ALONE}: attention in the same model separates documents",
         repair="convolve each document by itself: with seq_idx, or with zeros between documents",
@@ -165,7 +170,8 @@ CAUSES = {
         "of {borders:border}" + _MEASURED,
         shown_by="no output for one document depends on another, so that it cannot tell what comes next",
         repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
-        settle=SETTLE,
+        settle=_INTENDED,
+        judged=_JUDGED,
         source="https://github.com/meta-pytorch/torchtune/pull/2613",
     ),
     "positions_run_on": _seen(
@@ -176,7 +182,8 @@ CAUSES = {
         "document alone, float64" + _MEASURED,
         shown_by="with the entries of the table that the document alone reads both gradients are equal",
         repair="start positions again at each document: position_ids = torch.cat([torch.arange(n) for n in lengths])",
-        settle=SETTLE,
+        settle=_INTENDED,
+        judged=_JUDGED,
         source="https://github.com/hiyouga/LLaMA-Factory/pull/7318",
         change=("positions", "seen"),
     ),
@@ -191,14 +198,15 @@ CAUSES = {
         source="https://github.com/aviralkumar2907/BEAR/issues/4",
     ),
     "returns_across_episodes": _of_data(
-        proof="with the rewards of later episodes in another order, the loss weighs earlier steps differently",
+        proof="the loss weighs earlier steps differently when the rewards of later episodes come in a different order",
         summary="the weight of a step in the loss depends on {rewards} of the next episode",
         measured="step {step}{of}: {before:.4g}, and {after:.4g} with the rewards after step {end} in another order; "
         "{flags} ends the episode there",
         shown_by="sums over the whole rollout are equal in both runs, and the steps before the end are not all scaled "
         "and shifted by one factor and one offset",
         repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
-        settle=SETTLE,
+        settle=_INTENDED,
+        judged=_JUDGED,
         source="https://github.com/nikhilbarhate99/PPO-PyTorch/issues/8",
         change=("seen",),
     ),

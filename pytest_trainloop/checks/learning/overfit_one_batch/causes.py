@@ -60,7 +60,7 @@ CAUSES = {
         repair="step the schedule as often as it counts (once an epoch?), or give it its lengths in optimizer steps",
         explains=_FOLLOWS,
         change=("scheduler", "optimizer"),
-        settle=_STEPS,
+        judged=_STEPS,
         variants={"held": {"shown_by": _HELD, "tried": _HELD}},
         source="https://github.com/jaehyunnn/ViTPose_pytorch/issues/20",
     ),
@@ -114,7 +114,7 @@ CAUSES = {
         source="https://github.com/MultimediaTechLab/YOLO/issues/97",
     ),
     "weight_decay_dominates": Cause(
-        proof="without weight decay, and with nothing else changed, the batch is learned",
+        proof="the batch is learned once weight decay is off, with nothing else changed",
         summary="weight decay of {decay:g} dominates the gradient: the loop does not learn its batch",
         measured=_REACHED,
         shown_by="without decay, and with nothing else changed, the batch is learned in {learned_in} steps",
@@ -131,7 +131,7 @@ CAUSES = {
         shown_by="{why}",
         repair="another learning rate, or momentum",
         change=("optimizer",),
-        settle=_STEPS,
+        judged=_STEPS,
         source="https://github.com/emalgorithm/structured-neural-summarization-replication/issues/3",
     ),
 }

@@ -28,7 +28,7 @@ How it decides
     | the loss fell, then is NaN by an operation with finite inputs | ``nan_once_learned`` |  |
     | an earlier check says why; the loss does not fall | ``not_learning`` |  |
     | each step finds the weights of the first step, bit for bit | ``update_undone`` |  |
-    | step 4 | ``input_unused`` |  |
+    | item 4 | ``input_unused`` |  |
     | the loop writes weights or gradients itself | ``learns_slowly`` | always |
     | a clip leaves 1 % or less; higher learning rates learn it | ``gradients_clipped_away`` |  |
     | without weight decay it learns | ``weight_decay_dominates`` |  |

@@ -11,7 +11,7 @@ WINDOWS = ("accumulation_equivalence:update_differs", "accumulation_equivalence:
 
 _seen = partial(Cause, change=("seen",))
 _built = partial(Cause, change=("scheduler",))
-_plan = partial(_built, settle="give steps= (optimizer steps of the whole training), or epochs=")
+_plan = partial(_built, judged="give steps= (optimizer steps of the whole training), or epochs=")
 _ALL_GROUPS = 'for group in optimizer.param_groups: group["lr"] = ...'
 _ALONE = "stepped forward without training (only scheduler.step() is called), "
 
@@ -53,7 +53,7 @@ CAUSES = {
                 "at {lr:g}",
             }
         },
-        settle="give fit the whole loop over the epochs, so that the call is in it",
+        judged="give fit the whole loop over the epochs, so that the call is in it",
         explains=LEARNING,
         source="https://github.com/voicepaw/so-vits-svc-fork/pull/291",
     ),
@@ -222,7 +222,7 @@ CAUSES = {
             "are written|}"
         ),
         repair=_ALL_GROUPS,
-        settle="have fit save, or load, the edited state dict",
+        judged="have fit save, or load, the edited state dict",
         explains=LEARNING,
         source="https://github.com/pytorch/examples/issues/64",
     ),
@@ -403,7 +403,7 @@ CAUSES = {
         summary="{kind} is called once for each micro-batch, not once for each step of its optimizer",
         measured="{calls:call} for {steps:step}, in a run of {micro} micro-batches, {window} a step",
         repair="call it right after optimizer.step(), in the same branch",
-        settle="give steps= (optimizer steps of the whole training), or epochs=",
+        judged="give steps= (optimizer steps of the whole training), or epochs=",
         change=("seen",),
         source="https://github.com/h2oai/h2o-llmstudio/issues/663",
     ),

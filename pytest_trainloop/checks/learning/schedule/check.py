@@ -32,16 +32,27 @@ How it decides
     |---|---|---|
     | a scheduler moves a replaced optimizer; two share one | ``drives_another``, ``two_on_one`` | rates differ |
     | no call, and no function that ran could make one | ``never_called`` | one could come later |
-    | two lines call it; it is built again; its rate is set again | ``called_twice`` and others |  |
-    | nothing reads the written rate, copy or key | ``lr_nobody_reads`` and others | of multiples: no schedule |
-    | mode, metric, bound or milestones contradict themselves | ``plateau_mode`` and others |  |
-    | a group has rate 0, or stays empty | ``group_at_zero`` and others | not 0 in the whole plan |
-    | a group keeps its rate while others move | ``group_without_schedule`` | its rate was another |
-    | quotients are a warm-up; a LambdaLR returns the rate | ``factors_multiply``, ``lr_is_the_factor`` |  |
-    | constant, then 0; a group falls to 0 at warm-up; one dip | ``never_falls`` and others | no plan |
-    | its end is another unit's count of the plan | ``counts_something_else`` | only names show it |
-    | it raises early; rises past twice the calls; is 1e-6 at 3/4 | ``runs_out`` and others | less than twice |
-    | it is 0 from before half, or rises again | ``over_too_early``, ``rises_again`` | not 0; no epoch after warm-up |
+    | two lines call it; it or its optimizer is built again; it and a line replace each other's rate; its lambdas share
+      a variable | ``called_twice``, ``scheduler_rebuilt``, ``optimizer_rebuilt``, ``schedule_overwritten``,
+      ``written_lr_lost``, ``lambdas_share_a_variable`` |  |
+    | nothing reads the written rate, copy or key | ``lr_nobody_reads``, ``lr_written_to_copy``,
+      ``option_nobody_reads`` | of multiples: no schedule |
+    | mode, metric, bound or milestones contradict themselves; quotients are a warm-up; a LambdaLR returns the rate |
+      ``plateau_mode``, ``plateau_metric_stands_still``, ``metric_as_epoch``, ``bound_above_lr``,
+      ``milestones_not_whole``, ``factors_multiply``, ``lr_is_the_factor`` |  |
+    | a group has rate 0 | ``group_at_zero`` | not 0 in the whole plan |
+    | all groups have rate 0 for some steps; a group stays empty, or gets the rate of the others | ``zero_for_steps``,
+      ``group_left_empty``, ``group_lrs_made_equal`` | always |
+    | a group keeps its rate while others move | ``group_without_schedule``, ``one_group_scheduled`` | its rate
+      was different |
+    | constant, then 0; a group falls to 0 at warm-up; one dip | ``never_falls``,
+      ``group_falls_to_zero``, ``dips_for_one_call`` | no plan |
+    | its end is the plan's count of a different unit; a call in each micro-batch | ``counts_something_else``,
+      ``per_micro_batch`` | only names show it; always |
+    | it raises early; rises past twice the calls; is 1e-6 at 3/4 | ``runs_out``,
+      ``ends_in_warmup``, ``fades_out`` | less than twice |
+    | it is 0 from before half; rises again; is lowest after twice the training | ``over_too_early``, ``rises_again``,
+      ``barely_begun`` | not 0; no epoch after warm-up; always |
 
 Faulty
     >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -95,7 +106,7 @@ CAUSES = {
             "and nothing but torch looks it up while the loop is built or in fit"
         ),
         repair="the option's own name",
-        settle="have fit call what reads it",
+        judged="have fit call what reads it",
         change=("groups", "group", "optimizer"),
         source="https://github.com/msight-tech/research-ms-loss/issues/27",
     ),

@@ -23,10 +23,10 @@ How it decides
     | first that holds | cause |
     |---|---|
     | the learning rate is 0 throughout | ``lr_too_low`` |
-    | step 5, and a lower learning rate learns it | ``lr_too_high`` |
-    | step 4, and a usual eps alone learns it (now above 1e-3) | ``eps_too_large`` |
-    | step 4, a higher one learns it, and a LambdaLR's largest factor is the base rate | ``lambda_gives_the_lr`` |
-    | step 4, and a learning rate higher by a power of ten learns it | ``lr_too_low`` |
+    | item 5, and a lower learning rate learns it | ``lr_too_high`` |
+    | item 4, and a usual eps alone learns it (now above 1e-3) | ``eps_too_large`` |
+    | item 4, a higher one learns it, and a LambdaLR's largest factor is the base rate | ``lambda_gives_the_lr`` |
+    | item 4, and a learning rate higher by a power of ten learns it | ``lr_too_low`` |
     | pretrained weights train at a random head's learning rate (advice) | ``same_lr_for_pretrained_and_new`` |
 
 Faulty

@@ -112,7 +112,7 @@ CAUSES = {
         ),
         shown_by="each gets gradients, and its group has weight_decay above 0",
         repair='two groups: p.dim() > 1 with the decay, the others with "weight_decay": 0.0',
-        settle="give steps= (optimizer steps of the real run): less than 5 % of shrinkage is not reported",
+        judged="give steps= (optimizer steps of the real run): less than 5 % of shrinkage is not reported",
         source="https://github.com/dingo-actual/om/issues/12",
     ),
     "decay_inside_adam": _optimizer(
@@ -145,7 +145,7 @@ CAUSES = {
         repair="a smaller weight_decay: after 1 / (lr * weight_decay) steps a weight has decayed to 37 %",
     ),
     "decay_on_last_only": _optimizer(
-        proof="with more weight decay, the first step moves the last weight of a group differently, and no other",
+        proof="more weight decay changes the first step of the last weight of a group, and of no other weight",
         summary=(
             "the weight decay of {optimizer} shrinks {names} only, the last of its group; {others} other weights, "
             "{matrices:matrix} among them, never decay"

@@ -23,7 +23,8 @@ How it decides
 
     | seen | cause | advice if |
     |---|---|---|
-    | a filter matches none of a kind, or only some | ``filter_matches_nothing`` and another | another norm's name |
+    | a filter matches none of a kind, or only some | ``filter_matches_nothing``, ``filter_misses_some`` |
+      a different norm's name |
     | norms and biases decay, no matrix does | ``groups_swapped`` |  |
     | the vectors' group gives no decay and differs in nothing else | ``decays_by_default`` |  |
     | groups for the optimizer are made, and no code reads them | ``groups_not_given`` |  |
@@ -80,7 +81,7 @@ CAUSES = {
             "of it, and nothing but torch looks it up while the loop is built or in fit"
         ),
         repair='"weight_decay"',
-        settle="have fit call what reads it",
+        judged="have fit call what reads it",
         change=("group", "optimizer"),
         source="https://github.com/huggingface/transformers/issues/525",
     ),

@@ -28,11 +28,11 @@ How it decides
 
     | seen | cause | advice if |
     |---|---|---|
-    | a constant, or a cut-off term, as in steps 2 and 4 | ``term_detached`` | not repeatable |
+    | a constant, or a cut-off term, as in items 2 and 4 | ``term_detached`` | not repeatable |
     | a derivative without a graph is added and moves | ``penalty_off_graph`` | not repeatable |
     | a derivative without a graph is added entry by entry | ``derivative_off_graph`` | always |
     | a term compares results of weights that nothing trains | ``term_between_frozen`` | two nets |
-    | a lost number alone trains a parameter; nothing reads its name; step 6 | ``term_left_out`` | read elsewhere |
+    | a lost number alone trains a parameter; nothing reads its name; item 6 | ``term_left_out`` | read elsewhere |
     | of one name's values in a loop only the last counts; others had other data | ``term_overwritten`` |  |
     | a difference is always 0, at every turn of the line, and should count | ``compared_with_itself`` |  |
     | the extreme of masked entries is the mask's value in every row | ``fill_chosen`` |  |

@@ -29,7 +29,7 @@ How it decides
     | a cast or an argmax gives one number in all calls, of rows that differ | ``target_cut_to_one_value`` |  |
     | a binary loss alone, all its targets filled with one number | ``one_label_for_all`` |  |
     | a sigmoid, tanh or ReLU cannot reach it; a constant is nearer | ``target_out_of_reach`` | a quarter is out |
-    | step 3 | ``standardised_twice`` |  |
+    | item 3 | ``standardised_twice`` |  |
     | the targets' mean is ten times nearer to them than the first outputs | ``target_in_other_units`` | always |
     | each column of a target is in an input that outputs depend on | ``input_contains_target`` | always |
     | a loss function writes into the batch; put back, the loss differs | ``target_written_by_loss`` |  |

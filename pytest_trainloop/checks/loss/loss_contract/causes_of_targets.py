@@ -425,7 +425,7 @@ OF_TARGETS = {
             "out_features of an existing layer changes nothing; or check the mapping from names to labels"
         ),
         change=("module", "seen"),
-        settle="batches= with the project's own labels show whether the others occur",
+        judged="batches= with the project's own labels show whether the others occur",
         source="https://github.com/facebookresearch/ConvNeXt/issues/110",
     ),
     "classes_imbalanced": _seen(

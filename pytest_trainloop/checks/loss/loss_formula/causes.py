@@ -162,7 +162,7 @@ CAUSES = {
         source="https://github.com/qubvel-org/segmentation_models.pytorch/pull/461",
     ),
     "errors_cancel": Cause(
-        proof="with any errors of mean 0 added to the differences the loss is the same",
+        proof="the loss stays the same when any errors of mean 0 are added to the differences",
         summary="only the mean of the differences counts: errors of opposite sign cancel",
         measured="{trained:?{trained}|{entries} differences}",
         shown_by=(
@@ -185,9 +185,8 @@ CAUSES = {
             "permutations is taken for all rows, and some rows alone choose another"
         ),
         repair="apply the form to each entry or row, and take the mean last",
-        settle=(
-            "rows_interact=False makes one permutation for all rows a fault, rows_interact=True says that it is wanted"
-        ),
+        settle="rows_interact=True says that one permutation for all rows is wanted",
+        judged="rows_interact=False makes it a fault",
         variants={
             "permutation": {
                 "summary": (

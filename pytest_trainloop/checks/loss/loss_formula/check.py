@@ -34,10 +34,13 @@ How it decides
     | the form takes probabilities, and gets layer outputs below 0 or above 1 | ``scores_as_probabilities`` |
     | it takes scores, and gets the result of a sigmoid or softmax | ``probabilities_as_scores`` |
     | it takes -1 and 1, and gets 0 and 1; it reads corners, and gets no boxes | ``labels_as_signs``, ``box_format`` |
-    | only a form agrees that lacks a factor or term, or has another sign or axis | ``factor_missing`` and others |
+    | only a form with one mistake agrees: a factor, term or clamp is missing; a sign, power or axis differs; sides or
+      extremes are turned round; a row meets itself | ``factor_missing``, ``term_missing``, ``clamp_missing``,
+      ``term_sign``, ``power_differs``, ``wrong_axes``, ``turned_round``, ``extreme_turned``, ``pairs_with_itself`` |
+    | the form agrees, and a gradient flows through its target | ``target_with_gradient`` |
     | what is backpropagated falls as the form, or each difference, gets worse | ``sign_flipped`` |
-    | both sides are reshaped copies and entries lie in another order | ``entries_misaligned`` |
-    | whichever axis holds classes, some label meets another position's scores | ``entries_misaligned`` |
+    | both sides are reshaped copies and entries lie in different orders; or, whichever axis holds classes, some label
+      meets a different position's scores | ``entries_misaligned`` |
     | any errors of mean 0 may be added and the loss stays | ``errors_cancel`` |
     | label * a and (1 - label) * b are added, and a equals b | ``ingredient_differs`` |
     | a minimum chooses one permutation for all rows; one row alone chooses another | ``mean_taken_early`` |

@@ -17,10 +17,10 @@ How it decides
     | seen                                                        | cause                   |
     |-------------------------------------------------------------|-------------------------|
     | the call raises with an ignored target, and not without one | ``raises``              |
-    | step 2: the value changes                                   | ``not_ignored``         |
-    | step 2: a gradient arrives                                  | ``gradient_at_ignored`` |
-    | step 3: both values are in the ratio of the two counts      | ``counted_in_mean``     |
-    | step 3: they are in another ratio                           | ``removal_differs``     |
+    | item 2: the value changes                                   | ``not_ignored``         |
+    | item 2: a gradient arrives                                  | ``gradient_at_ignored`` |
+    | item 3: both values are in the ratio of the two counts      | ``counted_in_mean``     |
+    | item 3: they are in another ratio                           | ``removal_differs``     |
 
 Faulty
     >>> def loss(output, target):

@@ -18,7 +18,7 @@ How it decides
 
     | seen                                                              | cause                           | advice if |
     |-------------------------------------------------------------------|---------------------------------|-----------|
-    | confident answers cost what step 4 says                           | ``probabilities_as_logits``     |           |
+    | confident answers cost what item 4 says                           | ``probabilities_as_logits``     |           |
     | the change is in proportion to the shift (``nll_loss`` of logits) | ``linear_in_logits``            |           |
     | a shift over another axis changes nothing                         | ``wrong_axis``                  |           |
     | any other change (a penalty on the normaliser)                    | ``not_invariant``               | always    |

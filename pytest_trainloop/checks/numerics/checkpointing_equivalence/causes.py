@@ -36,7 +36,7 @@ _RULED_OUT = "; ruled out: generators of random numbers, inputs that require no 
 
 CAUSES = {
     "inputs_need_grad": _differs(
-        proof="with the re-entrant checkpoints whose inputs require no grad as plain calls, the gradients are the same",
+        proof="the gradients are the same once the re-entrant checkpoints whose inputs require no grad are plain calls",
         summary="{names} {several:?get|gets} {part:?only a part of the gradient|no gradient} under a re-entrant "
         "checkpoint whose inputs require no grad",
         shown_by="no input of some re-entrant checkpoints requires grad; with these alone as plain calls the "
@@ -53,7 +53,7 @@ CAUSES = {
         source="https://github.com/huggingface/transformers/issues/21381",
     ),
     "rng_not_preserved": _differs(
-        proof="with the states of generators restored for the recomputation, the gradients are the same",
+        proof="the gradients are the same once the states of generators are restored for the recomputation",
         summary="checkpointing does not restore {names}: the recomputation in the backward pass draws other random "
         "numbers than those that made the loss",
         shown_by="with {names} restored for the recomputation, the gradients are those without checkpointing",
@@ -69,7 +69,7 @@ CAUSES = {
         source="https://github.com/openai/guided-diffusion/issues/167",
     ),
     "side_result_cut": _differs(
-        proof="with non-reentrant checkpoints in place of re-entrant ones, the gradients are the same",
+        proof="the gradients are the same once non-reentrant checkpoints take the place of re-entrant ones",
         summary="{names} {several:?lose|loses} a part of the gradient under a re-entrant checkpoint: results that its "
         "function stores instead of returning, or takes in nested containers, have no history",
         shown_by="with non-reentrant checkpoints in their place the gradients are those without checkpointing, and "

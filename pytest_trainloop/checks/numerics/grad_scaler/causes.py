@@ -32,7 +32,7 @@ CAUSES = {
         measured="{steps:scaler step}, 0 updates",
         shown_by="no update was seen in the run",
         repair="call scaler.update() once at the end of each iteration that steps",
-        settle=_JUDGED,
+        judged=_JUDGED,
         variants={
             "refused": {
                 "summary": "scaler.{call}() is called again without scaler.update(): torch refuses to go on",
@@ -100,7 +100,7 @@ CAUSES = {
         ),
         shown_by="order seen: scale, backward, clip, with no unscale_ between backward and clip",
         repair="call scaler.unscale_(optimizer) before clipping",
-        settle=_JUDGED,
+        judged=_JUDGED,
         variants={
             "partial": {
                 "summary": (
@@ -173,7 +173,7 @@ CAUSES = {
         source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty",
     ),
     "another_scaler": _seen(
-        proof="with the scale of one scaler alone halved, the gradient that the step reads is half, or twice, as large",
+        proof="halving the scale of one scaler alone halves, or doubles, the gradient that the step reads",
         summary=(
             "the gradients that this step of {kind} reads are scaled by one GradScaler and unscaled by another: they "
             "are right only while both have the same scale"

@@ -32,9 +32,9 @@ How it decides
     | differences halve with the scale; they double | ``not_unscaled``, ``not_scaled`` |  |
     | a scale that grows at an update halves the gradient read | ``update_between`` |  |
     | of several scalers, one alone halved changes it | ``another_scaler`` |  |
-    | step 4 | ``scale_in_loss`` |  |
+    | item 4 | ``scale_in_loss`` |  |
     | each scaler makes one step only | ``scaler_recreated`` | fewer than half skipped |
-    | step 5 | ``scale_collapsed`` |  |
+    | item 5 | ``scale_collapsed`` |  |
 
 Faulty
     >>> scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)

@@ -26,8 +26,8 @@ How it decides
 
     | seen | cause | advice if |
     |---|---|---|
-    | step 2, with an eps that is not 0 in float64 | ``eps_underflows`` | no harm so far |
-    | step 2, with eps = 0 | ``eps_missing`` |  |
+    | item 2, with an eps that is not 0 in float64 | ``eps_underflows`` | no harm so far |
+    | item 2, with eps = 0 | ``eps_missing`` |  |
     | the step count stops: at 256 in bfloat16, at 2048 in float16 | ``step_count_saturates`` |  |
     | an own Adam corrects as in step 1 always, or counts each tensor | ``steps_miscounted`` |  |
     | another decay or momentum changes nothing; in 16 bits, no decay | ``option_without_effect`` | it is the default |

@@ -31,7 +31,7 @@ How it decides
     | 99 % of a tensor's updates are lost | ``updates_lost`` |  |
     | each step finds master weights with the values of their low-precision copies | ``updates_lost`` |  |
     | 10 % or more are lost | ``updates_lost_in_part`` | always |
-    | steps 3 and 4 | ``average_lost`` |  |
+    | items 3 and 4 | ``average_lost`` |  |
 
 Faulty
     >>> model = Classifier()

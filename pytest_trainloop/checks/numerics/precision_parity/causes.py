@@ -75,19 +75,19 @@ CAUSES = {
         source="https://github.com/engichang1467/Open-Rig3R/issues/35",
     ),
     "cancellation": _operation(
-        proof="a difference of numbers that agree in most of their digits is wrong, and they are not",
+        proof="the difference of two numbers that agree in most digits is wrong, although both numbers are right",
         summary="{what} takes the difference of numbers that {dtype} rounds to nearly the same" + _REST,
         repair=_IN_FLOAT32,
         source="https://github.com/NVIDIA/cuvs/issues/991",
     ),
     "accumulation": _operation(
-        proof="a sum is wrong, and its terms are not",
+        proof="a sum is wrong, although its terms are right",
         summary="{what} adds up in {dtype}: each term is rounded away next to the sum" + _REST,
         repair="add up in float32: keep the running sum a float32 tensor",
         source="https://github.com/huggingface/transformers/pull/8561",
     ),
     "custom_backward": _operation(
-        proof="the gradient comes into an autograd.Function of the project right, and leaves it wrong",
+        proof="the gradient enters the backward of a custom autograd.Function right, and leaves it wrong",
         summary="the backward of {what} gives another gradient in {dtype}" + _REST,
         repair="save and compute in float32 in the Function, forward and backward; torch.amp.custom_fwd with "
         "cast_inputs=torch.float32 does it where the Function casts nothing itself",
@@ -123,7 +123,7 @@ CAUSES = {
         source="https://github.com/huggingface/diffusers/issues/13920",
     ),
     "weights_cast_once": _seen(
-        proof="with the casts that autocast keeps dropped after each update of the weights, the losses differ",
+        proof="the losses change once the weights that autocast has cast are cast again after each update",
         summary=(
             "backward pass {number} computes with weights from before an update: autocast casts each weight once, and "
             "keeps the cast until its outermost block is left"

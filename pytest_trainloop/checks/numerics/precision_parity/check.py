@@ -1,51 +1,64 @@
-"""In low precision the loop has the gradient that it has in float64, up to what rounding explains.
+"""The low-precision gradient equals the float64 gradient, up to the expected rounding error.
 
 What it does
-    It runs the loop to its first optimizer step as it is, and with its knob ``precision`` at "bf16" and at "fp16". It
-    compares the gradient with that of a float64 run from the same weights and draws.
+    It runs the loop up to the first optimizer step: unchanged, and with its knob ``precision`` at "bf16" and at "fp16".
+    It compares the gradient with that of a float64 run with the same weights and random numbers.
 
-    How much error to expect is predicted. In float64 runs the inputs and outputs of matrix products and convolutions
-    are rounded to the dtype's digits, or disturbed by as much.
+    It predicts the rounding error. For that, it rounds the inputs and outputs of matrix products and convolutions in
+    float64 to that dtype, or adds noise of that size.
 
-    A loop that has no low precision is run under a bfloat16 autocast: what is found there is advice.
+    A loop without low precision and without the knob runs under a bfloat16 autocast of the check. Findings there are
+    advice.
 
 Why is this bad?
-    Scores above 65504 are infinite in float16, gradients below 6e-8 are zero, and bfloat16 has three digits: the
-    variance of large numbers is noise, and a sum over many steps stops growing. The loop runs, and learns worse than it
-    did in float32, or nothing.
+    In float16, scores above 65504 are infinite, and gradients below 6e-8 become zero. bfloat16 keeps about three
+    digits. So the variance of large numbers is noise, and long sums stop growing. The loop runs, but learns worse than
+    in float32, or not at all.
 
 How it decides
-    1. It divides the measured error of the whole gradient by the predicted one, which is never less than one rounding.
-       Right loops reach 1.77 and wrong ones begin at 10 (docs/how-it-decides.md#expected-rounding-error).
-    2. A ratio up to 2 passes, and from 4 it is a fault. Between them it is a fault if one operation in float32 leaves
-       at most half of the error; else advice. Under the check's own autocast it is advice from 4 on.
-    3. A gradient that is not finite is a fault if float64's is finite. A scaler first finds its scale. Where close
-       scores change places (top-k, comparisons), float64 gets the choices of the low run.
-    4. It then compares operations: the first whose output has ten times its explained error is named. In backward, it
-       is the first that makes a wrong gradient of a right one.
-    5. A single tensor is judged if it is off by ten roundings, and by ten times the error of seven rounded runs. It is
-       a fault if an operation is wrong and its module in float32 makes the tensor right.
-    6. It skips a loop that has no knob and computes nothing in low precision, if its gradient under an autocast is
-       right. It skips precisions whose runs cannot be compared.
+    1. The ratio is the measured error of the whole gradient over the predicted error (at least one rounding error). In
+       our measurements right loops reach 1.77 and wrong ones begin at 10
+       (docs/how-it-decides.md#expected-rounding-error).
+    2. A ratio up to 2 passes. From 4 on it is a fault. Between them it is advice, with one exception. It is a fault if
+       one operation is wrong by ten times its predicted error and, in float32, leaves at most half of the whole error.
+    3. A gradient that is not finite is a fault if float64's is finite. If the loop has a GradScaler, the run begins at
+       a loss scale that fits.
+    4. If rounding changes a discrete choice (top-k, a comparison), a float64 run with the choices of the low-precision
+       run counts too.
+    5. It names the first operation whose output error is ten times too large. In backward, it names the first one that
+       turns a right gradient wrong.
+    6. A single parameter's gradient is judged if it is off by ten roundings, and by ten times the largest of seven
+       rounded runs. It is a fault if running one module in float32 corrects that gradient.
+    7. Under the check's own autocast only the whole gradient and angles are judged. A ratio up to 4 passes. What is
+       found is advice, also a gradient that is not finite.
 
     | what the numbers show | cause | advice if |
     |---|---|---|
     | in float16 a larger loss scale brings the gradient back | ``underflow`` | ratio below 4 |
-    | not finite in low precision, finite in float64 | ``overflow`` |  |
-    | zeros that float64 does not have | ``underflow`` | as step 2 says |
-    | a difference below a quarter of its operands | ``cancellation`` | as step 2 says |
-    | a sum, or more than 16 additions on one line | ``accumulation`` | as step 2 says |
-    | a custom ``autograd.Function`` makes a right gradient wrong | ``custom_backward`` | as step 2 says |
-    | none of these | ``precision_lost`` | as step 2 says |
-    | arguments of sin and cos without history are half a radian off | ``angles_lost`` | own autocast |
-    | with casts dropped after each weight update, losses differ in any bit | ``weights_cast_once`` |  |
-    | backward lies inside the autocast block | ``backward_under_autocast`` | equal if the block ends first |
+    | not finite in low precision, finite in float64 | ``overflow`` | see item 7 |
+    | zeros that float64 does not have | ``underflow`` | see item 2 |
+    | a subtraction whose result is below a quarter of its operands | ``cancellation`` | see item 2 |
+    | a sum, or more than 16 additions on one line | ``accumulation`` | see item 2 |
+    | a custom ``autograd.Function`` turns a right gradient wrong | ``custom_backward`` | see item 2 |
+    | none of these | ``precision_lost`` | see item 2 |
+    | angles that depend on no weight differ by half a radian or more | ``angles_lost`` | see item 7 |
+    | losses change once autocast's cached casts are cleared after each update | ``weights_cast_once`` |  |
+    | backward runs inside the autocast block | ``backward_under_autocast`` | the gradient is the same when the block
+      ends before it |
+
+When it is skipped
+    - The check does not apply to a loop that has no knob and computes nothing in low precision, if its gradient under
+      an autocast is right.
+    - A precision is left out if the loop raises in it, computes nothing in it, or makes other steps in it than in
+      float64.
+    - The loop raises in float64, does not run wholly in float64, or draws other random numbers there.
+    - Float64's gradient is not finite either, or two runs under one seed differ.
 
 Faulty
     >>> def forward(self, x):
     ...     with torch.autocast("cpu", dtype=torch.float16):
     ...         h = 300 * self.encoder(x)
-    ...         h = h / h.square().sum(-1, keepdim=True).sqrt()       # squares above 65504
+    ...         h = h / h.square().sum(-1, keepdim=True).sqrt()       # overflow: squares above 65504
     ...         return self.head(h).float()
 
 Fixed
@@ -56,8 +69,8 @@ Fixed
     ...         return self.head(h).float()
 
 Known limits
-    Only the first step's weights and batches are judged: what overflows later is not seen. Loops whose code assigns
-    gradients are compared by those that their first step reads.
+    It judges the weights and batches of the first step only, so it does not see what overflows later. If your code
+    assigns gradients, it compares those that the first step reads.
 
 References
     https://arxiv.org/abs/1710.03740 (Micikevicius et al., Mixed Precision Training)

@@ -60,8 +60,8 @@ CAUSES = {
         source=_COMPILE,
     ),
     "prefix_hides_parameters": Cause(
-        proof="with compiling, parameters have other options, gradients or values than without, and their names begin "
-        "with _orig_mod.; with plain names they do not",
+        proof="compiling gives parameters other options, gradients or values, and names that begin with _orig_mod.; "
+        "with plain names it does not",
         summary="with {knob}=True {does}: the loop finds parameters by name, and names in the compiled model begin "
         "with _orig_mod.",
         measured="{measured}",
@@ -97,7 +97,7 @@ CAUSES = {
         change=(),
     ),
     "other_computation": _differs(
-        proof="with the knob on, the loop trains differently also with torch.compile disabled; or fit raises then too",
+        proof="the loop trains differently with the knob on even if torch.compile is disabled; or fit raises then too",
         summary="with {knob}=True the loop trains {names} differently, and not because of the compiler",
         shown_by="the difference remains with {knob}=True and torch.compile disabled",
         repair="let the knob compile, and change nothing else: same layers, same loss, same options of the optimizer",
@@ -123,8 +123,8 @@ CAUSES = {
         source="https://github.com/pytorch/pytorch/issues/176851",
     ),
     "compiled_code_differs": _computes(
-        proof="with compiling, gradients differ: already in the captured graph (backend eager), in the traced backward "
-        "pass (aot_eager), or in the generated code only",
+        proof="compiling changes gradients: already in the captured graph (backend eager), in the traced backward pass "
+        "(aot_eager), or in the generated code only",
         summary="the graph that torch captures" + _INSIDE + " changes the gradients",
         shown_by="they differ with backend eager, which runs the captured graph with torch's own kernels, also when "
         "compiled again for each step" + _ALONE,

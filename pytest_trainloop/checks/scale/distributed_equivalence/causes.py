@@ -55,7 +55,7 @@ CAUSES = {
         shown_by=_BY_RANK,
         repair="wrap the model in DistributedDataParallel and call the wrapper, or all-reduce every gradient before "
         "the step: dist.all_reduce(p.grad); p.grad /= dist.get_world_size()",
-        settle="weights may be averaged later: --steps=0 watches a script to its own end",
+        judged="weights may be averaged later: --steps=0 watches a script to its own end",
         variants={
             "one_rank": {
                 "summary": "all ranks train on the gradient of rank {kept} alone: the rows of the others do not count"

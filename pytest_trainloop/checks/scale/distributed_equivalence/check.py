@@ -21,9 +21,10 @@ How it decides
        out the model or cut whole batches, if they agree on all rows.
     3. Where gradients differ, g_r is the gradient of rank r's rows in one process. Least squares write both gradients
        as sums of w_r g_r (docs/how-it-decides.md#accumulation-as-weights). The weights give the cause.
-    4. Of step 1 it compares weights, rows, draws, buffers and files. Samplers that cut different orders, and a file
-       that all ranks write, are faults. Equal draws, batch norms by rank, and an exchange in each micro-batch are
-       advice. So is what disappears under one seed.
+    4. Of the first step it compares weights, rows, draws, buffers and files. Samplers that cut different orders
+       (``rows_left_out``) and a file that all ranks write (``written_by_every_rank``) are faults. These are advice:
+       ``same_draws_on_every_rank``, ``batch_norm_per_rank``, ``synchronised_every_micro_batch``, and what disappears
+       under one seed.
     5. Under torchrun it watches the script's ranks and runs nothing again. Weights must be equal if a
        DistributedDataParallel holds them, or if all ranks read equal gradients. Ranks that share out rows and read
        their own gradients are ``never_synchronised``: advice if a file could average weights.

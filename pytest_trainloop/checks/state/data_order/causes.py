@@ -86,7 +86,7 @@ CAUSES = {
                 "do_not": "fix a seed before each of two orders: they differ again as soon as one draws once more",
             },
         },
-        settle="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
+        judged="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
         explains=("loss_contract:labels_misplaced",),
         source="https://github.com/Borda/kaggle_image-classify/pull/12",
     ),
@@ -142,7 +142,7 @@ CAUSES = {
                 "shown_by": f"{_SAME_DRAW}; {_STEPS}",
             },
         },
-        settle="call set_epoch in fit, or let fit iterate its epochs over the loader: then this is judged",
+        judged="call set_epoch in fit, or let fit iterate its epochs over the loader: then this is judged",
         source="https://github.com/lucidrains/DALLE-pytorch/pull/230",
     ),
     "workers_duplicate": Cause(

@@ -34,12 +34,14 @@ How it decides
     | the sampler follows ``set_epoch`` and nobody calls it | ``set_epoch_missing`` | ``fit`` trains no two epochs so |
     | each row comes k times as often with k workers | ``workers_duplicate`` |  |
     | both workers draw equal numbers, fetches in one differ | ``workers_share_randomness`` | only epochs are equal |
-    | putting back what is stored gives the first item again | ``changed_in_place`` |  |
+    | putting back what is stored gives the first item again; two splits set one attribute | ``changed_in_place``,
+      ``split_overwrites`` |  |
     | a weighted sampler has one weight for each label | ``weights_per_class`` |  |
     | ``fit`` begins the loader again for each step | ``one_batch_only`` | only all batches are equal |
     | all records hold one tensor or list, written each time | ``slots_share_tensor`` | a numpy array |
     | only a smaller last batch raises; ``drop_last`` drops the only one | ``last_batch_raises``, ``no_batch`` |  |
-    | batches, labels, noise, rows or leaves repeat | ``batch_repeats`` and others | always |
+    | batches, labels, noise, rows or leaves repeat | ``batch_repeats``, ``one_label_a_batch``, ``one_noise_for_all``,
+      ``rows_never_drawn``, ``leaves_alike`` | always |
 
 Faulty
     >>> x, y = torch.randn(64, 8), torch.arange(64) % 3

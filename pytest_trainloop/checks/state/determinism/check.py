@@ -18,7 +18,7 @@ How it decides
        generator at module level, a cache).
     5. What is left draws from a source that no seed reaches: ``unseeded_random``, a fault. The first call of torch that
        differs is shown.
-    6. The causes of steps 2 to 4 are advice. ``nondeterministic=False`` makes them faults, and
+    6. The causes of items 2 to 4 are advice. ``nondeterministic=False`` makes them faults, and
        ``nondeterministic=True`` turns the check off.
     7. It skips a difference whose source needs a forked process where none can be forked.
 
@@ -79,15 +79,17 @@ CAUSES = {
         source="https://github.com/liznerski/fcdd/issues/40",
     ),
     "nondeterministic_kernel": Cause(
-        proof="with one thread and deterministic kernels the runs agree, and without these settings they do not",
+        proof="the runs agree with one thread and deterministic kernels, and differ without these settings",
         repair="torch.use_deterministic_algorithms(True) where runs must be repeatable",
-        settle="nondeterministic=True says that runs may differ, nondeterministic=False makes it a fault",
+        settle="nondeterministic=True says that runs may differ",
+        judged="nondeterministic=False makes it a fault",
         source="https://github.com/pytorch/pytorch/issues/23151",
     ),
     "state_outside_loop": Cause(
         proof="two runs in one process differ, and two processes with the same start agree, or later runs do",
         repair="make generators, caches and counters inside the function (or in what it builds)",
-        settle="nondeterministic=True says that runs may differ, nondeterministic=False makes it a fault",
+        settle="nondeterministic=True says that runs may differ",
+        judged="nondeterministic=False makes it a fault",
         source="https://github.com/CodefyUI/CodefyUI/issues/253",
     ),
 }

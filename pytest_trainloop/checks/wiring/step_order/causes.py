@@ -15,8 +15,8 @@ _clip = partial(_seen, explains=("finite", "update_ratio"))
 CAUSES = {
     "not_zeroed": _kept(
         proof=(
-            "a step uses, bit for bit, gradients that an earlier step has used; or all later gradients are added to "
-            "one that is not finite"
+            "a step uses, bit for bit, gradients that an earlier step has used; or a gradient that is not finite stays "
+            "in .grad, and all later ones are added to it"
         ),
         summary="gradients are never zeroed: {names} {names:are} stepped with their sum over all batches so far",
         measured="{again} of {steps} steps used gradients that the step before had used already",
@@ -40,7 +40,7 @@ CAUSES = {
         source="https://github.com/IDEA-Research/DN-DETR/issues/19",
     ),
     "wrong_object_zeroed": _kept(
-        proof="zero_grad() runs before each backward(), but not on parameters with used gradients in .grad",
+        proof="zero_grad() runs, but not for the parameters whose used gradients are still in .grad",
         summary=(
             "zero_grad() zeroes other parameters: {names} {names:are} stepped with the sum of the gradients of all "
             "batches so far"
@@ -228,7 +228,7 @@ CAUSES = {
         ),
         measured="{steps:scheduler step}, the first before any optimizer step{lr:?, which then ran at learning rate "
         "{lr}|}",
-        repair="move this line behind optimizer.step()",
+        repair="move this line after optimizer.step()",
         source="https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",
     ),
     "window_left_over": _seen(
@@ -243,8 +243,8 @@ CAUSES = {
     ),
     "leaks_into_next": _trains(
         proof=(
-            "at the first backward pass of a second call of fit .grad is not empty, and the first step uses "
-            "more backward passes than any other"
+            "a second epoch, or call of fit, starts with gradients in .grad, and its first step uses more backward "
+            "passes than any other"
         ),
         summary=(
             "{left:micro-batch} left over at the end of one {next_one} are added to the first step of the next: it "
@@ -258,7 +258,7 @@ CAUSES = {
             "step at the last batch too, and divide the losses of a short window by the number of micro-batches that "
             "it has"
         ),
-        settle="give batches= as in the real run: where their number divides, nothing is left",
+        judged="give batches= as in the real run: where their number divides, nothing is left",
         source="https://github.com/meta-pytorch/torchtune/pull/2745",
     ),
     "clips_nothing": _clip(
@@ -302,8 +302,8 @@ CAUSES = {
     ),
     "clips_another": _clip(
         proof=(
-            "what the clip is given is used by no step before it is zeroed, and the step that follows each call uses "
-            "gradients that no clip of the run covers"
+            "no step uses the gradients that the clip gets, and the step after each call uses gradients that no clip "
+            "covers"
         ),
         summary="{by} clips {clipped}, but the next step is that of {whose}: {unclipped} {unclipped:are} stepped "
         "unclipped",
@@ -341,11 +341,12 @@ CAUSES = {
             "step; {bites} of them changed the gradients"
         ),
         repair="clip once, after the last micro-batch of a window and before the step",
-        settle="give your function the argument accumulate=1: accumulation_equivalence shows what the clip changes",
+        judged="give your function the argument accumulate=1: accumulation_equivalence shows what the clip changes",
         source="https://github.com/huggingface/transformers/issues/1563",
     ),
     "first_gradient_kept": _seen(
-        proof="between two backward passes before one step the weights moved along the gradient in .grad",
+        proof="as in SAM, the weights move along the gradient in .grad between two backward passes of a step, and the "
+        "second gradient is added to the first",
         summary=(
             "each step uses g(w) + g(w + e), the gradients before and after the move e: the first one is not zeroed"
         ),

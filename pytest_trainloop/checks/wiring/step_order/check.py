@@ -1,52 +1,62 @@
-"""zero_grad, backward, clipping and step come in an order in which each step uses just the gradients made for it.
+"""Each optimizer step uses all gradients that were computed for it, and no others.
 
 What it does
-    It follows every gradient through a watched run: what was in ``.grad`` before each backward, what arrived, what the
-    innermost optimizer step read, and which call cleared it. Where the function has the knob ``accumulate``, a run with
-    windows of four micro-batches is judged as well.
+    It watches one run and records each gradient: before a backward pass, after it, when a step reads it, and when it is
+    cleared. If the test has the knob ``accumulate``, it also runs with four micro-batches for each optimizer step (a
+    "window").
 
 Why is this bad?
-    A forgotten ``zero_grad()`` sums the gradients of all batches so far, a misplaced one throws away what backward
-    has just computed, a clip after the step clips nothing. The loop runs, the loss moves, and the result is a worse
-    model.
+    A forgotten ``zero_grad()`` adds up the gradients of all batches. A misplaced one throws away what backward has just
+    computed. A clip after the step clips nothing. The loop runs, the loss moves, and the result is a worse model.
 
 How it decides
-    1. Faults of order are exact observations (docs/how-it-decides.md#order-of-backward-zeroing-and-steps): a gradient
-       read twice, by no step, or missing. Gradients that user code assigns are left out, unless one assignment serves
-       every step while backward passes bring others.
-    2. Four patterns are not reported: momentum kept in ``.grad``, SAM, another network's gradients that are cleared
-       unused, and batches skipped on purpose.
-    3. An optimizer has stopped if it makes no step during 64 backward passes and 8 of its windows. The check repeats
-       the run from weights multiplied by 0.5 and by 2. If it stops after as many steps there, it is a fault: the losses
-       did not stop it. With the knob ``accumulate``, 64 windows without a step are a fault for 1 and 4 micro-batches.
-    4. A clip is useless if none of its calls (two or more) clips a gradient that a step uses, and no other clip covers
-       what is stepped.
-    5. A loop trains nothing (``nothing_trains``) if 400 batches bring neither backward pass nor step. Own changes of
-       weights or buffers, ``autograd.grad`` and trained tensors outside the model excuse it.
-    6. Gradients that an epoch leaves in ``.grad`` for the next are a fault if the project's own loader has a number of
-       batches that the windows do not divide.
-    7. It skips a loop whose weights change without backward passes and steps.
+    1. An order fault is an exact observation (docs/how-it-decides.md#order-of-backward-zeroing-and-steps). A gradient
+       is used twice, it is never used, or a step finds none although backward computed one.
+    2. Gradients that your code assigns are ignored. Exception: steps use one assigned gradient again and again although
+       backward computes new ones.
+    3. Four patterns are not reported: momentum kept in ``.grad``, SAM that clears its first gradient, gradients of
+       another network that are cleared before use, and batches skipped on purpose.
+    4. An optimizer counts as stopped after 64 backward passes and 8 of its windows without a step. The check repeats
+       the run from weights multiplied by 0.5 and by 2. If it stops after the same number of steps there, the losses did
+       not stop it: a fault.
+    5. With ``accumulate`` at 4 (and at 1, if the loop accumulates by default), 64 windows without a step are a fault.
+    6. A clip is useless if no step uses what it clipped, in two or more calls, and no other clip covers what the steps
+       use.
+    7. 400 batches without a backward pass and without a step train nothing. Exceptions: your code changes weights or
+       buffers itself, calls ``autograd.grad``, or trains tensors outside the model.
+    8. Gradients left at the end of an epoch are a fault if your loader's number of batches is not a multiple of the
+       window.
 
     | seen | cause | advice if |
     |---|---|---|
-    | a step uses a residual that an earlier step used, bit for bit | ``not_zeroed``, ``wrong_object_zeroed`` |  |
-    | one gradient is used twice, or an assigned one by every step | ``stepped_twice`` and others |  |
-    | steps find nothing, backward passes brought something | ``zeroed_before_step``, ``step_before_backward`` |  |
-    | steps without backward, or passes without step | ``backward_missing``, ``step_missing`` | unless step 3 holds |
-    | in every window some micro-batches are cleared | ``zeroed_inside_window`` |  |
-    | a clip or a scheduler is on the wrong side of its step | ``clip_after_step`` and another |  |
-    | a step uses passes that another optimizer stepped with | ``another_loss_kept`` | always |
-    | a clip is useless: too late, zeroed, another net | ``clips_nothing``, ``clips_another`` | a shared line |
-    | a clip takes one of two groups split by weight decay | ``clips_one_group`` |  |
-    | a clip leaves out other parts, or acts in a window | ``clip_leaves_out``, ``clip_inside_window`` | always |
-    | gradients are left after an epoch | ``leaks_into_next``, ``window_left_over`` | unless step 6 holds |
-    | weights are pulled back to a fixed point | ``step_taken_back`` | weights get four steps away from it |
+    | a step uses gradients that an earlier step already used, bit for bit | ``not_zeroed``,
+      ``wrong_object_zeroed`` |  |
+    | one gradient is stepped twice, or an assigned one at every step | ``stepped_twice``, ``two_optimizers``,
+      ``gradient_kept`` |  |
+    | gradients are cleared before their step, or the step comes before backward | ``zeroed_before_step``,
+      ``zeroed_inside_window``, ``step_before_backward`` |  |
+    | steps without backward passes, or neither of them | ``backward_missing``, ``nothing_trains`` |  |
+    | backward passes without a step | ``step_missing`` | it steps at first, and item 4 does not hold |
+    | a clip comes after its step, or a scheduler before it | ``clip_after_step``, ``scheduler_before_optimizer`` |  |
+    | a step adds another optimizer's gradients, or SAM's first one | ``another_loss_kept``, ``first_gradient_kept`` |
+      always |
+    | a clip is useless (nothing to clip yet, zeroed, a different network), or takes one of two groups split by weight
+      decay | ``clips_nothing``, ``clips_another``, ``clips_one_group`` | ``clips_another``: its line clips several
+      networks |
+    | a clip leaves out other parts, or acts in a window; the last window is short | ``clip_leaves_out``,
+      ``clip_inside_window``, ``window_left_over`` | always |
+    | the first step of an epoch, or call of ``fit``, uses gradients left before it | ``leaks_into_next`` | item 8
+      does not hold |
+    | weights are pulled back to a fixed point | ``step_taken_back`` | they can get further than four steps from it |
+
+When it is skipped
+    - The run has no backward pass and no optimizer step, and the weights change in other ways.
 
 Faulty
     >>> for x, y in batches:
     ...     loss = F.cross_entropy(model(x), y)
     ...     loss.backward()
-    ...     optimizer.step()                    # nothing zeroes the gradients
+    ...     optimizer.step()                    # not_zeroed: nothing clears the gradients of this step
 
 Fixed
     >>> for x, y in batches:
@@ -56,8 +66,9 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    Writes to gradients are seen in the first twelve steps only. A clip whose limit is infinite or above 1e5 is taken
-    for a norm that is logged. Of clips written by hand the coverage is not known: they excuse, and are not accused.
+    It sees writes to gradients in the first twelve steps only. A clip with a limit of 1e5 or more is treated as logging
+    of the norm. It cannot tell what a hand-written clip covers, so it reports no such clip, and no parameter whose
+    gradient is written by hand as unclipped.
 
 References
     https://docs.pytorch.org/tutorials/recipes/recipes/zeroing_out_gradients.html

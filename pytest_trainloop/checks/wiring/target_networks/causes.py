@@ -69,7 +69,7 @@ CAUSES = {
         source="https://github.com/KarhouTam/FL-bench/issues/165",
     ),
     "dropout_in_targets": _seen(
-        proof="with dropout off in these forward passes alone, what is backpropagated changes",
+        proof="what is backpropagated changes once dropout is off in these forward passes alone",
         summary="{names} never trains and gives targets with dropout active: they are random",
         measured="{passes:forward pass} in training mode; without dropout the first loss changes by {moved:share}",
         repair="call eval() on it before the loop, and after each train() of a module that holds it",

@@ -54,7 +54,7 @@ CAUSES = {
         },
         explains=("overfit_one_batch",),
         change=("without gradients", "seen"),
-        settle="evaluate= has the project's evaluation judged, as a promise",
+        judged="evaluate= has the project's evaluation judged, as a promise",
         source="https://github.com/ipolharvard/ethos-ares/issues/20",
     ),
     "dropout_stays_on": Cause(

@@ -9,19 +9,21 @@ Why is this bad?
     once, with a layer that exists for one pass, or with the mask and the graph of the first batch. Nothing raises.
 
 How it decides
-    1. Read once: after the first step no call gets a weight or a view of it, though gradients go on. Weights moved then
-       must change nothing that is backpropagated, bit for bit. That takes 12 steps where backward passes bring
-       gradients. Where they are assigned by hand it takes 60, and weights moved before ``fit`` must change it.
-    2. Tied by ``data``: two parameters in the optimizers share their entries in memory. The loop is run in float64 with
-       one parameter in both places. It is a fault if the losses differ by more than rounding. With plain SGD they do
-       not: two steps add up.
-    3. Made in forward: a parameter is used that did not exist a step before, at one line in each step. It is a fault if
-       its entries are drawn, trained weights computed its input, and its gradient is lost with it; else advice.
-    4. Kept from the first batch: a value made of the first batch alone meets two later batches row by row, and its line
+    1. ``weights_read_once``: after the first step no call gets a weight or a view of it, though gradients go on.
+       Weights moved then must change nothing that is backpropagated, bit for bit. That takes 12 steps where backward
+       passes bring gradients. Where they are assigned by hand it takes 60, and weights moved before ``fit`` must change
+       it.
+    2. ``tied_through_data``: two parameters in the optimizers share their entries in memory. The loop is run in float64
+       with one parameter in both places. It is a fault if the losses differ by more than rounding. With plain SGD they
+       do not: two steps add up.
+    3. ``layer_made_anew``: a parameter is used that did not exist a step before, at one line in each step. It is a
+       fault if its entries are drawn, trained weights computed its input, and its gradient is lost with it; else
+       advice.
+    4. ``kept_from_first_batch``: a value made of the first batch alone meets two later batches row by row, and its line
        does not run again. With another first batch it must differ. Statistics that no order of rows changes are none.
-    5. Other masters: low-precision weights get the gradients, and float32 tensors of no module get the steps. After the
-       first step each weight is its master, rounded, bit for bit. Before it most entries were more than one ULP away: a
-       loaded checkpoint is lost.
+    5. ``masters_hold_others``: low-precision weights get the gradients, and float32 tensors of no module get the steps.
+       After the first step each weight is its master, rounded, bit for bit. Before it most entries were more than one
+       ULP away: a loaded checkpoint is lost.
     6. It passes if none of these is seen (docs/how-it-decides.md#weights-and-batches-as-they-are).
 
 Faulty
