@@ -2,9 +2,10 @@
 
 python scripts/docs.py            # write everything
 python scripts/docs.py --check    # exit 1 where something is stale, and say what
-python scripts/docs.py --fast     # without the failure texts, for which the planted loops are trained
+python scripts/docs.py --fast     # without the failure texts, for which planted loops and examples are trained
 
-Whole files: ``docs/checks/*.md``. Elsewhere the lines between ``begin: NAME`` and ``end: NAME``.
+Whole files: ``docs/checks/*.md``. What a check says of its faulty example is written only: another torch may give other
+numbers, and ``--check`` leaves it as it is. Elsewhere the lines between ``begin: NAME`` and ``end: NAME``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ PART = re.compile(
     r"(?P<begin>^[^\n]*\bbegin: (?P<name>[\w ]+?)(?: -->)?\n)(?P<body>.*?)(?P<end>^[^\n]*\bend: (?P=name)\b)",
     re.M | re.S,
 )
+
+EXAMPLE = re.compile(r"^The failure says:\n\n```text\n(.*?)```$", re.M | re.S)
 
 INDEX = """\
 <!-- Written by scripts/docs.py: edit scripts/docs.py or the check files. -->
@@ -81,6 +84,25 @@ def failures(names: list[str]) -> dict[str, str]:
                 item = f"{PLANTED.rpartition('/')[2]}::test_{name}[{check}"
                 found[name] = f"```text\n{item} FAILED\n{failure.text}\n```\n"
     return found
+
+
+def of_examples() -> dict[str, str]:
+    """What each check says of the faulty example on its page."""
+    from tests.checks import test_every_check as examples
+
+    found = {}
+    for name, check in examples.CHECKS.items():
+        (result,) = examples.judge(check, "Faulty", only=[name], strict=True).results
+        finding = result.findings[0]
+        repair = finding.repair.replace("; ", "\n           ")
+        found[name] = f"{finding.summary}\ncause      {finding.cause}\nrepair     {repair}\n"
+    return found
+
+
+def of_pages() -> dict[str, str]:
+    """The same, as the pages have it."""
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in CHECKS.glob("*.md")}
+    return {name: found[1] for name, text in pages.items() if (found := EXAMPLE.search(text))}
 
 
 def measured(title: str) -> str:
@@ -135,10 +157,11 @@ def filled(text: str, made: dict[str, str], *, fast: bool) -> str:
     return PART.sub(part, text)
 
 
-def generated(*, fast: bool = False) -> dict[Path, str]:
-    """Every file with something generated in it, as it should be."""
+def generated(*, fast: bool = False, judge: bool = False) -> dict[Path, str]:
+    """Every file with something generated in it, as it should be; ``judge``: with the faulty examples judged again."""
+    said = of_examples() if judge else of_pages()
     checks = registry.registered().values()
-    pages = {CHECKS / f"{check.name}.md": explain.markdown_page(check) for check in checks}
+    pages = {CHECKS / f"{check.name}.md": explain.markdown_page(check, said.get(check.name, "")) for check in checks}
     pages[CHECKS / "index.md"] = INDEX.format(
         loops=explain.markdown_table("loop"),
         losses=explain.markdown_table("loss"),
@@ -161,7 +184,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is stale")
     parser.add_argument("--fast", action="store_true", help="leave the failure texts as they are")
     given = parser.parse_args()
-    wanted = generated(fast=given.fast)
+    wanted = generated(fast=given.fast, judge=not (given.fast or given.check))
     old = stale(wanted)
     for path in old:
         print(f"{'stale' if given.check else 'written'}: {path.relative_to(ROOT)}")

@@ -152,8 +152,8 @@ def markdown_causes(subject: registry.Judged) -> str:
     return "\n".join(["| check | causes |", "|---|---|", *rows])
 
 
-def markdown_page(check: registry.Check) -> str:
-    """The rule page of a check as Markdown, with its data and its causes."""
+def markdown_page(check: registry.Check, failure: str = "") -> str:
+    """The rule page of a check as Markdown, with its data, its causes and the ``failure`` of its faulty example."""
     others = registry.registered().keys() - {check.name}
     source = f"{check.module.replace('.', '/')}.py"
     needs = ", ".join(_NEEDS.get(need, f"`{need}`") for need in sorted(check.needs))
@@ -181,6 +181,8 @@ def markdown_page(check: registry.Check) -> str:
         text = _GUIDE.sub(r"[how it decides](../\1)", _section(heading, body, others))
         if heading in _BEFORE_CAUSES:
             before.append(f"## {heading}\n\n{text}")
+            if heading == "Faulty" and failure:
+                before.append(f"The failure says:\n\n```text\n{failure}```\n")
         else:
             text = own.sub(lambda name: f"[{name[0]}](#{name[1]})", text)
             after.append(f"## {heading}\n\n{text}")

@@ -189,6 +189,8 @@ def test_the_faulty_example_fails_it_and_the_fixed_one_passes_it(check):
     report = judge(check, "Faulty", only=[check.name], strict=True)  # strict: a check may only advise
     (faulty,) = report.results
     assert faulty.outcome == "failed", described(report)
+    page = Path(__file__).parents[2] / "docs" / "checks" / f"{check.name}.md"
+    assert f"\ncause      {faulty.findings[0].cause}\n" in page.read_text(encoding="utf-8")
     report = judge(check, "Fixed", only=[check.name])
     (fixed,) = report.results
     assert fixed.outcome == "passed" or not fixed.applies, described(report)

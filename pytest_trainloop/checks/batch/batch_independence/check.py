@@ -53,7 +53,7 @@ When it is skipped
 
 Faulty
     >>> def forward(self, x):
-    ...     return self.head(torch.nn.functional.normalize(self.encoder(x), dim=0))  # normalised_over_rows
+    ...     return self.head(torch.nn.functional.normalize(self.encoder(x), dim=0))  # over the rows
 
 Fixed
     >>> def forward(self, x):

@@ -64,7 +64,7 @@ Faulty
     ...
     ...     def forward(self, x):
     ...         ids, lengths = x
-    ...         return self.head(self.embed(ids).mean(1))  # padding_pooled: the mean counts padding
+    ...         return self.head(self.embed(ids).mean(1))  # the mean counts padding
     >>>
     >>> model = Reader()
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

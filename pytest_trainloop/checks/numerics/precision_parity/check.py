@@ -58,7 +58,7 @@ Faulty
     >>> def forward(self, x):
     ...     with torch.autocast("cpu", dtype=torch.float16):
     ...         h = 300 * self.encoder(x)
-    ...         h = h / h.square().sum(-1, keepdim=True).sqrt()       # overflow: squares above 65504
+    ...         h = h / h.square().sum(-1, keepdim=True).sqrt()       # squares above 65504
     ...         return self.head(h).float()
 
 Fixed

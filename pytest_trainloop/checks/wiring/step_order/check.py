@@ -56,7 +56,7 @@ Faulty
     >>> for x, y in batches:
     ...     loss = F.cross_entropy(model(x), y)
     ...     loss.backward()
-    ...     optimizer.step()                    # not_zeroed: nothing clears the gradients of this step
+    ...     optimizer.step()                    # nothing zeroes the gradients
 
 Fixed
     >>> for x, y in batches:
