@@ -5,8 +5,9 @@ What it does
     nodes, offsets, borders, position ids that start again, or flags of the last step.
 
     Then it makes one forward pass in evaluation mode and takes the gradient of the outputs for one segment with respect
-    to the data of the others. It looks at the edges. It puts the rewards of later episodes into another order and looks
-    at what the loss weighs earlier steps by. A document that is kept separate trains once alone and once behind others.
+    to the data of the others. It looks at the edges. It puts the rewards of later episodes into a different order and
+    looks at what the loss weighs earlier steps by. A document that is kept separate trains once alone and once behind
+    others.
 
 Why is this bad?
     A pooling without the vector that says which graph, edges without offsets, returns that run on into the next
@@ -21,9 +22,9 @@ How it decides
        nodes), and graphs in one axis never share a number (docs/how-it-decides.md#segments-of-one-axis).
     4. Documents that are separate train alone and behind others. The gradients must agree to 1e3 eps in float64, the
        loss of the other documents left out.
-    5. Rewards of later episodes get another order. Weights of earlier steps must stay, or all get one factor and one
-       offset. What only one reading of the flags shows is not reported. An environment's ``step()`` tells the end by
-       the flag that it returns with the reward.
+    5. Rewards of later episodes get a different order. Weights of earlier steps must stay, or all get one factor and
+       one offset. What only one reading of the flags shows is not reported. An environment's ``step()`` tells the end
+       by the flag that it returns with the reward.
     6. Declared means ``rows_interact=False`` or ``roles=Roles(segments=...)``: then advice of segments becomes a fault.
        Segments found by values alone give advice. Embedded numbers and targets of a loss number no segments, and
        documents that end at equal places in all rows are windows.

@@ -41,10 +41,11 @@ Fixed
     ...     return self.head(self.encoder(x.to(self.head.weight.dtype)))
 
 Known limits
-    From other initial weights no step can be compared: if a refactor draws them in another order, the finding says that
-    only the random numbers differ. What acts after the last recorded step is seen in settings of schedulers only. A
-    place at which the loop multiplies rounding to more than 1 % is not judged. A check makes 60 optimizer steps of the
-    loop, 12 of them in the run that all checks share, and about 120 where numbers differ at all; recording makes 108.
+    From other initial weights no step can be compared: if a refactor draws them in a different order, the finding says
+    that only the random numbers differ. What acts after the last recorded step is seen in settings of schedulers only.
+    A place at which the loop multiplies rounding to more than 1 % is not judged. A check makes 60 optimizer steps of
+    the loop, 12 of them in the run that all checks share, and about 120 where numbers differ at all; recording makes
+    108.
 
 References
     https://pytest-regressions.readthedocs.io/en/latest/overview.html

@@ -13,8 +13,8 @@ Why is this bad?
 How it decides
     1. It judges the sign of the gradient at the scores, never the value of a loss
        (docs/how-it-decides.md#two-networks-that-play-against-each-other).
-    2. In the further run a constant is added to the scores, another one at each step. So a direction that depends on
-       the score is seen on both sides of its target. Least squares pushes -3 up for a target of 0 or 1, but not 0.5.
+    2. In the further run a constant is added to the scores, a different one at each step. So a direction that depends
+       on the score is seen on both sides of its target. Least squares pushes -3 up for a target of 0 or 1, but not 0.5.
        ``maximize`` turns a direction.
     3. Passes whose gradients both optimizers step with are left out. So are classifiers that both sides read in the
        same way (auxiliary classes).

@@ -12,8 +12,8 @@ How it decides
     1. It judges by what values were made of and by data that contradict themselves, never by how the loss falls
        (docs/how-it-decides.md#targets-that-can-be-learned).
     2. Noise: a target is one draw of random numbers (or its difference to data) and of nothing else. The prediction
-       depends on the batch and on trained weights. With this draw's numbers in another order the prediction stays the
-       same, bit for bit. A sum of data and a draw is silent: two noisy views look so.
+       depends on the batch and on trained weights. With this draw's numbers in a different order the prediction stays
+       the same, bit for bit. A sum of data and a draw is silent: two noisy views look so.
     3. Units are standardised twice if the batch's targets are near the outputs, within three spreads, and a difference
        that the loop divides takes them away.
     4. An argmax over an axis of one entry can give one number only. A target is contained only in an input that has

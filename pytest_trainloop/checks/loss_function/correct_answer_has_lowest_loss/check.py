@@ -4,8 +4,8 @@ What it does
     It gives the criterion the correct answer, and the same answer with another class in one row.
 
 Why is this bad?
-    With a flipped sign, labels that count from 1, classes in another order than the head's or a target that is never
-    read, the loss is finite and falls.
+    With a flipped sign, labels that count from 1, classes in a different order than the head's or a target that is
+    never read, the loss is finite and falls.
 
 How it decides
     1. The wrong answer is the correct one with its classes permuted, so both are equally confident. Label smoothing,

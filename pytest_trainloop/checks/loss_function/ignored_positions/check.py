@@ -20,7 +20,7 @@ How it decides
     | item 2: the value changes                                   | ``not_ignored``         |
     | item 2: a gradient arrives                                  | ``gradient_at_ignored`` |
     | item 3: both values are in the ratio of the two counts      | ``counted_in_mean``     |
-    | item 3: they are in another ratio                           | ``removal_differs``     |
+    | item 3: they are in a different ratio                       | ``removal_differs``     |
 
 Faulty
     >>> def loss(output, target):

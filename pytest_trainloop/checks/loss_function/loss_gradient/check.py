@@ -19,7 +19,7 @@ How it decides
     |----------------------------------------------------------------|-------------------------|-----------|
     | no gradient, and the value depends on the output               | ``graph_cut``           |           |
     | twice the loss has the same gradient, bit for bit              | ``grad_output_ignored`` |           |
-    | a custom backward pass gives another gradient                  | ``wrong_backward``      |           |
+    | a custom backward pass gives a different gradient              | ``wrong_backward``      |           |
     | it gives a fixed multiple of the slope (reversed on purpose)   | ``scaled_backward``     | always    |
     | no custom backward pass takes part (a focal weight, a teacher) | ``part_detached``       | always    |
 

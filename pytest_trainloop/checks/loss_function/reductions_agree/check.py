@@ -1,8 +1,8 @@
 """The reductions none, sum and mean agree, and the order of the rows does not matter.
 
 What it does
-    It puts the rows in another order, and calls the criterion with each reduction, where it has a ``reduction`` keyword
-    or attribute.
+    It puts the rows in a different order, and calls the criterion with each reduction, where it has a ``reduction``
+    keyword or attribute.
 
 Why is this bad?
     A sum in place of a mean multiplies the step by the batch size; a keyword that is not read, or a mean of
@@ -20,7 +20,7 @@ How it decides
 
     | seen                                        | cause                  | advice if           |
     |---------------------------------------------|------------------------|---------------------|
-    | another order of rows changes the value     | ``order_matters``      |                     |
+    | a different order of rows changes the value | ``order_matters``      |                     |
     | all reductions give one number              | ``reduction_ignored``  |                     |
     | none gives one number                       | ``none_is_reduced``    |                     |
     | sum is not the sum of none                  | ``sum_is_not_the_sum`` |                     |

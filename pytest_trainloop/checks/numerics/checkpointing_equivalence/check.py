@@ -15,7 +15,7 @@ How it decides
     2. If they do not, one thing at a time is put right. What makes them agree is the cause.
     3. If nothing does, every call of torch under a checkpoint is compared with the same call in the recomputation.
        Calls are compared too if torch refuses the plain ones because a tensor was changed before its backward pass.
-    4. The knob's other way is compared without dropout, since it may draw in another order.
+    4. The knob's other way is compared without dropout, since it may draw in a different order.
     5. Buffers may end with other values. Silent are a momentum of 1 - sqrt(1 - m), with an m of two digits at most, and
        counts of batches where momentum is not None.
     6. It skips a loop without checkpoints and without the knob.

@@ -11,7 +11,7 @@ Why is this bad?
 How it decides
     1. Bits are equal or they are not. If they are, it passes.
     2. With one thread and deterministic kernels the run is made again. If it is repeatable now, and differs without
-       these settings, a kernel sums in another order each time: ``nondeterministic_kernel``.
+       these settings, a kernel sums in a different order each time: ``nondeterministic_kernel``.
     3. If later runs are all equal, and only the first differs, something outside the function lives on:
        ``state_outside_loop``.
     4. Two child processes make the run from one state. If they agree, the reason is the same: ``state_outside_loop`` (a
