@@ -72,6 +72,7 @@ def test_how_every_check_decides_is_said_in_short_steps_and_one_short_table():
         assert sum(line.startswith("|") for line in lines) <= 2 + 12, name
         assert "\n".join(lines).count("\n|--") <= 1, name
         assert max(map(len, explain.page(name).splitlines())) <= 120, name
+        assert "It skips" not in prose, name  # that is under "When it is skipped"
         if name not in ("loss_contract", "loss_is_finite"):  # whose causes say by their names what is seen
             assert [c for c in check.causes if f"``{c}``" not in section(check, "How it decides")] == [], name
 

@@ -14,9 +14,7 @@ How it decides
     1. The reference is the loop itself at ``accumulate=1``. Gradients must agree to rounding in float64. Equal weights
        after the last step pass, whatever the gradients are.
     2. g_i is the gradient of micro-batch i alone. Least squares write both gradients as sums of w_i g_i; the weights
-       name the cause (docs/how-it-decides.md#accumulation-as-weights). It skips the loop if more than 1e-9 of the whole
-       batch's gradient lies outside their span: then examples interact. Right loops leave at most 2e-15, others at
-       least 1e-3.
+       name the cause (docs/how-it-decides.md#accumulation-as-weights).
     3. Without such a pattern, one thing at a time is left out between the micro-batches. If windows and one batch then
        agree, it is the cause. Correct are statistics of each forward pass, and a scheduler called and built for
        micro-batches. An optimizer that steps with each micro-batch, next to one that waits for the window, is correct
@@ -25,7 +23,6 @@ How it decides
        which is a skip.
     5. A loop without the knob that takes several batches a step is compared over windows in which every micro-batch is
        the whole batch. Weights that follow the place are a fault, a mean of means is advice.
-    6. It skips batches whose axis of rows is unclear and that agree along the second.
 
     | seen, if one batch has [.5, .5] | cause | advice if |
     |---|---|---|
@@ -42,6 +39,11 @@ How it decides
     | other writes to gradients or weights, or hooks, left out do | ``changed_inside_window`` |  |
     | rows twice: a part doubles, all halves | ``term_grows_with_rows``, ``divided_by_rows_again`` | no knob |
     | an uneven last window; other learning rates; none | ``last_window_lost``, ``update_differs`` | always |
+
+When it is skipped
+    It skips batches whose axis of rows is unclear and that agree along the second. It skips the loop if more than 1e-9
+    of the whole batch's gradient lies outside the span of the g_i: then examples interact. Right loops leave at most
+    2e-15, others at least 1e-3.
 
 Faulty
     >>> for i, (x, y) in enumerate(batches, start=1):

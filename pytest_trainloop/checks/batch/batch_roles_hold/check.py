@@ -26,7 +26,6 @@ How it decides
        another first graph; a first step on the second batch depends on its graph.
     7. Undeclared, a tensor called a mask is tried on numbers of its shape. Advice: one counts behind the ends of rows,
        and another does not.
-    8. It skips data that ``fit`` makes itself, and steps that do not repeat.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -34,6 +33,9 @@ How it decides
     | every place is left out | ``nothing_counts`` |  |
     | values at left out places change the gradient | ``left_out_places_count`` | zeros; a shape by chance; item 7 |
     | the graph of the first batch is kept (no declaration needed) | ``first_value_kept`` |  |
+
+When it is skipped
+    It skips data that ``fit`` makes itself, and steps that do not repeat.
 
 Faulty
     >>> batch = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([0, 1, 2, 0, 1, 2]), torch.linspace(0.2, 1, 6)

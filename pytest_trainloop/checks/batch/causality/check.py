@@ -21,7 +21,6 @@ How it decides
     5. Each operation is judged by its own gradient. It is the cause if nothing leaks without it.
     6. A leak in evaluation mode alone is advice unless the loop evaluates. A leak is advice too if outputs of another
        loss do not see the answer (Tacotron 2).
-    7. It skips a loop in which no loss of torch has the next inputs as targets.
 
     | operation                                                    | cause                                  |
     |--------------------------------------------------------------|----------------------------------------|
@@ -34,6 +33,9 @@ How it decides
       ``convolution_sees_ahead``, ``statistics_over_time`` |
     | nothing leaks in training mode                               | ``mask_missing_in_eval``               |
     | none of these                                                | ``sees_the_future``                    |
+
+When it is skipped
+    It skips a loop in which no loss of torch has the next inputs as targets.
 
 Faulty
     >>> class Language(nn.Module):

@@ -20,7 +20,6 @@ How it decides
     4. A row in which nothing counts can be a batch if the loader may leave any one row. It can be one too if it fills a
        quarter of the rows and ``accumulate`` splits them.
     5. Correct is what a loop does on purpose: a skipped batch, an ``assert``, an exception of its own.
-    6. It skips a loop that raises on one row if no loader is given and nothing else is found.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -29,6 +28,9 @@ How it decides
     | a row in which nothing counts makes weights NaN | ``nan_when_all_ignored`` | no batch; only the loss is NaN |
     | a row of length one does, and batches differ in width | ``nan_at_length_one`` | the loader leaves no single row |
     | a padding id beyond the table raises ``IndexError`` | ``index_out_of_table`` |  |
+
+When it is skipped
+    It skips a loop that raises on one row if no loader is given and nothing else is found.
 
 Faulty
     >>> class Net(nn.Linear):

@@ -20,7 +20,6 @@ How it decides
     3. All torch calls up to the step are then compared. Silent are rows that end by their values (a mask, a clamp, a
        hardest example, a computed index), and rows only looked at without gradients.
     4. Constant indices, flags and weights are read from these calls (docs/how-it-decides.md#rows-that-teach-nothing).
-    5. It skips a batch whose rows may be positions (declare ``batch_dim=``), and loops that raise on its rows.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -37,6 +36,9 @@ How it decides
     ``rows_left_out`` is advice for a remainder of equal parts, every other row, a share cut in front of the model, and
     rows that only change batch norm statistics. A constant class needs equal losses at three states of the weights,
     each row above 0 before the reduction, and gradients for rows with 1.
+
+When it is skipped
+    It skips a batch whose rows may be positions (declare ``batch_dim=``), and loops that raise on its rows.
 
 Faulty
     >>> for x, y in batches:

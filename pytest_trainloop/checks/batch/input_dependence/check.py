@@ -20,7 +20,6 @@ How it decides
        never runs. Or other values behind a mask (by its name, or of 0 and 1) change the loss. Or the project declares
        it: ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. A declared tensor need not reach a
        model.
-    6. It skips a batch whose rows are all equal.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -28,6 +27,9 @@ How it decides
     | nothing depends on one tensor that a model is called with | ``input_ignored`` | item 5 does not hold |
     | nothing reads ``advantages``, or ``done`` with a next state | ``input_ignored`` | item 5 does not hold |
     | a float input of 3 or more axes varies under 1 %, outputs under 5 % | ``inputs_hardly_vary`` | always |
+
+When it is skipped
+    It skips a batch whose rows are all equal.
 
 Faulty
     >>> def forward(self, x):

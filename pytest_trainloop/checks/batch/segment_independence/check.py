@@ -28,8 +28,6 @@ How it decides
     6. Declared means ``rows_interact=False`` or ``roles=Roles(segments=...)``: then advice of segments becomes a fault.
        Segments found by values alone give advice. Embedded numbers and targets of a loss number no segments, and
        documents that end at equal places in all rows are windows.
-    7. It skips graphs that interact by other calls (declare ``rows_interact=``), numbers that nothing explains, and a
-       batch without segments.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -45,6 +43,10 @@ How it decides
     | the gradient agrees once tables are read as for one document | ``positions_run_on`` | undeclared |
     | rewards of later episodes change earlier weights | ``returns_across_episodes`` | time limits, intrinsic |
     | the target of a last step changes with the next observation | ``target_past_the_end`` | flags may be time limits |
+
+When it is skipped
+    It skips graphs that interact by other calls (declare ``rows_interact=``), numbers that nothing explains, and a
+    batch without segments.
 
 Faulty
     >>> class GraphNet(nn.Module):

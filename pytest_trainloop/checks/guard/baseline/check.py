@@ -20,7 +20,6 @@ How it decides
     4. Tensors are one if they begin with the same values. Renamed, moved, transposed, joined or split ones are a note.
     5. The loop's own precision is compared on the environment of the baseline only: dtypes, and the gradient of the
        first step.
-    6. It skips a run that is not comparable with its baseline.
 
     | first that holds                                                                 | cause                      |
     |----------------------------------------------------------------------------------|----------------------------|
@@ -30,6 +29,9 @@ How it decides
     | gradients and updates agree, and only a loss's value differs (advice)            | ``steps_differ``           |
     | float64 agrees, the loop's own precision does not                                | ``precision_differs``      |
     | the values agree under other names (a note)                                      | ``renamed``                |
+
+When it is skipped
+    It skips a run that is not comparable with its baseline.
 
 Faulty
     >>> def forward(self, x):

@@ -15,9 +15,7 @@ How it decides
     4. In 426 layers of correct loops at most half of the units were dead after 25 steps (sparse codes, one-sided
        inputs, detection heads with few positives). So 60 % of a layer of 16 or more units is reported. Of a smaller
        layer all units must be dead.
-    5. It skips one fixed batch, on which an unneeded unit is not dead, and fewer than four different batches. Where no
-       such activation is called in three steps, it does not apply.
-    6. Every finding is advice. What gets no gradient from the first step on belongs to
+    5. Every finding is advice. What gets no gradient from the first step on belongs to
        ``gradient_reaches_every_param``.
 
     | first that holds                               | cause                   |
@@ -25,6 +23,10 @@ How it decides
     | 60 % are saturated                             | ``saturated``           |
     | 60 % are dead, and were in the first six steps | ``dead_from_the_start`` |
     | 60 % are dead                                  | ``dies_in_training``    |
+
+When it is skipped
+    It skips one fixed batch, on which an unneeded unit is not dead, and fewer than four different batches. If no such
+    activation is called in three steps, it does not apply.
 
 Faulty
     >>> def forward(self, x):

@@ -18,7 +18,9 @@ How it decides
        are often initialised again on purpose.
     5. It is a fault if ``pretrained=`` names the part. It is a fault if the first loss is lower with the restored
        values, by more than the factor of 1.5 that ``expected_init_loss`` allows. Otherwise it is advice.
-    6. It skips a loop in which no code chooses a value.
+
+When it is skipped
+    It skips a loop in which no code chooses a value.
 
 Faulty
     >>> class Detector(nn.Module):

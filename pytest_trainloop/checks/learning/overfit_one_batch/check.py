@@ -18,10 +18,7 @@ How it decides
     4. The input is unused if plain Adam, too, stops above half of the first loss, at the loss of equal rows. It must
        also go the same way with every row in its neighbour's place.
     5. With ``steps`` given, at most 300, the project declares when the batch is learned: every row is a fault then.
-    6. It skips several losses for several optimizers, a ``fit`` that ends early, and a learning rate that still rises.
-       It skips a loss that does not repeat with its seed, or does not change as its gradients say (policy gradients,
-       moving targets). Where an earlier check says why, it skips a falling loss that plain Adam does not halve either.
-    7. All searches end by steps, not by the clock: 3,614 at most.
+    6. All searches end by steps, not by the clock: 3,614 at most.
 
     | first that holds | cause | advice if |
     |---|---|---|
@@ -36,6 +33,11 @@ How it decides
     | steps lead up the gradient, or the learning rate is 0 | ``not_learning`` |  |
     | a usual eps, or a higher or lower learning rate, learns it | ``not_learning`` |  |
     | none of these | ``learns_slowly`` | always |
+
+When it is skipped
+    It skips several losses for several optimizers, a ``fit`` that ends early, and a learning rate that still rises. It
+    skips a loss that does not repeat with its seed, or does not change as its gradients say (policy gradients, moving
+    targets). If an earlier check says why, it skips a falling loss that plain Adam does not halve either.
 
 Faulty
     >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # step_size counts epochs

@@ -26,7 +26,6 @@ How it decides
        alone is advice.
     7. A rate of exactly 0 to the end is a fault, ``zero_for_good``. A filter by name that leaves a group with its own
        learning rate empty is advice.
-    8. It skips a constant learning rate. It also skips a schedule of unknown plan, unless something else is found.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -53,6 +52,9 @@ How it decides
       ``ends_in_warmup``, ``fades_out`` | less than twice |
     | it is 0 from before half; rises again; is lowest after twice the training | ``over_too_early``, ``rises_again``,
       ``barely_begun`` | not 0; no epoch after warm-up; always |
+
+When it is skipped
+    It skips a constant learning rate. It also skips a schedule of unknown plan, unless something else is found.
 
 Faulty
     >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

@@ -16,7 +16,9 @@ How it decides
        thousandth of the way that they went.
     4. It is a fault if all units of a layer stay copies: ``all_units_alike``. It is advice if at least half of them are
        copies of another one: ``units_repeated``.
-    5. It skips a loop without a linear or convolutional layer of two units.
+
+When it is skipped
+    It skips a loop without a linear or convolutional layer of two units.
 
 Faulty
     >>> for parameter in model.parameters():

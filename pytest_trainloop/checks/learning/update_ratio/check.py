@@ -17,8 +17,6 @@ How it decides
     4. Too low means: no measured step moves the weight matrices of a group by more than 2e-6 of their size. The loss
        falls by less than a twentieth in 300 steps, and plain Adam lowers it.
     5. Too high means: the loss ends above its start, or stops after steps as large as the weights.
-    6. It skips loops without one loss, learning rates that still rise after 300 steps, and a batch that plain Adam does
-       not learn. It skips a batch if an earlier check explains it.
 
     | first that holds | cause |
     |---|---|
@@ -28,6 +26,10 @@ How it decides
     | item 4, a higher one learns it, and a LambdaLR's largest factor is the base rate | ``lambda_gives_the_lr`` |
     | item 4, and a learning rate higher by a power of ten learns it | ``lr_too_low`` |
     | pretrained weights train at a random head's learning rate (advice) | ``same_lr_for_pretrained_and_new`` |
+
+When it is skipped
+    It skips loops without one loss, learning rates that still rise after 300 steps, and a batch that plain Adam does
+    not learn. It skips a batch if an earlier check explains it.
 
 Faulty
     >>> for group in optimizer.param_groups:

@@ -19,7 +19,6 @@ How it decides
     4. A list of spellings of which one matches, and a filter for learning rates, do not pass this experiment.
     5. Groups are swapped only in a model that trains as a whole. The last weight of a group is found by steps of the
        project's own optimizer with weight_decay 0 and 1. A line must read a loop's variable after the loop.
-    6. It skips a loop without weight decay.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -36,6 +35,9 @@ How it decides
     | decay 0 and 1 differ at a group's last weight only | ``decay_on_last_only`` |  |
     | a term of the loss shrinks the weights too | ``decayed_twice`` | always |
     | nothing reads a key like ``wd`` or ``decay_mult`` | ``option_nobody_reads`` | ``fit`` makes no epoch |
+
+When it is skipped
+    It skips a loop without weight decay.
 
 Faulty
     >>> no_decay = ("bias", "BatchNorm.weight")                              # the model calls it encoder.1

@@ -20,7 +20,6 @@ How it decides
        same way (auxiliary classes).
     4. Nothing is said of a critic that cannot tell if a tensor of the batch holds a single value: one class of labels
        looks the same.
-    5. It skips a loop in which no network scores what another trained network makes.
 
     | at every constant | cause | advice if |
     |---|---|---|
@@ -30,6 +29,9 @@ How it decides
 
     ``maker_helps_critic`` is advice where the critic sees data together with what is made of it. The two may then
     estimate mutual information together.
+
+When it is skipped
+    It skips a loop in which no network scores what another trained network makes.
 
 Faulty
     >>> critic, critic_optimizer = model, optimizer

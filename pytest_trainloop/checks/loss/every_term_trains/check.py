@@ -24,7 +24,6 @@ How it decides
        result is made once: it is a fault if it gives the term a gradient, and no backward pass of the run does.
     7. Sides are equal if the same calls made them of the same tensors. Equal numbers alone prove nothing. Silent:
        ``x - x`` in one line, and sides of which one is detached and that train by their slope.
-    8. It skips a loop that backpropagates no single number.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -37,6 +36,9 @@ How it decides
     | a difference is always 0, at every turn of the line, and should count | ``compared_with_itself`` |  |
     | the extreme of masked entries is the mask's value in every row | ``fill_chosen`` |  |
     | a term without a weight and a weight without a term name one thing | ``weight_of_another_name`` |  |
+
+When it is skipped
+    It skips a loop that backpropagates no single number.
 
 Faulty
     >>> for x, y in batches:

@@ -21,7 +21,9 @@ How it decides
     4. -100 and a declared ``ignore_index`` are promises. A -1 that is not declared may be mapped to a class on purpose
        (uncertain findings as negatives). It is advice, and a fault only if the mask is inverted.
     5. Labels that a decoder embeds are left as they are: they are inputs there.
-    6. It skips a batch without ignored labels, and a loop that raises.
+
+When it is skipped
+    It skips a batch without ignored labels, and a loop that raises.
 
 Faulty
     >>> batch = torch.linspace(-2, 2, 48).view(6, 8), torch.tensor([0, 1, -100, 2, -100, 1])

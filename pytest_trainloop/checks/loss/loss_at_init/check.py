@@ -20,7 +20,6 @@ How it decides
     4. Where 0 is expected, the mean over eight seeds must lie within ten standard errors, plus 1e3 eps of float32.
     5. Losses written by hand are compared with the same calls on zeros. A fault needs ten times that, weights wider
        than any usual initialisation, and three times or less with torch's own width.
-    6. It skips a loop without a loss whose chance level is known: declare ``expected_init_loss=``.
 
     | first that holds | cause | advice if |
     |---|---|---|
@@ -31,6 +30,9 @@ How it decides
     | pretrained, torch's tables, outputs of unit size, or a fixed scale | ``above_chance`` | always |
     | over 3 times chance | ``above_chance`` | always |
     | 5 standard errors below the entropy of labels, under five seeds | ``below_chance`` | always |
+
+When it is skipped
+    It skips a loop without a loss whose chance level is known: declare ``expected_init_loss=``.
 
 Faulty
     >>> for p in model.head.parameters():

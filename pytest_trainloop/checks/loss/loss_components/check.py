@@ -17,7 +17,6 @@ How it decides
     4. A factor that all terms share (1/k, a scaler's scale) is no fault, nor is a weight that moves from step to step
        (annealing).
     5. Terms that are numbers without a history are judged by their values alone.
-    6. It skips a single watched run, and a loss that cannot be differentiated together with its parts.
 
     | weights found                                    | cause                    | advice if              |
     |--------------------------------------------------|--------------------------|------------------------|
@@ -27,6 +26,9 @@ How it decides
     | 0.1 for one declared at (1.0, value)             | ``weight_differs``       | given without a weight |
     | the value holds a term and the gradient does not | ``part_detached``        |                        |
     | a part stays constant whatever the weights are   | ``part_constant``        | always                 |
+
+When it is skipped
+    It skips a single watched run, and a loss that cannot be differentiated together with its parts.
 
 Faulty
     >>> centre = lambda model, batch: 0.01 * model(batch[0]).square().mean()

@@ -28,7 +28,6 @@ How it decides
     7. Rows that end in the id that fills them: all their ends are ignored, no label before is. No gradient raises the
        score of this id.
     8. Each finding is a fault, with the exceptions of the table.
-    9. It skips a call that it could not compute with, if nothing else is found.
 
     | seen | fault if | otherwise |
     |---|---|---|
@@ -44,6 +43,9 @@ How it decides
     | gradients contradict names (pos, neg) in all rows | of products, cosines, log-probabilities | silent |
     | nll_loss of raw scores | their gradient does not sum to 0 over classes | silent |
     | kl_div by elements, a wide head, rare positives, log-softmax as logits, a learned temperature |  | advice |
+
+When it is skipped
+    It skips a call that it could not compute with, if nothing else is found.
 
 Faulty
     >>> for x, y in batches:

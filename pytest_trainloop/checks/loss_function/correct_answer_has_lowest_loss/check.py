@@ -18,7 +18,6 @@ How it decides
     6. Values may lie on another scale than targets (a log-rate). So only two things are faults there. One is a loss
        that falls in both directions away from the target, at all of three distances. The other is an output of
        ``(rows, 1)`` that is compared with every target.
-    7. It skips values that are not finite, and labels of two embeddings: a high one may mean near or far.
 
     | seen                                               | cause                |
     |----------------------------------------------------|----------------------|
@@ -26,6 +25,9 @@ How it decides
     | only some wrong answers cost less                  | ``other_class``      |
     | the target changes nothing, in every example       | ``target_unused``    |
     | ``(rows, 1)`` is compared with every target        | ``rows_not_matched`` |
+
+When it is skipped
+    It skips values that are not finite, and labels of two embeddings: a high one may mean near or far.
 
 Faulty
     >>> def loss(output, target):

@@ -12,7 +12,6 @@ How it decides
     2. If only outputs at ignored positions change, the value must stay, and no gradient may reach them.
     3. If ignored rows are removed, the value must stay. With several positions in a row, one position of every row is
        removed.
-    4. It skips a criterion that shifts targets against outputs inside.
 
     | seen                                                        | cause                   |
     |-------------------------------------------------------------|-------------------------|
@@ -21,6 +20,9 @@ How it decides
     | item 2: a gradient arrives                                  | ``gradient_at_ignored`` |
     | item 3: both values are in the ratio of the two counts      | ``counted_in_mean``     |
     | item 3: they are in a different ratio                       | ``removal_differs``     |
+
+When it is skipped
+    It skips a criterion that shifts targets against outputs inside.
 
 Faulty
     >>> def loss(output, target):

@@ -12,7 +12,6 @@ How it decides
     1. An exception or a warning is enough: most of torch's own losses warn.
     2. A missing test gives no wrong loss as long as every caller gives the right shapes. So every finding is advice
        (``loss_contract`` fails the loop that broadcasts).
-    3. It skips contracts of which no invalid target is known, and values with more than one axis.
 
     | accepted without exception or warning | cause |
     |---|---|
@@ -22,6 +21,9 @@ How it decides
     | class indices as floats | ``dtype_unchecked`` |
 
     A loss that flattens both first, and so compares each output with its own target, is correct.
+
+When it is skipped
+    It skips contracts of which no invalid target is known, and values with more than one axis.
 
 Faulty
     >>> def huber(output, target):

@@ -13,7 +13,6 @@ How it decides
     2. Differences with two step sizes must agree to 1e-4. Otherwise there is a kink, and the point is not judged.
     3. A gradient that differs from the slope by more than 1e-3 is an error.
     4. A constant value with a gradient is a straight-through estimator, and passes.
-    5. It skips values that are not finite, a kink at every point, and criteria that draw random numbers.
 
     | seen                                                           | cause                   | advice if |
     |----------------------------------------------------------------|-------------------------|-----------|
@@ -22,6 +21,9 @@ How it decides
     | a custom backward pass gives a different gradient              | ``wrong_backward``      |           |
     | it gives a fixed multiple of the slope (reversed on purpose)   | ``scaled_backward``     | always    |
     | no custom backward pass takes part (a focal weight, a teacher) | ``part_detached``       | always    |
+
+When it is skipped
+    It skips values that are not finite, a kink at every point, and criteria that draw random numbers.
 
 Faulty
     >>> class SquaredError(torch.autograd.Function):

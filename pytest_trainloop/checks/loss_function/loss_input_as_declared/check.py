@@ -14,7 +14,6 @@ How it decides
     3. Losses that judge classes one against all pass.
     4. Probabilities taken for logits are recognised by the value. With C classes, a confident correct answer then costs
        ``log(e + C - 1) - 1``, and a wrong one ``log(e + C - 1)``. That is the cross-entropy of a one-hot vector.
-    5. It skips values, embeddings and pairs of probabilities: no shift is known for them.
 
     | seen                                                              | cause                           | advice if |
     |-------------------------------------------------------------------|---------------------------------|-----------|
@@ -26,6 +25,9 @@ How it decides
     | the value is a divergence with ``log_target=True``                | ``target_as_logarithm``         |           |
     | the value is a divergence of probabilities, not logarithms        | ``probabilities_as_logarithms`` |           |
     | the value is minus the target's probability                       | ``linear_in_probabilities``     | always    |
+
+When it is skipped
+    It skips values, embeddings and pairs of probabilities: no shift is known for them.
 
 Faulty
     >>> def loss(output, target):

@@ -20,8 +20,10 @@ How it decides
        them: ``not_finite``.
     7. If an intermediate number is too large, every way to compute the loss may meet it: advice, ``out_of_range``.
     8. Losses of torch itself get advice.
-    9. A precision without such an operation, or in which the criterion raises, is left out. It skips a criterion that
-       draws random numbers.
+    9. A precision without such an operation, or in which the criterion raises, is left out.
+
+When it is skipped
+    It skips a criterion that draws random numbers.
 
 Faulty
     >>> def loss(output, target):

@@ -16,7 +16,6 @@ How it decides
     4. A criterion without ``reduction`` is a sum if twice the rows give twice the value and two halves add up to the
        whole. It is a mean if twice the rows give the same value. ``LossContract.reduction`` must say so. Where the
        contract says nothing, it is advice.
-    5. It skips values that are not finite, and criteria that draw random numbers.
 
     | seen                                        | cause                  | advice if           |
     |---------------------------------------------|------------------------|---------------------|
@@ -28,6 +27,9 @@ How it decides
     | the value is a sum and a mean is wanted     | ``mean_is_a_sum``      | nothing is declared |
     | the value is a mean and the sum is declared | ``sum_is_a_mean``      |                     |
     | several numbers come back                   | ``not_reduced``        | nothing is declared |
+
+When it is skipped
+    It skips values that are not finite, and criteria that draw random numbers.
 
 Faulty
     >>> def loss(output, target, reduction="mean"):

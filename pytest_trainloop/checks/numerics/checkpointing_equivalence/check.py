@@ -18,7 +18,6 @@ How it decides
     4. The knob's other way is compared without dropout, since it may draw in a different order.
     5. Buffers may end with other values. Silent are a momentum of 1 - sqrt(1 - m), with an m of two digits at most, and
        counts of batches where momentum is not None.
-    6. It skips a loop without checkpoints and without the knob.
 
     | makes gradients agree, or is seen | cause | advice if |
     |---|---|---|
@@ -28,6 +27,9 @@ How it decides
     | a call differs in the recomputation | ``state_changed`` |  |
     | the first forward pass differs | ``other_computation`` |  |
     | only buffers end with other values | ``statistics_updated_twice`` | no knob ``checkpoint`` |
+
+When it is skipped
+    It skips a loop without checkpoints and without the knob.
 
 Faulty
     >>> from torch.utils.checkpoint import checkpoint

@@ -16,7 +16,6 @@ How it decides
     3. Loops that skip such a batch openly (no backward pass, or no step) pass. So do loss scalers that skip a step,
        infinities written as literals (masks), and what softmax makes of them.
     4. A loop that skips every batch, because no loss is finite, is a fault.
-    5. A run that is only watched cannot be repeated. It skips what it cannot explain there.
 
     | first that holds                                                      | cause                   |
     |-----------------------------------------------------------------------|-------------------------|
@@ -27,6 +26,9 @@ How it decides
     | an operation makes it in the forward pass                             | ``made_in_forward``     |
     | forward is finite throughout, and an operation makes it in backward   | ``made_in_backward``    |
     | the batch holds it                                                    | ``nonfinite_input``     |
+
+When it is skipped
+    It skips what it cannot explain in a run that is only watched, since such a run cannot be repeated.
 
 Faulty
     >>> start = [p.detach().clone() for p in model.parameters()]

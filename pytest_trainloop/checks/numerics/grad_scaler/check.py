@@ -20,8 +20,7 @@ How it decides
        What is left then, 2^-7 of the gradient or more, is a scaled gradient used as if it were not.
     5. A scale that falls by 2^10, or 24 skips in a row, are only a suspicion. It is a fault if steps are skipped as
        often at 2^-24, at which no gradient up to 1e12 overflows.
-    6. Losses that are never finite belong to ``finite``, and exploding gradients to the learning rate. It skips a loop
-       without a scaler.
+    6. Losses that are never finite belong to ``finite``, and exploding gradients to the learning rate.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -35,6 +34,9 @@ How it decides
     | item 4 | ``scale_in_loss`` |  |
     | each scaler makes one step only | ``scaler_recreated`` | fewer than half skipped |
     | item 5 | ``scale_collapsed`` |  |
+
+When it is skipped
+    It skips a loop without a scaler.
 
 Faulty
     >>> scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)

@@ -22,7 +22,6 @@ How it decides
        right one does not.
     6. Options: weight decay and momentum of an optimizer of the project's own. The run is made again with another
        value, which must change some bit of the weights.
-    7. It skips a loop without an optimizer step.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -33,6 +32,9 @@ How it decides
     | another decay or momentum changes nothing; in 16 bits, no decay | ``option_without_effect`` | it is the default |
     | a step is 10 times the last one with a gradient, and b1^2 / sqrt(b2) >= 1 | ``betas_swapped`` | it grows less |
     | the fused step is wrong by half the update, the for-loop right | ``variants_differ`` | other errors; not used |
+
+When it is skipped
+    It skips a loop without an optimizer step.
 
 Faulty
     >>> model = Classifier()

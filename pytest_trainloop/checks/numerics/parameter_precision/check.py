@@ -22,8 +22,7 @@ How it decides
        that most entries rest until p is as far away as a is large.
     4. A running value held elsewhere (a dict of shadow weights) must keep its bits while float64 moves it at every
        step. Begun an eighth of its size away, it must still be there 60 steps later.
-    5. Tensors that anything but optimizers moves are not judged, nor tensors on which no loss depends. It skips a loop
-       without bfloat16 or float16.
+    5. Tensors that anything but optimizers moves are not judged, nor tensors on which no loss depends.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -32,6 +31,9 @@ How it decides
     | each step finds master weights with the values of their low-precision copies | ``updates_lost`` |  |
     | 10 % or more are lost | ``updates_lost_in_part`` | always |
     | items 3 and 4 | ``average_lost`` |  |
+
+When it is skipped
+    It skips a loop without bfloat16 or float16.
 
 Faulty
     >>> model = Classifier()

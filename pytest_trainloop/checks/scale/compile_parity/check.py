@@ -19,7 +19,6 @@ How it decides
        compiled alone show the innermost that differs.
     5. The compiled loop's ``load`` must restore its own checkpoint. If only the loop without compiling does not restore
        it, that is advice.
-    6. It skips loops whose rounding hides a difference, and backends that cannot be tried.
 
     | first that holds | cause | advice if |
     |---|---|---|
@@ -34,6 +33,9 @@ How it decides
     | ``load`` does not restore | ``checkpoint_not_restored`` | with compiling it does |
     | nothing was compiled | ``never_runs`` | always |
     | graph breaks; functions compiled again in later steps | ``graph_breaks``, ``recompilations`` | always |
+
+When it is skipped
+    It skips loops whose rounding hides a difference, and backends that cannot be tried.
 
 Faulty
     >>> if compile:

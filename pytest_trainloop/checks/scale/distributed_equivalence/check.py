@@ -28,8 +28,7 @@ How it decides
     5. Under torchrun it watches the script's ranks and runs nothing again. Weights must be equal if a
        DistributedDataParallel holds them, or if all ranks read equal gradients. Ranks that share out rows and read
        their own gradients are ``never_synchronised``: advice if a file could average weights.
-    6. Where rows interact, the same direction with another factor is advice, and another direction a skip. Ranks that
-       raise on shares, and weights averaged after steps, are skipped.
+    6. Where rows interact, the same direction with a different factor is advice.
 
     | weights, if one process has [.5, .5]; or what is seen | cause | advice if |
     |---|---|---|
@@ -45,6 +44,9 @@ How it decides
     | losses and gradients are equal on both ranks, bit for bit | ``same_rows_on_every_rank`` | only under one seed |
     | weights differ before the first step | ``start_differs`` | only under other seeds |
     | weights part later | ``weights_drift`` | buffers only; under other seeds |
+
+When it is skipped
+    It skips a different direction where rows interact, ranks that raise on shares, and weights averaged after steps.
 
 Faulty
     >>> if ranks > 1:

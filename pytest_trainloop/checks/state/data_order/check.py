@@ -24,7 +24,6 @@ How it decides
        keeps its first content, a buffer its last. Counters of one entry and running statistics are no fault.
     5. Rows that a collate function mixes (mixup, CutMix) are written as mixtures of two items. Their targets must mix
        the same two, in the same shares.
-    6. It skips a single example batch without a DataLoader, and streams that cannot be read.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -42,6 +41,9 @@ How it decides
     | only a smaller last batch raises; ``drop_last`` drops the only one | ``last_batch_raises``, ``no_batch`` |  |
     | batches, labels, noise, rows or leaves repeat | ``batch_repeats``, ``one_label_a_batch``, ``one_noise_for_all``,
       ``rows_never_drawn``, ``leaves_alike`` | always |
+
+When it is skipped
+    It skips a single example batch without a DataLoader, and streams that cannot be read.
 
 Faulty
     >>> x, y = torch.randn(64, 8), torch.arange(64) % 3

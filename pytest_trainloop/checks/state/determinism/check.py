@@ -20,7 +20,9 @@ How it decides
        differs is shown.
     6. The causes of items 2 to 4 are advice. ``nondeterministic=False`` makes them faults, and
        ``nondeterministic=True`` turns the check off.
-    7. It skips a difference whose source needs a forked process where none can be forked.
+
+When it is skipped
+    It skips a difference whose source needs a forked process where none can be forked.
 
 Faulty
     >>> generator = torch.Generator()

@@ -28,7 +28,6 @@ How it decides
        steer: other weights inside the calls show that.
     6. With the weights and the seed of the first run, ``evaluate()`` is called a second time. It must call a module
        and return no sum or mean of both calls.
-    7. It skips a difference that nothing restores, and an evaluation that needs a missing file.
 
     | what alone makes training differ | cause | advice if |
     |---|---|---|
@@ -45,6 +44,9 @@ How it decides
     | ``evaluate()`` raises after steps; before the first only | ``evaluation_raised``, ``raises_before_first_step`` |
       before the first |
     | anything, and only between two steps of one ``fit`` | ``matters_inside_fit`` | always |
+
+When it is skipped
+    It skips a difference that nothing restores, and an evaluation that needs a missing file.
 
 Faulty
     >>> def evaluate():

@@ -20,7 +20,6 @@ How it decides
        output of the last step, and cycles that Python's collector finds pass.
     5. It is advice if a deque with ``maxlen`` holds them, if every pass retained them and they can still be used, or if
        the run ended before step 36.
-    6. It skips a loop with fewer than six optimizer steps.
 
     | what reaches the graphs                                        | cause                   |
     |----------------------------------------------------------------|-------------------------|
@@ -28,6 +27,9 @@ How it decides
     | as many tensors as steps, in one container                     | ``kept_tensors``        |
     | the backward pass of each step went through all earlier graphs | ``carried_graph``       |
     | nothing that Python can look into                              | ``held_outside_python`` |
+
+When it is skipped
+    It skips a loop with fewer than six optimizer steps.
 
 Faulty
     >>> total = 0.0

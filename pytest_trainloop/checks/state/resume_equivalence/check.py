@@ -25,7 +25,6 @@ How it decides
     6. Where ``load`` sets what ``batches(n)`` draws from, the data must go on in the second epoch as in the first.
     7. ``renews=("optimizer", "scheduler", "scaler", "rng")``, or a path (``"model.bank"``), names what begins again on
        purpose.
-    8. It skips a difference that nothing heals, and files that are missing.
 
     | lost or seen | cause | advice if |
     |---|---|---|
@@ -40,6 +39,9 @@ How it decides
     | no random state is saved; a generator of the loop's own | ``rng_not_saved``, ``own_generator`` | always |
     | a different seed gives different values | ``drawn_from_seed`` | no permutation |
     | ``save`` changes training; ``save`` or ``load`` raises | ``save_changes``, ``save_raises``, ``load_raises`` |  |
+
+When it is skipped
+    It skips a difference that nothing heals, and files that are missing.
 
 Faulty
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

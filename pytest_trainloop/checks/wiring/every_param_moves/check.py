@@ -24,7 +24,7 @@ How it decides
        step on its tensor in float64. Half of all low-precision entries lost is a fault.
     8. An optimizer that is not torch's may keep what rounding takes (Kahan summation, master weights): advice, or
        silent if copies of it show that it does.
-    9. Parameters on which no loss depends are left out. It skips a loop without an optimizer step.
+    9. Parameters on which no loss depends are left out.
 
     | experiment | cause | advice if |
     |---|---|---|
@@ -32,6 +32,9 @@ How it decides
     | 156 steps from another start, and 1e4 times the learning rate, do not move it | ``not_updated`` |  |
     | it starts and stays at 0; from 1e-2 and 1e-5 it moves by the same share of its size | ``stays_at_zero`` |  |
     | float64 moves it, always by less than half a ULP of its dtype | ``lost_to_rounding`` | float32; not torch's |
+
+When it is skipped
+    It skips a loop without an optimizer step.
 
 Faulty
     >>> model = Classifier().to(torch.bfloat16)

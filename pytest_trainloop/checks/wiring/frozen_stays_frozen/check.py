@@ -25,7 +25,6 @@ How it decides
     7. Filters by name are tried. A pattern that no name of ``named_parameters()`` matches gets the answer "yes" in a
        further build and step. It gets it for names that it nearly has (``embeddings.`` for ``bert.embeddings.``). It is
        a filter if their parameters are frozen then.
-    8. It skips a loop in which nothing is frozen.
 
     | first that holds | cause | advice if |
     |---|---|---|
@@ -37,6 +36,9 @@ How it decides
     | running statistics of a frozen norm change | ``statistics_drift`` | an undeclared net called on its own |
     | a filter that freezes matches no name | ``freeze_matches_nothing`` | always |
     | ``module.requires_grad = False``, and its parameters train | ``freeze_sets_an_attribute`` | always |
+
+When it is skipped
+    It skips a loop in which nothing is frozen.
 
 Faulty
     >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data

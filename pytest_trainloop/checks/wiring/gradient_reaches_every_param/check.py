@@ -24,7 +24,6 @@ How it decides
        shape, with a word of its name. If ``frozen=`` is given and does not name the parameter, it is a fault too.
     6. Of what no operation used, ``frozen=`` declares this only with ``batches=`` or as ``frozen=()``. An expert or
        another task's head may be used by other batches.
-    7. It skips a loop without a backward pass.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -40,6 +39,9 @@ How it decides
     | weights of torch's layers are frozen, and ``frozen=`` does not name them | ``frozen_by_mistake`` |  |
     | nothing requires grad | ``nothing_trainable`` |  |
     | adapters are frozen, or train together with their base weights | ``adapters_frozen``, ``base_left_trainable`` |  |
+
+When it is skipped
+    It skips a loop without a backward pass.
 
 Faulty
     >>> def forward(self, x):

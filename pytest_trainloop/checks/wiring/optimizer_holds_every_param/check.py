@@ -19,7 +19,6 @@ How it decides
        loaded from a state dict as a whole (a teacher). The network is not declared as the model, and others are. Only
        tensors outside the model train (an image, a latent code), unless user code assigned their gradients: then they
        are master weights.
-    5. It skips a loop without a torch optimizer, or without a backward pass.
 
     | seen                                                                 | cause                       |
     |----------------------------------------------------------------------|-----------------------------|
@@ -29,6 +28,9 @@ How it decides
     | the same, met in forward, under the name of one that left its module | ``replaced_in_forward``     |
     | a missing parameter is in no module                                  | ``not_registered``          |
     | one parameter is held twice                                          | ``held_twice``              |
+
+When it is skipped
+    It skips a loop without a torch optimizer, or without a backward pass.
 
 Faulty
     >>> model = Classifier()

@@ -21,7 +21,6 @@ How it decides
     4. With other results in its place the loop must backpropagate the same. Otherwise it is a rollout, a pseudo-label
        or a teacher.
     5. In evaluation mode its first result must differ. Equal inputs several times in a row are samples: silent.
-    6. It skips a loop in which no module acts by mode.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -29,6 +28,9 @@ How it decides
     | they do so after an evaluation | ``eval_left_on`` |  |
     | an evaluation runs in training mode | ``evaluated_in_train`` | other structure; no dropout or norm |
     | dropout acts in evaluation mode | ``dropout_stays_on`` | ``training=`` written out; samples |
+
+When it is skipped
+    It skips a loop in which no module acts by mode.
 
 Faulty
     >>> for x, y in batches:
