@@ -38,8 +38,8 @@ SUMMARY = """\
 
 ```text
 measured   11 of 12 steps
-cause      not_zeroed: a step uses, bit for bit, gradients that an earlier step has used; or all later gradients are \
-added to one that is not finite
+cause      not_zeroed: a step uses, bit for bit, gradients that an earlier step has used; or a gradient that is \
+not finite stays in .grad, and all later ones are added to it
 shown by   they are bit-identical
 seen at    train.py:5   optimizer.step()
 change     train.py:4   loss.backward()
