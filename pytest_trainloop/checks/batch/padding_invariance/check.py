@@ -43,8 +43,8 @@ How it decides
     | (or: the loss compares outputs past the first padded one with targets) | ``padded_targets`` | weakly known |
     | padded outputs do not count in the loss | ``padded_targets`` | weakly known, or not divided by all positions |
     | none of these | ``padding_counts`` | always |
-    | (or: padding counts just where another sequence's mask is real) | ``mask_of_another`` | weakly known, or
-      features |
+    | (or: they agree if trimmed together, and padding counts just where another sequence's mask is real) |
+      ``mask_of_another`` | weakly known, or features |
 
 When it is skipped
     - No padding is known in the batch, the usual reason. Give rows of unequal lengths, and declare
