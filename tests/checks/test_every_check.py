@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import graphlib
+import importlib.util
 import re
 import sys
 import tempfile
@@ -159,6 +160,23 @@ def loop_of(example: str):
     return (lambda accumulate=1: make(accumulate)) if "accumulate" in example else lambda: make()
 
 
+def loop_in_a_file(example: str):
+    """A loop around a ``fit(model, optimizer, batches)`` that a module of its own defines."""
+    file = Path(tempfile.mkdtemp(), "train_example.py")
+    lines = ["import torch.nn.functional as F", example, "def make(): return build(fit)"]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+    module.build = lambda fit: plain_loop(Classifier(), different_batches(1)[0], fit)
+    spec.loader.exec_module(module)
+    return module.make
+
+
+def plain_loop(model, batch, fit):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=lambda b: fit(model, optimizer, b))
+
+
 def contract_of(example: str) -> LossContract:
     """The contract that the lines of an example build."""
     names = {"torch": torch, "nn": nn, "F": F, "LossContract": LossContract}
@@ -169,6 +187,8 @@ def contract_of(example: str) -> LossContract:
 def judge(check: Check, heading: str, **options):
     """The report on the example under this heading."""
     battery, subject_of = (check_loss, contract_of) if check.subject == "loss" else (check_loop, loop_of)
+    if check.name == "no_typos":  # reads the file that holds the loop
+        return battery(loop_in_a_file(example(check, heading)), raises=False, **options)
     if check.name != "baseline":
         return battery(subject_of(example(check, heading)), raises=False, **options)
     with tempfile.TemporaryDirectory() as folder:  # the example under "Fixed" is what was recorded

@@ -73,6 +73,7 @@ NAMES = (
     "weights_that_cancel",
     "objectness_logged_and_not_added",
     "argmax_over_a_column_of_labels",
+    "requires_grad_compared",
     "dice_of_raw_scores",
     "penalty_that_nothing_reads",
     "decoder_tied_by_data",
