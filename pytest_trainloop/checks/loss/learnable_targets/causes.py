@@ -104,7 +104,7 @@ CAUSES = {
         change=("data", "seen"),
     ),
     "target_written_by_loss": _seen(
-        proof="a loss function writes into the batch, and with the batch put back afterwards the loss differs",
+        proof="a loss function writes into what it is given, and with that put back afterwards the loss differs",
         summary="{function}() writes into {names}, and another term of the loss reads it afterwards",
         measured=("the loss is {loss:.6g}; with {names} put back when {function}() returns it is {restored:.6g}"),
         shown_by="both were taken with the same weights, batch and random numbers",

@@ -32,7 +32,7 @@ How it decides
     | item 3 | ``standardised_twice`` |  |
     | the targets' mean is ten times nearer to them than the first outputs | ``target_in_other_units`` | always |
     | each column of a target is in an input that outputs depend on | ``input_contains_target`` | always |
-    | a loss function writes into the batch; put back, the loss differs | ``target_written_by_loss`` |  |
+    | a loss function writes into an argument; put back, the loss differs | ``target_written_by_loss`` |  |
 
 Faulty
     >>> for x, y in batches:

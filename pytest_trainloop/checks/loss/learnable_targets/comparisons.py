@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.loss.learnable_targets.writes import BatchWrites
+from pytest_trainloop.checks.loss.learnable_targets.writes import ArgumentWrites
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.values import plain
 from pytest_trainloop.instruments.tracing.call_log import Calls
@@ -93,7 +93,7 @@ class FirstSteps(Calls):
 
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Copies of what a comparison was given, by the number of its call."""
-    writes: BatchWrites = field(default_factory=BatchWrites)
+    writes: ArgumentWrites = field(default_factory=ArgumentWrites)
 
     @classmethod
     def on(cls, evidence: Evidence) -> FirstSteps:
@@ -106,7 +106,7 @@ class FirstSteps(Calls):
     ) -> tuple[FirstSteps, Record]:
         """The first steps, some calls with other results, and their record. ``restores`` is a call that writes into
         the batch: this is undone when the function that makes it returns."""
-        first = cls(others=others, steps=COMPARED_STEPS, writes=BatchWrites(restores))
+        first = cls(others=others, steps=COMPARED_STEPS, writes=ArgumentWrites(restores))
         record = evidence.rerun(
             contexts=first.contexts,
             before_item=first.take,

@@ -165,16 +165,18 @@ def _depends(evidence: Evidence, one: Comparison, source: Value, columns: list[i
 
 
 def written_by_loss(evidence: Evidence) -> Iterator[Finding]:
-    """Each line of a loss function that writes into a tensor of the batch which another term reads afterwards."""
+    """Each line of a loss function that writes into a tensor which it is given, and which another term reads later."""
     first = evidence.shared(FirstSteps.on)
-    lines = {(w.call.place.file, w.call.place.line): w for w in reversed(first.writes.writes) if _suspected(first, w)}
+    states = {w.call.place for w in first.writes.writes if w.leaf < 0 and w.again}  # odd: mask_of_what_was_visited
+    writes = [w for w in reversed(first.writes.writes) if w.call.place not in states and _suspected(first, w)]
+    lines = {(w.call.place.file, w.call.place.line): w for w in writes}
     for write in lines.values():
         runs = [FirstSteps.seen(evidence, {}, restores)[1] for restores in (-1, write.call.number)]
         for loss, restored in zip(*map(_roots, runs), strict=False):
             if loss != restored and not (math.isnan(loss) and math.isnan(restored)):
                 facts = {"function": write.function, "argument": write.argument, "loss": loss, "restored": restored}
                 variant = "argument" if write.argument.isidentifier() else ""
-                names = (first.batch[write.leaf].of_batch,)
+                names = (first.batch[write.leaf].of_batch if write.leaf >= 0 else write.argument,)
                 yield found("target_written_by_loss", write.call, names, variant, **facts)
                 break
 
@@ -186,8 +188,9 @@ def _suspected(first: FirstSteps, write: Write) -> bool:
     if any("trained" in first.origin(value) for value in write.call.inputs[1:]):
         return False  # it keeps results in the batch
     inside = [c for c in first.calls[write.call.number : write.returned] if c.grad]
-    scalars = [v for c in inside for v in c.outputs if v.history and math.prod(v.shape) == 1]
-    return any(id(v) in first.leads for v in scalars)
+    # terms of each row (TRL's get_batch_logps), but of the batch only numbers: a layer may write into its mask
+    computed = [v for c in inside for v in c.outputs if v.history and (write.leaf < 0 or math.prod(v.shape) == 1)]
+    return any(id(v) in first.leads for v in computed)
 
 
 def _roots(record: Record) -> list[float]:

@@ -204,6 +204,40 @@ pair(
 )
 
 
+def log_probabilities(scores, labels, *, copies):
+    """Of each row's labels, as DPO takes them: -100 is filled, and masked out."""
+    if copies:
+        labels = labels.clone()
+    counted = labels != -100
+    labels[~counted] = 0
+    return (scores.log_softmax(-1).gather(2, labels[..., None])[..., 0] * counted).sum(-1)
+
+
+def preferences(copies):
+    ids, following = data.tokens(rows=6)
+
+    def loss(model, batch):
+        ids, following = batch
+        labels = torch.where(torch.arange(12) < 5, -100, following)
+        scores = model(ids)
+        chosen, rejected = log_probabilities(scores, labels, copies=copies).chunk(2)
+        likelihood = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return likelihood - F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    return lambda: loop(nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)), (ids, following), loss)
+
+
+pair(
+    "log_probabilities_fill_the_labels",
+    "learnable_targets",
+    "target_written_by_loss",
+    culprits=("labels",),
+    where="labels[~counted] = 0",
+    faulty=preferences(copies=False),
+    fixed=preferences(copies=True),
+)
+
+
 def standardised(target):
     """A table whose targets are standardised by the data set, and constants of the raw ones."""
 

@@ -228,3 +228,32 @@ def masked_columns_are_the_target() -> TrainLoop:
         return F.mse_loss(model(masked), target)
 
     return loop(mlp(6, 16, 2), (x, x[:, :2].clone()), loss_of)
+
+
+@odd(notes="a decoder marks in its caller's mask what it has visited, and its next call reads the mask")
+def mask_of_what_was_visited() -> TrainLoop:
+    def chosen_at(model, x, visited, at):
+        scores = model(x).masked_fill(visited.clone(), -1e4).log_softmax(-1)
+        visited[:, at] = True
+        return scores[:, at]
+
+    def loss_of(model, batch):
+        visited = torch.zeros_like(batch[0], dtype=torch.bool)
+        steps = [chosen_at(model, batch[0], visited, at) for at in range(4)]
+        return -torch.stack(steps).mean() + (model(batch[0]) * ~visited.clone()).square().mean()
+
+    return on_rows(loss_of)
+
+
+@odd(notes="a term fills its own copy of the labels, and hands a part of the scores' mask back to its caller")
+def counts_written_for_the_caller() -> TrainLoop:
+    def term(model, batch, counts):
+        scores = model(batch[0])
+        counts[batch[1]] += 1.0
+        return scores.square().mean(1)
+
+    def loss_of(model, batch):
+        counts = torch.zeros(3, dtype=batch[0].dtype)
+        return (term(model, batch, counts) / counts[batch[1]].clamp_min(1)).sum()
+
+    return on_rows(loss_of)
