@@ -205,6 +205,16 @@ OF_TARGETS = {
         settle="rows that are padded to a fixed length may all be shorter than half of it",
         source="https://github.com/openspeech-team/openspeech/issues/76",
     ),
+    "frames_of_padding": _seen(
+        proof="a CTC loss aligns labels with frames that are padding, as lengths or a mask of the batch say",
+        summary="{call} takes frames of padding for speech: its input_lengths are {given} for every row",
+        measured="of {rows:row} the shortest has {fewest} frames; with the true lengths this loss is {loss:.4g} in "
+        "place of {was:.4g}",
+        shown_by="of the padding, {by}; log_probs has {given} frames for {wide} positions of the input",
+        repair="give the lengths after the model: input_lengths = model.output_lengths(lengths)",
+        explains=(*LEARNING, "padding_invariance"),
+        source="https://github.com/ShankHarinath/DeepSpeech2-Keras/issues/3",
+    ),
     "padding_counted": _seen(
         proof=(
             "positions that are padding in the input get a gradient from the loss, all with one label where padding is "

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import listed
+from pytest_trainloop.checks.loss.loss_contract.padding import inputs_of
+from pytest_trainloop.instruments.batches.padding import Proof, read_padding
 from pytest_trainloop.instruments.tracing.tape_queries import constant, layout, unmoved
 
 if TYPE_CHECKING:
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.loss.loss_contract.call import LossCall
     from pytest_trainloop.core.finding import Finding
+
+SPARE_FRAMES = 2
+"""Frames of padding that rounding may leave: of a stride, and of a convolution that is wider than its stride."""
 
 FEWEST_FRAMES = 8
 """Frames below which half of them may be lost by rounding in each layer."""
@@ -36,6 +41,7 @@ def ctc(call: LossCall) -> Iterator[Finding]:
         repair = f"number the labels without {blank}, or give another blank="
         yield call.finds("blank_in_targets", **facts, repair=repair)
     yield from _short_inputs(call, rows, given.shape[0])
+    yield from _padded_inputs(call, given)
     beyond = [row for row in rows if any(label >= classes or label < 0 for label in row)]
     if beyond:
         low, high = (f(label for row in beyond for label in row) for f in (min, max))
@@ -76,6 +82,29 @@ def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator
         change=change,
         level="advice" if dropped and len(short) < len(rows) else "fault",
     )  # fmt: skip
+
+
+def _padded_inputs(call: LossCall, given: torch.Tensor) -> Iterator[Finding]:
+    """Lengths that are those of the longest row, though lengths or a mask of the batch say that rows are shorter.
+
+    Images that are padded to one width, and of which nothing gives the width, are read whole.
+    """
+    lengths, frames = call.given.get("input_lengths"), len(given)
+    found = read_padding(
+        call.step.batch, at_least=Proof.INPUTS, declared=call.step.declared, read=inputs_of(call, "log_probs")
+    )
+    if found is None or found.source not in ("mask", "lengths") or set(_ints(lengths)) != {frames}:
+        return
+    wide, counts = found.mask.shape[1], (~found.mask).sum(1)
+    real = -(-counts * frames // wide)
+    if len(real) != given.shape[1] or int(real.min()) > frames - SPARE_FRAMES:
+        return
+    others = {"log_probs": given, "input_lengths": real.clamp(min=1)}
+    loss = float(torch.nn.functional.ctc_loss(**{**call.given, **others}).mean())
+    facts = {"given": frames, "by": found.reason, "rows": len(real), "fewest": int(real.min()), "wide": wide}
+    counted = unmoved(call.values.get("input_lengths"))
+    change = counted.call.place if counted is not None and counted.call is not None else None
+    yield call.finds("frames_of_padding", **facts, loss=loss, was=float(call.out.detach().mean()), change=change)
 
 
 def _labels(call: LossCall) -> Iterator[list[int]]:

@@ -57,9 +57,9 @@ def padded_positions(
     )
 
 
-def inputs_of(call: LossCall) -> set[tuple[int, ...]]:
-    """The shapes of what the scores were computed of."""
-    return {tuple(v.shape) for v in made_of(call.values["input"], MOST_VALUES) if not v.parents and not v.parameter}
+def inputs_of(call: LossCall, scores: str = "input") -> set[tuple[int, ...]]:
+    """The shapes of what the scores, an argument of this name, were computed of."""
+    return {tuple(v.shape) for v in made_of(call.values[scores], MOST_VALUES) if not v.parents and not v.parameter}
 
 
 def padding(call: LossCall) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from pytest_trainloop.checks.loss.loss_contract.call import named
 from pytest_trainloop.core.wording import count as times
@@ -125,7 +126,7 @@ def scores(call: LossCall) -> Findings:
     }.get(call.name, f"give {call.name} the scores as they are: it takes the {own} itself")
     if (is_sigmoid(source) or op in ("softmax", "hardsigmoid")) and abs(found.scale) <= WIDEST:
         if classes or not (found.shifted and found.scale != 1):  # 2 s - 1 is centred again
-            yield given_probabilities(call, source, otherwise)
+            yield given_probabilities(call, source, otherwise, abs(found.scale))
     elif op == "tanh" and 2 * abs(found.scale) <= WIDEST and (classes or not found.shifted):
         yield activation(call, source, f"no score leaves [-{found.scale:g}, {found.scale:g}]", otherwise)
     elif op in HALF_OPEN_ACTIVATIONS and found.scale > 0 and not found.shifted:
@@ -146,20 +147,33 @@ def scores(call: LossCall) -> Findings:
         yield from normalised_over_rows(call, found)
 
 
-def given_probabilities(call: LossCall, source: Value | None, repair: str) -> Finding:
-    """Probabilities in place of scores: a loss over classes has a least value then."""
-    least, flags = "", other_flags(call, "probabilities")
-    if call.over_classes and (classes := call.given["input"].shape[call.class_dim]):
-        low = math.log(1 + (classes - 1) * math.exp(-1))
-        least = f"over {classes} classes it cannot fall below {low:.4g}, however confident the model is"
-        if call.of_torch:
-            least = f"loss {float(call.out.detach().double().mean()):.4g}; {least}"
+def given_probabilities(call: LossCall, source: Value | None, repair: str, width: float = 1.0) -> Finding:
+    """Probabilities in place of scores, times ``width``: no class can get a large probability then."""
+    least, flags, given = "", other_flags(call, "probabilities"), call.tensor("input")
+    if call.over_classes and given is not None and float(given.max() - given.min()) <= width * (1 + 1e-3):
+        classes = given.shape[call.class_dim]
+        most = 1 / (1 + (classes - 1) * math.exp(-width))
+        least = f"over {classes} classes none can get a probability above {most:.4g}, however confident the model is"
+        least = f"{_lowest(call, given, width)}{least}"
     repair = f"{repair}; or {flags}" if flags else repair
     if source is None:
         made = statement(unmoved(call.values.get("input")))
         return call.finds("probabilities_as_logits", "sums", least=least, repair=repair, every=True, change=made)
     name = named(source).replace(source.op, "sigmoid" if is_sigmoid(source) else source.op)
     return call.finds("probabilities_as_logits", source=source, culprit=name, least=least, repair=repair)
+
+
+def _lowest(call: LossCall, given: torch.Tensor, width: float) -> str:
+    """The loss, and that of scores which are all for the correct class, by the same call: in the call's own reduction,
+    with its weights, and without ignored targets."""
+    target, axis, smoothed = call.tensor("target"), call.class_dim, call.given.get("label_smoothing")
+    if call.name != "cross_entropy" or target is None or target.is_floating_point() or smoothed:
+        return ""
+    correct = target.long().clamp(0, given.shape[axis] - 1).unsqueeze(axis)
+    best = torch.zeros_like(given).scatter(axis, correct, width)
+    asked = {n: call.given[n] for n in ("weight", "ignore_index", "reduction") if n in call.given}
+    lowest = float(F.cross_entropy(best, target, **asked).double().mean())
+    return f"loss {float(call.out.detach().double().mean()):.4g}, where {lowest:.4g} is the lowest: "
 
 
 def activation(call: LossCall, source: Value, why: str, otherwise: str) -> Finding:
@@ -280,7 +294,7 @@ def normalised_twice(call: LossCall, found: Found) -> Findings:
     source = under.value
     if outer.op == "softmax" and source.op == "softmax":
         if axis_of(source) == axis_of(outer) and source.shape == outer.shape:
-            yield given_probabilities(call, source, "take the softmax once")
+            yield given_probabilities(call, source, "take the softmax once", abs(under.scale))
     elif is_sigmoid(outer) and (is_sigmoid(source) or source.op == "softmax"):
         yield given_probabilities(call, source, "take the sigmoid once")
     elif is_sigmoid(outer) and source.op in ("relu", "relu6") and under.scale > 0 and not under.shifted:

@@ -232,3 +232,45 @@ pair(
     faulty=recognition(change=lambda b: b | {"frame_lengths": b["frame_lengths"] // 2}),
     fixed=recognition(),
 )
+
+
+def utterances(lengths_of, stride=1):
+    """Rows of 12 to 20 frames, of which a strided convolution leaves every second."""
+
+    def make():
+        batch = spoken()
+        batch["frame_lengths"] = torch.tensor([20, 16, 12, 20, 16, 12])
+        behind = torch.arange(20)[None] >= batch["frame_lengths"][:, None]
+        batch["frames"] = batch["frames"].masked_fill(behind[..., None], 0.0)
+        batch["labels"] = batch["labels"][:, :3]
+        batch["label_lengths"] = torch.full((6,), 3)
+
+        def loss_of(model, batch):
+            logp = F.log_softmax(model(batch["frames"][:, ::stride]), -1).transpose(0, 1)
+            lengths = lengths_of(batch, len(logp), stride)
+            return F.ctc_loss(logp, batch["labels"], lengths, batch["label_lengths"])
+
+        return loop(Recogniser(), batch, loss_of)
+
+    return make
+
+
+def longest(batch, frames, stride):
+    return torch.full((len(batch["frames"]),), frames)
+
+
+def as_given(batch, frames, stride):
+    return -(-batch["frame_lengths"] // stride)
+
+
+for name, stride in {"ctc_over_padded_frames": 1, "ctc_over_padded_frames_of_a_strided_model": 2}.items():
+    pair(
+        name,
+        "loss_contract",
+        "frames_of_padding",
+        where="return F.ctc_loss(logp",
+        change="return torch.full(",
+        faulty=utterances(longest, stride),
+        fixed=utterances(as_given, stride),
+        quick=stride == 1,
+    )

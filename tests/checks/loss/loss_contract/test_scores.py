@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.checks.loss.loss_contract.scores import exceeds_one, logs_of_one, sums_to_one
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -24,3 +25,16 @@ def test_a_row_that_sums_to_one_by_chance_is_no_distribution():
     assert sums_to_one(scores[:1], 1)
     assert not sums_to_one(scores, 1)
     assert not sums_to_one(torch.tensor([[1.5, -0.5]]), 1)
+
+
+@pytest.mark.parametrize(("reduction", "lowest"), [("mean", 0.5514), ("sum", 3.86)])
+def test_the_lowest_loss_of_probabilities_is_in_the_reduction_of_the_call(reduction, lowest):
+    def loss(model, batch):
+        scores, labels = model(batch[0]).softmax(1), batch[1].masked_fill(torch.arange(8) == 0, -100)
+        return torch.nn.functional.cross_entropy(scores, labels, reduction=reduction)
+
+    def make():
+        return TrainLoop(model=torch.nn.Linear(4, 3), batch=(torch.randn(8, 4), torch.arange(8) % 3), loss=loss)
+
+    report = check_loop(make, only=["loss_contract"], raises=False)
+    assert f", where {lowest} is the lowest: over 3 classes" in report.results[0].findings[0].measured
