@@ -94,25 +94,36 @@ def changes(path: Path, tensor: torch.Tensor, axis: int) -> bool:
     return not named and (by_rows.shape[1] == 1 or bool((by_rows.sum(1) == 1).all()))
 
 
+def entries_that_change(tensor: torch.Tensor, row: int, axis: int) -> list[int]:
+    """The entries of a row, counted through all axes, that some other row has another value for."""
+    by_rows = tensor.detach().movedim(axis, 0)
+    differ = [_in_place_of(by_rows[row], other) != by_rows[row] for other in by_rows]
+    return [int(at) for at in torch.stack(differ).any(0).flatten().nonzero()]
+
+
 def _with_rows_of(tensor: torch.Tensor, asked: OtherValues, axis: int) -> torch.Tensor:
-    """The tensor with these rows as others are that are none of them: the next ones that differ."""
+    """The tensor with these rows as others are that are none of them: the next ones that differ, at the one entry where
+    it is one."""
     rows, position, kept = asked.rows, asked.position, {*asked.rows, *asked.spared}
     fresh = tensor.detach().clone()
     by_rows = fresh.movedim(axis, 0)
     old = tensor.detach().movedim(axis, 0)
+    changed = torch.ones(old[0].shape, dtype=torch.bool, device=old.device)
+    if position is not None:
+        changed = (torch.arange(changed.numel(), device=old.device) == position).view(changed.shape)
     for row in rows:
         others = [(row + n) % len(old) for n in range(1, len(old)) if (row + n) % len(old) not in kept]
-        donor = next((o for o in others if not torch.equal(old[o], old[row])), row)
-        new = old[donor].clone()
-        if whole(tensor):
-            new = torch.where(_left_alone(old[row]) | _left_alone(new), old[row], new)
+        new = old[next((o for o in others if not torch.equal(old[o], old[row])), row)]
         if position is not None:
-            by_rows[row] = torch.where(
-                torch.arange(new.numel(), device=new.device).view(new.shape) == position, new, old[row]
-            )
-        else:
-            by_rows[row] = new
+            given = (_in_place_of(old[row], old[o]) for o in others)
+            new = next((g for g in given if bool((g != old[row])[changed].any())), new)
+        by_rows[row] = torch.where(changed, _in_place_of(old[row], new), old[row])
     return fresh.requires_grad_(tensor.requires_grad)
+
+
+def _in_place_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """One row's values in place of another's, but for whole numbers that are left alone in either."""
+    return torch.where(_left_alone(old) | _left_alone(new), old, new) if whole(old) else new
 
 
 def _left_alone(values: torch.Tensor) -> torch.Tensor:

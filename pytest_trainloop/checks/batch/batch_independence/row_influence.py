@@ -21,6 +21,7 @@ from pytest_trainloop.checks.batch.batch_independence.other_values import (
     OtherOrder,
     OtherValues,
     changes,
+    entries_that_change,
     has_rows,
     roll,
     rows_that_differ,
@@ -31,7 +32,8 @@ from pytest_trainloop.core.whose import reraise_raised
 from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.own_data import makes_own_data
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
-from pytest_trainloop.instruments.tracing.row_tape import RowTape, Tape
+from pytest_trainloop.instruments.tracing.row_tape import RowTape, Tape, TapedCall, leads_to
+from pytest_trainloop.recording.torch_names import TRANSPOSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -159,9 +161,13 @@ class RowInfluence:
         rows = self.some if rows is None else rows
         return OtherValues(rows, among, floats_only=self._floats_only, spared=self.some, with_masks=self.with_masks)
 
-    def alone(self, row: int, among: frozenset[Path], position: int | None = None) -> OtherValues:
+    def alone(self, row: int, among: frozenset[Path]) -> OtherValues:
         """Other values in one row."""
-        return OtherValues((row,), among, position, floats_only=self._floats_only)
+        return OtherValues((row,), among, floats_only=self._floats_only)
+
+    def entries_that_change(self, path: Path, row: int) -> list[int]:
+        """The entries of a row, counted through all axes, that other values in it change."""
+        return entries_that_change(dict(nested.paths(self.few.batch))[path], row, self.few.axis)
 
     def tape(self, change: Change, patch: Patch = AS_CALLED, *, shared_draws: bool = False) -> Tape | None:
         """The step over the changed batch; None where it raised, or cannot be compared. ``shared_draws``: what is drawn
@@ -297,6 +303,16 @@ class RowInfluence:
             by = (one.gradient - two.gradient).abs().amax(1)
             found[number] = frozenset((by > self.bound(*tapes) * one.gradient.abs().max()).nonzero().flatten().tolist())
         return found
+
+    def turned(self, call: TapedCall) -> TapedCall | None:
+        """The transpose on the way to a call, of the last six, without which all rows are independent."""
+        tape = self.tape(AS_IT_IS)
+        before = [] if tape is None else [tape.calls[at] for at in sorted(leads_to(tape, call.inputs), reverse=True)]
+        for one in [one for one in before if one.name in TRANSPOSES][:6]:
+            without = self.independence((f"turned {one.number}", {one.number: lambda op: op.inputs[0]}))
+            if without is not None and without.independent:
+                return one
+        return None
 
     def repeats(self) -> bool:
         """Whether the same step made twice gives the same shares."""

@@ -171,19 +171,24 @@ def _of_other_rows(shares: RowInfluence, path: Path) -> Meeting | None:
     """Where targets change the shares of rows that they do not belong to, in no fixed order: copies of the batch may
     each be shifted by a number of rows of their own. Rows that are mixed have several targets. Nothing is said where
     all meet their own row in one of the shares: other shares are then other rows on purpose, as negatives are."""
-    places, rows, entries = shares.places(), shares.rows, _entries(shares, path)
+    places, rows = shares.places(), shares.rows
+    entries = dict(nested.paths(shares.few.batch))[path].numel() // rows
     owners: dict[tuple[int, int], dict[int, int]] = {}
     for row, number, at in ((row, n, at) for row, own in enumerate(places) for n, at in own.items()):
         for copy, position in enumerate(sorted(at)):
             owners.setdefault((number, position), {})[row] = copy
-    most = max(map(len, owners.values()), default=0)
+    if not owners or not entries or rows > MOST_ROWS:
+        return None
+    most = max(map(len, owners.values()))
     pairs: list[tuple[int, int]] = []
     hits: Counter[tuple[int, int]] = Counter()
     shifts: dict[tuple[int, int], set[int]] = {}
-    chosen = range(rows) if entries == 1 else (0, rows // 2, rows - 1)
-    for label in chosen if owners and entries and rows <= MOST_ROWS else ():
-        seen = False
-        for entry in (*dict.fromkeys((0, min(1, entries - 1), entries // 2)), None):
+    free = {row: shares.entries_that_change(path, row) for row in range(rows)}
+    able = [row for row in free if free[row]] or list(free)
+    chosen = list(free) if entries == 1 else dict.fromkeys((able[0], able[len(able) // 2], able[-1]))
+    for label in chosen:
+        seen, some = False, free[label]
+        for entry in (*dict.fromkeys([*some[:2], *some[len(some) // 2 :][:1]]), None):
             if entry is None and seen:
                 break  # single entries of a one-hot target may stay as they are: the whole row
             moved = shares.touched(OtherValues((label,), frozenset({path}), entry))
@@ -217,14 +222,9 @@ def _of_other_rows(shares: RowInfluence, path: Path) -> Meeting | None:
     variant = "mixed" if most > 1 else "several" if len(set(pairs)) > len(labels) else ""
     names = (call.named if call is not None else "the loss",)
     if variant == "several" and call is not None:  # outputs of another layout
-        facts["change"] = compared(str(call.place), 0)
+        turned = shares.turned(call)
+        facts["change"] = compared(str(call.place), 0) if turned is None else str(turned.place)
     return Meeting("permuted", found("labels_of_other_rows", call, names, variant, **facts), call, path=path)
-
-
-def _entries(shares: RowInfluence, path: Path) -> int:
-    """How many targets a row has."""
-    tensor = next((t for p, t in nested.paths(shares.few.batch) if p == path), None)
-    return 0 if tensor is None else tensor.numel() // shares.rows
 
 
 def _by_operation(shares: RowInfluence, shift: Shift, *, layout: bool) -> Meeting | None:

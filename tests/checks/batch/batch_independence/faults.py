@@ -268,3 +268,30 @@ pair(
     faulty=per_step(restores=False),
     fixed=per_step(restores=True),
 )
+
+
+def tagged(both):
+    """Tags of five kinds: neighbours of a row, and the ends of rows, often hold the same."""
+
+    def make():
+        ids, past = data.tokens(8, vocab=20)[0], torch.arange(12) >= torch.tensor([12, 5, 9, 7] * 2)[:, None]
+        batch = {"ids": ids.masked_fill(past, 0), "tags": (ids % 5).masked_fill(past, -100)}
+
+        def loss_of(model, batch):
+            scores = model(batch["ids"]).transpose(0, 1).flatten(0, 1)
+            tags = batch["tags"].t() if both else batch["tags"]
+            return F.cross_entropy(scores, tags.flatten(), ignore_index=-100)
+
+        return loop(nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 5)), batch, loss_of)
+
+    return make
+
+
+pair(
+    "transposed_scores_against_padded_tags",
+    "batch_independence",
+    "labels_of_other_rows",
+    change='scores = model(batch["ids"]).transpose(0, 1).flatten(0, 1)',
+    faulty=tagged(both=False),
+    fixed=tagged(both=True),
+)
