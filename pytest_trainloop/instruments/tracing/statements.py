@@ -30,7 +30,7 @@ from pytest_trainloop.instruments.tracing.syntax import (
 from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.instruments.tracing.syntax import Source
     from pytest_trainloop.recording.events import Site
@@ -190,6 +190,18 @@ def window_size(step: str, backward: str, knob: str) -> str:
     return knob if knob in names else ""
 
 
+def in_a_loop_of_its_own(line: str, other: str) -> bool:
+    """Whether the innermost loop around a line leaves out another line of the same function."""
+    found, outside = statement_at(line), statement_at(other)
+    if found is None or outside is None or found[0] is not outside[0]:
+        return False
+    source, function = found[0], found[0].function(found[1])
+    around = [
+        n for n in source.above(found[1]) if isinstance(n, (ast.For, ast.While)) and source.function(n) is function
+    ]
+    return bool(around) and source.function(outside[1]) is function and outside[1] not in ast.walk(around[0])
+
+
 def second_of_two_calls(function: str) -> str:
     """The second of the only two calls of one helper, each with another name, in the function that begins at a line."""
     found = statement_at(function)
@@ -212,6 +224,27 @@ def call_in_function_of(site: Site, other: Site) -> str:
 def call_of_helper(site: Site, other: Site) -> str:
     """The line that calls the function of a call site, where another call site goes through a function further out."""
     return str(place_of(*site[1])) if len(site) > 1 and call_in_function_of(site, other) else ""
+
+
+def in_one_loop(site: Site, other: Site, unless: str) -> bool:
+    """Whether a loop holds both call sites, the first one under no condition: what that one does lasts for the other in
+    the next pass of the loop, unless the loop calls a function under a condition."""
+    mine = [loop for at in site for loop in _loops_around(at, conditions=False) if not _may_call(loop, unless)]
+    return any(loop in mine for at in other for loop in _loops_around(at, conditions=True))
+
+
+def _loops_around(at: tuple[str, int], *, conditions: bool) -> Iterator[ast.AST]:
+    found = statement_at(str(place_of(*at)))
+    for node in found[0].above(found[1]) if found is not None else ():
+        if isinstance(node, FUNCTIONS) or (isinstance(node, ast.If) and not conditions):
+            return
+        if found is not None and node is not found[1] and isinstance(node, (ast.For, ast.While)):
+            yield node
+
+
+def _may_call(loop: ast.AST, name: str) -> bool:
+    conditions = [n for n in ast.walk(loop) if isinstance(n, ast.If)]
+    return any(isinstance(n, ast.Call) and called_name(n) == name for node in conditions for n in ast.walk(node))
 
 
 def _function_of(at: tuple[str, int]) -> tuple[str, int] | None:

@@ -231,7 +231,7 @@ def _untied(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
 
 def _schedules(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     """A schedule whose count training moves and which ends elsewhere, whatever the learning rate is now."""
-    from pytest_trainloop.checks.state.resume_equivalence.statements import line_to_change
+    from pytest_trainloop.checks.state.resume_equivalence.statements import behind, line_to_change
 
     if a.at_end is None or b.at_end is None:
         return
@@ -242,19 +242,21 @@ def _schedules(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
             before, now = a.at_end.value(path), b.at_end.value(path)
             if b.built.value(path) != a.saved.value(path) and before != now:
                 line = line_to_change(a, b, leaf, held=False)
-                yield _seen("scheduler_restarts", a, (path,), "counted", now=now, before=before, change=line)
+                facts = {"now": now, "before": before, **behind(b, "scheduler_restarts", line)}
+                yield _seen("scheduler_restarts", a, (path,), "counted", change=line, **facts)
                 return
 
 
 def _scalers(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.state_calls import SAVES
-    from pytest_trainloop.checks.state.resume_equivalence.statements import last_call
+    from pytest_trainloop.checks.state.resume_equivalence.statements import behind, last_call
 
     for path, before in a.scales.items() if "scaler" not in b.renewed.names else ():
         if (now := b.scales.get(path, before)) != before:
             saved = path in a.saved.places and id(a.saved.object(path)) in {call.on for call in a.statements}
             line = last_call(b.statements) if saved else last_call(a.statements, SAVES)
-            yield _seen("scaler_lost", a, (path,), "scale", now=now, before=before, change=line)
+            facts = {"now": now, "before": before, **behind(b, "scaler_lost", line)}
+            yield _seen("scaler_lost", a, (path,), "scale", change=line, **facts)
 
 
 def _random_states(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_trainloop.checks.state.resume_equivalence.causes import MOST_NAMES, found
-from pytest_trainloop.checks.state.resume_equivalence.statements import last_call, line_to_change, owner_of
+from pytest_trainloop.checks.state.resume_equivalence.statements import behind, last_call, line_to_change, owner_of
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
 from pytest_trainloop.instruments.tracing import statements
@@ -295,7 +295,8 @@ def loss_finding(
         change = line_to_change(a, b, leaf, held=bool(entry))
     else:
         change = ""
-    return found(cause, where, names, variant, **({"change": change} | facts))
+    repair = {} if variant else behind(b, cause, change)
+    return found(cause, where, names, variant, **({"change": change} | repair | facts))
 
 
 def _changed(differences: Sequence[Difference]) -> str:

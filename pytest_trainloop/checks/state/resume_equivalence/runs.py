@@ -26,6 +26,7 @@ from pytest_trainloop.core.errors import CannotDecide, UsageError
 from pytest_trainloop.core.whose import present, project_may_raise, reraise_ours
 from pytest_trainloop.declare import nested
 from pytest_trainloop.declare.knobs import nearest
+from pytest_trainloop.recording.events import ModeCall
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.runs.hooks import before_calls, hooked
@@ -53,6 +54,11 @@ if TYPE_CHECKING:
 ELSEWHERE = 7919
 """Added to the seed before ``load`` where the checkpoint holds a random state: what it restores is seen by it."""
 
+COUNTED = frozenset({"epoch", "step", "iter", "iteration", "update", "round"})
+"""Words of a counter's name that its limit has as well."""
+
+INTERVALS = frozenset({"every", "interval", "freq", "period", "warmup", "save", "log", "eval"})
+"""Words of a number of epochs or steps at which something else is done."""
 
 _TOUCHED = ("weight", "buffer", "mode", "requires_grad", "optimizer_state", "group_value")
 """Kinds that save must leave as they are, where training goes on with them."""
@@ -155,6 +161,8 @@ class Uninterrupted(Run):
         """Where these two functions begin."""
         self.paths: dict[str, str] = {}
         """The paths of declared weights and buffers by name."""
+        self.mode_left = False
+        """Whether modules were switched at the end of the first half, after its last backward pass."""
         kept: dict[str, str] = {}
 
         def between(loop: TrainLoop, watch: Watch) -> None:
@@ -163,6 +171,8 @@ class Uninterrupted(Run):
                     state = scaler.state_dict()
                     scaler.load_state_dict({**state, "scale": state["scale"] / 2})
                 before = Reach.of(loop).snapshot()
+            backwards, switches = watch.record.backwards(), watch.record.of(ModeCall)
+            self.mode_left = bool(backwards) and any(call.at > backwards[-1].at for call in switches)
             self.lines = {name: line_of(getattr(loop, name)) for name in self.lines}
             self._save(loop)
             with watch.suspended():
@@ -234,19 +244,25 @@ class Uninterrupted(Run):
 
     def _run_out(self) -> str:
         """The counter that may have ended the second call of ``fit``: a number that the first one moved to the value of
-        another one; empty where there is none."""
+        another one, which counts the same by its name; empty where there is none."""
         saved, fresh = self.saved, Reach.of(self.evidence.fresh_loop()).snapshot()
         both = [p for p, leaf in saved.leaves.items() if leaf.kind == "scalar" and p in fresh.leaves]
         numbers = {p: saved.value(p) for p in both if type(saved.value(p)) is int}
         moved = {p: v for p, v in numbers.items() if v > 0 and fresh.value(p) != v}
         for path, value in moved.items():
             for limit, other in numbers.items():
-                if limit not in moved and other == value:
+                counted = _words(path) & _words(limit) & COUNTED
+                if limit not in moved and other == value and counted and not _words(limit) & INTERVALS:
                     return (
                         f": {path} is {value} by then, and so is {limit}, where fit may stop. Let the test's fit train "
                         f"on: set {limit} = {path} + {value} before it calls the trainer"
                     )
         return ""
+
+
+def _words(path: str) -> set[str]:
+    """The words of an attribute's name, in the singular."""
+    return {word.removesuffix("s") for word in path.rpartition(".")[2].lower().split("_")}
 
 
 class Resumed(Run):
@@ -280,7 +296,8 @@ class Resumed(Run):
         """Those whose random state the loop holds, to restore it when it trains."""
         self.set_equal = frozenset[str]()
         """Paths of values that training has left as built and that ``load`` sets: the epoch to start from. The second
-        half of the uninterrupted run began with them as they are built, and so does this one."""
+        half of the uninterrupted run began with them as they are built, and so does this one. Modes that load leaves
+        as built, too, where an evaluation in fit has left others: it is for train_mode to say so."""
         self.numbers: list[float] = []
         """The numbers in what ``evaluate`` returned."""
 
@@ -341,6 +358,8 @@ class Resumed(Run):
         return difference.how != "vanished" and same_value(self.built.value(path), difference.after)
 
     def _is_for_resuming_alone(self, d: Difference) -> bool:
+        if d.leaf.kind == "mode" and self.a.mode_left:
+            return self.left_as_built(d)
         known = d.leaf.kind == "scalar" and d.how == "changed" and d.leaf.path in self.built.leaves
         return known and same_value(self.built.value(d.leaf.path), d.before) and not self.is_decayed_lr(d)
 

@@ -42,6 +42,15 @@ def line_to_change(a: Uninterrupted, b: Resumed, leaf: Leaf, *, held: bool) -> s
     return last_call(a.statements, SAVES, optimizer=optimizer)
 
 
+def behind(b: Resumed, cause: str, change: str) -> dict[str, str]:
+    """The repair where the statement to change is the one of ``load`` that the missing one goes behind; empty where
+    that of the cause says more."""
+    name = {"optimizer_state_lost": "optimizer", "scheduler_restarts": "scheduler", "scaler_lost": "scaler"}.get(cause)
+    if name is None or change not in [call.where for call in b.statements]:
+        return {}
+    return {"repair": f'{name}.load_state_dict(state["{name}"]) behind this line of load, once the {name} is built'}
+
+
 def owner_of(a: Uninterrupted, leaf: Leaf) -> Any:
     """The object that a leaf is an attribute of."""
     place = a.saved.places.get(leaf.path)

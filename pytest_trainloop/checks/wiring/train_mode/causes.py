@@ -33,6 +33,14 @@ CAUSES = {
         measured=_MEASURED,
         shown_by="they ran in training mode before, an evaluation switched them, and nothing switched them back",
         repair="model.train() after the evaluation that begins here, on the module that eval() was called on",
+        variants={
+            "called twice": {
+                "shown_by": (
+                    "fit was called twice, as its loop would go on: an evaluation at the end of the first call "
+                    "switched them, and nothing switched them back"
+                )
+            }
+        },
         explains=("overfit_one_batch",),
         change=("seen",),
         source="https://github.com/fartashf/vsepp/issues/4",

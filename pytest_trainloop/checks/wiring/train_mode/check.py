@@ -52,10 +52,11 @@ Fixed
     ...     model.train()
 
 Known limits
-    A validation is seen where it comes within twelve steps, or at the end of an epoch of three batches. One that comes
-    exactly once with each step, or uses the batch that was just trained on, is advice: it may show how training goes.
-    Dropout that is written by hand (a mask of ``torch.rand``) is not seen in evaluation mode. Before Python 3.11,
-    different calls of dropout on one line are advice.
+    A validation is seen where it comes within twelve steps, or at the end of an epoch of three batches. A mode that is
+    left at the end of ``fit`` counts where a loop in ``fit`` would go on: ``fit`` is called twice then. A validation
+    that comes exactly once with each step, or uses the batch that was just trained on, is advice: it may show how
+    training goes. Dropout that is written by hand (a mask of ``torch.rand``) is not seen in evaluation mode. Before
+    Python 3.11, different calls of dropout on one line are advice.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval

@@ -6,7 +6,9 @@ backpropagates changes, or the mode did not matter.
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from pytest_trainloop.checks.wiring.train_mode.evaluations import phases, traine
 from pytest_trainloop.instruments.gradients.dependence import difference
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
-from pytest_trainloop.instruments.tracing.statements import call_in_function_of
+from pytest_trainloop.instruments.tracing.statements import call_in_function_of, in_one_loop
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
@@ -26,9 +28,10 @@ from pytest_trainloop.runs.hooks import hooked, unless_suspended
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Iterable, Iterator, Set
+    from collections.abc import Callable, Iterable, Iterator, Set
 
     from pytest_trainloop.core.finding import Finding
+    from pytest_trainloop.declare.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
@@ -41,7 +44,8 @@ def trained_in_evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
     Without further runs, what an evaluation left on is a fault. A whole model that never ran in training mode may be
     intended, and is advice. Norms and parts of a model are left out then: what kinds they are is not looked at.
     """
-    for record, plan in phases(evidence) if evidence.repeatable else [(evidence.run(), None)]:
+    runs = itertools.chain(phases(evidence), _called_twice(evidence))
+    for record, plan in runs if evidence.repeatable else [(evidence.run(), None)]:
         if plan and not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
             continue
         first = first_in_evaluation_mode(record, *(_kinds(evidence, plan) if plan else (set(), set())))
@@ -70,10 +74,30 @@ def trained_in_evaluation_mode(evidence: Evidence) -> Iterator[Finding]:
         if left:
             facts["change"] = call_in_function_of(call.site, forward.site) if call else ""
             step = 1 + sum(s.at < forward.at for s in record.innermost_steps())
-            yield found("eval_left_on", at, shown, step=step, **facts)
+            variant = "called twice" if plan is not None and plan.varied else ""
+            yield found("eval_left_on", at, shown, variant, step=step, **facts)
         else:
             yield found("trained_in_eval", at, shown, "switched" if call else "", **facts)
         return
+
+
+def _called_twice(evidence: Evidence) -> Iterator[tuple[Record, RunPlan]]:
+    """A run that calls ``fit`` twice, where it ends in an evaluation which switched modules, and a loop that holds both
+    this and the training would go on: a loop over epochs of which ``fit`` makes one."""
+    record, plan = list(phases(evidence))[-1]
+    last = next(reversed(list(_training_passes(record))), None)
+    calls = [c for c in record.of(ModeCall) if last is not None and c.at > last.at]
+    if last is None or not calls or calls[-1].on or not in_one_loop(calls[-1].site, last.site, "train"):
+        return
+
+    once = plan.fit
+
+    def twice(loop: TrainLoop) -> Callable[[Any], Any]:
+        fit = once(loop)
+        return lambda batches: [fit(batches) for _ in range(2)]
+
+    plan = replace(plan, fit=twice, may_raise=True, varied="with fit called twice")
+    yield evidence.rerun(plan), plan
 
 
 def first_in_evaluation_mode(

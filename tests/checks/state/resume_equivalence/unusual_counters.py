@@ -17,7 +17,7 @@ class Trainer:
     """A classifier's trainer as projects write it: epochs are counted, validated, and saved with the rest."""
 
     def __init__(self):
-        self.config, self.epoch = SimpleNamespace(epochs=3), 0
+        self.config, self.epoch = SimpleNamespace(accumulate=3, save_every_epochs=3, epochs=3), 0
         self.model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 30)

@@ -163,6 +163,46 @@ pair(
 )
 
 
+# A trainer that goes on by an epoch with each call, and leaves the mode of its validation.
+
+
+def epoch_by_epoch(before):
+    def make():
+        model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = {"epoch": 0}
+
+        def fit(batches, epochs):
+            while state["epoch"] < epochs:
+                before(model)
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                validate(model, [data.labelled(seed=5)])
+                state["epoch"] += 1
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: fit(batches, state["epoch"] + 1),
+        )
+
+    return make
+
+
+pair(
+    "epoch_ends_in_evaluation_mode",
+    "train_mode",
+    "eval_left_on",
+    culprits=("2",),
+    change="validate(model, [data.labelled(seed=5)])",
+    faulty=epoch_by_epoch(lambda model: None),
+    fixed=epoch_by_epoch(lambda model: model.train()),
+)
+
+
 # Encoder and decoder switched one by one; only the encoder is switched back.
 
 

@@ -60,15 +60,6 @@ def test_a_validation_with_gradients_on_is_no_training():
     assert judged(build) is None
 
 
-def test_a_validation_without_gradients_leaves_the_mode_on():
-    build = ModeRecordBuilder()
-    build.batch()
-    build.mode(False)
-    build.forward(grad=False, line=9)
-    build.batch()
-    assert judged(build) == (("drop", "norm"), True)
-
-
 def test_passes_in_training_mode_that_train_nothing_are_gathered_by_line():
     build = ModeRecordBuilder()
     build.batch()

@@ -56,6 +56,30 @@ def mode_eval_without_effect():
     return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
 
 
+@odd(notes="fit trains to the end, tests, and leaves the model ready to be used; a resumed run is in training mode")
+def mode_left_for_use():
+    model = dropping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e-2)
+
+    def fit(batches, epochs=1):
+        for epoch in range(epochs):
+            for x, y in batches:
+                step(model, optimizer, x, y)
+            if epoch == epochs - 1:
+                with torch.no_grad():
+                    (model.eval()(points()[0]).argmax(1) == points()[1]).float().mean().item()
+
+    def save(path):
+        torch.save([model.state_dict(), torch.get_rng_state()], path)
+
+    def load(path):
+        state, random = torch.load(path)
+        model.load_state_dict(state)
+        torch.set_rng_state(random)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit, save=save, load=load)
+
+
 @odd(notes="dropout of rate 0 in evaluation mode: switched or not, it passes everything on")
 def mode_eval_with_dropout_of_zero():
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.0), nn.ReLU(), nn.Linear(16, 4)).eval()
