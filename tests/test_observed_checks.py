@@ -134,3 +134,114 @@ def test_options_that_no_recipe_has_are_told_with_the_line_that_built_them():
     assert eps.culprits == ("1",)
     assert "nn.BatchNorm1d(16, 0.8)" in eps.change
     assert "torch.optim.SGD(p, 0.05, 0.9, 5e-4)" in decay.change
+
+
+def two_parts(fit):
+    """The verdicts on an observed loop of a trunk and a head, each with an optimizer that steps for each batch."""
+    torch.manual_seed(0)
+    with observe() as record:
+        trunk, head = nn.Linear(6, 8), nn.Linear(8, 1)
+        of_trunk, of_head = (torch.optim.SGD(part.parameters(), 0.1) for part in (trunk, head))
+        for step, x in enumerate(torch.randn(8, 4, 6)):
+            fit(step, trunk, head, of_trunk, of_head, x)
+    report = record.check("gradient_reaches_every_param", raises=False)
+    return report, [finding for result in report.results for finding in result.findings]
+
+
+def a_pass_that_no_step_uses(step, trunk, head, of_trunk, of_head, x):
+    hidden = trunk(x)
+    of_head.zero_grad()
+    head(hidden.detach()).square().mean().backward()
+    of_head.step()
+    of_trunk.zero_grad()
+    loss = (1 - head(hidden.detach())).square().mean()
+    loss.backward()
+    of_trunk.step()
+
+
+def test_an_optimizer_whose_own_pass_never_reaches_it_is_a_fault():
+    _, (finding,) = two_parts(a_pass_that_no_step_uses)
+    assert finding.level == "fault"
+    assert finding.culprits == ("trunk.weight", "trunk.bias")
+    assert "of_trunk.step()" in finding.where
+    assert finding.repair == "loss = (1 - head(hidden)).square().mean()"
+
+
+def one_loss_for_both(step, trunk, head, of_trunk, of_head, x):
+    of_head.zero_grad()
+    head(trunk(x).detach()).square().mean().backward()
+    of_head.step()
+    of_trunk.step()
+
+
+def test_an_optimizer_that_no_pass_reaches_is_advice():
+    report, (finding,) = two_parts(one_loss_for_both)
+    assert report.ok
+    assert finding.level == "advice"
+
+
+def frozen_so_far(step, trunk, head, of_trunk, of_head, x):
+    trunk.requires_grad_(requires_grad=False)
+    one_loss_for_both(step, trunk, head, of_trunk, of_head, x)
+
+
+def not_called_so_far(step, trunk, head, of_trunk, of_head, x):
+    one_loss_for_both(step, nn.Identity(), lambda x: head(F.pad(x, (0, 2))), of_trunk, of_head, x)
+
+
+def in_the_last_step_only(step, trunk, head, of_trunk, of_head, x):
+    hidden = trunk(x)
+    of_head.zero_grad()
+    head(hidden if step == 7 else hidden.detach()).square().mean().backward()
+    of_head.step()
+    of_trunk.step()
+
+
+def without_its_gradients_now_and_then(step, trunk, head, of_trunk, of_head, x):
+    of_head.zero_grad()
+    of_trunk.zero_grad()
+    head(trunk(x) if step % 4 == 0 else trunk(x).detach()).square().mean().backward()
+    of_head.step()
+    of_trunk.step()
+
+
+@pytest.mark.parametrize(
+    "fit", [frozen_so_far, not_called_so_far, in_the_last_step_only, without_its_gradients_now_and_then]
+)
+def test_an_optimizer_that_waits_for_gradients_is_none(fit):
+    assert two_parts(fit)[1] == []
+
+
+def generator(width):
+    return nn.Sequential(
+        nn.Linear(6, width),
+        nn.Tanh(),
+    )
+
+
+def discriminator(width):
+    return nn.Sequential(
+        nn.Linear(width, 1),
+        nn.Sigmoid(),
+    )
+
+
+def train_adversaries(networks, step):
+    for x in torch.randn(8, 4, 6):
+        F.binary_cross_entropy_with_logits(networks()[1](networks()[0](x)), torch.ones(4, 1)).backward()
+        step()
+
+
+@pytest.mark.parametrize(("in_a_variable", "named_as"), [(True, "nets.1.1"), (False, "Sequential.1")])
+def test_a_layer_is_looked_up_in_its_own_network(in_a_variable, named_as):
+    torch.manual_seed(0)
+    with observe() as record:
+        networks = (lambda *made: lambda: made)(generator(4), discriminator(4))
+        nets = networks() if in_a_variable else ()
+        optimizer = torch.optim.Adam([p for net in networks() for p in net.parameters()])
+        train_adversaries(networks, optimizer.step)
+    assert len(nets) == 2 * in_a_variable
+    report = record.check("loss_contract", raises=False)
+    (finding,) = named(report, "loss_contract", "probabilities_as_logits", "fault")
+    assert finding.summary.endswith(named_as)
+    assert "nn.Sigmoid()" in finding.change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pytest_trainloop.declare import nested
 from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Forward, Place
 from pytest_trainloop.recording.hooks import after_modules, before_modules, on_gradient
+from pytest_trainloop.recording.networks import name_of_network
 from pytest_trainloop.recording.source import frame_in, here, layer, place_of
 from pytest_trainloop.recording.train_mode import acts_by_mode, trains
 
@@ -74,7 +76,7 @@ class Modules:
         watch = self._watch
         watch.optimizers.drop_aborted()
         if not watch.table.knows(module) or watch.table_may_be_stale(module):
-            watch.enter_module(module, watch.table.modules.get(id(module), ""))
+            watch.enter_module(module, watch.table.modules.get(id(module)) or self._name(module))
         place, site = here()
         modes = self._modes(module)
         watch.thread.forward = Forward(
@@ -93,6 +95,20 @@ class Modules:
             below=frozenset(i for p in members.parameters(module) if (i := watch.table.index(p)) is not None),
         )
         watch.add(watch.thread.forward)
+
+    def _name(self, module: nn.Module) -> str:
+        """What the project calls a network that it did not declare; the name of its class, where no variable holds it
+        and another network has layers of the same paths."""
+        table = self._watch.table
+        if not table.declaring or table.knows(module):
+            return ""
+        if name := name_of_network(module):
+            return name
+        taken, paths = set(table.modules.values()), [path for path, _ in members.named_modules(module)]
+        if taken.isdisjoint(paths):
+            return ""
+        kind = type(module).__name__
+        return next(name for n in itertools.count(1) if (name := f"{kind}{n}" if n > 1 else kind) not in taken)
 
     def _modes(self, root: nn.Module) -> dict[str, tuple[str, ...]]:
         """Modules that act by mode, by the mode that they are in, and those in another mode than what holds them."""

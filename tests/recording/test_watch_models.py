@@ -98,7 +98,7 @@ def test_names_do_not_clash_where_several_undeclared_models_run():
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     with Watch() as watch:
         (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum().backward()
-    assert names(watch.record) == ["weight", "bias", "weight (2)", "bias (2)"]
+    assert names(watch.record) == ["first.weight", "first.bias", "second.weight", "second.bias"]
 
 
 def test_integer_and_quantised_weights_stand_in_the_record():

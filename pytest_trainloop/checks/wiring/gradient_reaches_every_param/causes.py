@@ -64,8 +64,8 @@ _RULED_OUT = "ruled out: rounding, clamping, units that are off for all data, no
 CAUSES = {
     "graph_cut": _cut(
         proof=(
-            "no gradient ever arrives, the loss depends on the parameter, and an operation passes its value on without "
-            "its history"
+            "no gradient ever arrives, and the loss depends on the parameter; or, in one run, its optimizer steps "
+            "without one"
         ),
         summary=f"{_NO_GRADIENT}: the graph is cut by {{op}}{{module}}{_OTHERS}{_REFUSED}",
         shown_by="likely: moving the result of {op} here changes the loss by {moved:.1e}, and no gradient passes there",
@@ -106,6 +106,18 @@ CAUSES = {
                     "look for a value that leaves torch or comes from another thread on the way from these parameters "
                     "to the loss"
                 ),
+            },
+            "one run": {
+                "summary": (
+                    "{steps:step} of {kind} found no gradient: the backward pass before each of them reaches none of "
+                    "its parameters"
+                ),
+                "shown_by": (
+                    "{unused:?the backward pass at {unused} comes right before the step, its gradients arrive at "
+                    "{others} only, and no step uses them|{names} {names:run} with gradients switched on, and all "
+                    "gradients arrive at {others}}"
+                ),
+                "repair": "compute this loss from what these parameters give, without detach(), .data and no_grad()",
             },
             "teacher": _TEACHER,
         },
@@ -295,6 +307,15 @@ CAUSES = {
             "switch requires_grad on for them (a prefix like 'layer1' also matches 'layer10'), or name them in frozen="
         ),
         explains=TRAINING,
+        settle='name what is to stay at random values: frozen=("projection",)',
+        variants={
+            "drawn": {
+                "summary": "{names} {names:are} frozen at random values: nothing loads or trains {names:them}",
+                "measured": "{loaded} other frozen matrices of layers were loaded",
+                "shown_by": "another seed gives {names:them} other values, and the others the same",
+                "repair": "train {names:them}: requires_grad_(True), or modules_to_save=[...] in a LoraConfig",
+            }
+        },
         source="https://github.com/ChenDelong1999/ITRA/issues/1",
         change=("names of freeze", "freeze", "module"),
     ),

@@ -17,13 +17,14 @@ How it decides
        named that lets a gradient arrive once it is passed through.
     3. A missing gradient without dependence is no cut: an expert without tokens, another task's head, LoRA's A in its
        first step, a teacher. An average of weights that the loop updates is not reported as uncalled.
-    4. A zero gradient is a fault if one operation makes it: with the operation passed through, a gradient arrives. It
-       is a fault too if the loss has a slope, and no hook of the project is on the gradient. Then two central
-       differences in float64 agree. A flat loss is advice (a gate at zero).
-    5. A result that the model gives out is a fault if the batch holds an unread target for it. That is a tensor of its
-       shape, with a word of its name. If ``frozen=`` is given and does not name the parameter, it is a fault too.
+    4. A zero gradient is a fault if one operation makes it: with that passed through, a gradient arrives. It is a fault
+       too if the loss has a slope, and no hook of the project is on the gradient. Then two central differences in
+       float64 agree. A flat loss is advice (a gate at zero).
+    5. A result that the model gives out is a fault if the batch holds an unread target for it, of its shape and with a
+       word of its name. If ``frozen=`` is given and does not name the parameter, it is a fault too.
     6. Of what no operation used, ``frozen=`` declares this only with ``batches=`` or as ``frozen=()``. An expert or
        another task's head may be used by other batches.
+    7. One run shows optimizers whose steps find no gradient: a fault if no step uses the pass before.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -36,7 +37,7 @@ How it decides
     | the model gives the result out | ``parameter_unused`` | item 5 does not hold |
     | no operation used it, or a call's result does not change | ``parameter_unused`` | item 6 does not hold |
     | a declared module is never called, and no loss depends on it | ``module_uncalled`` | always |
-    | weights of torch's layers are frozen, and ``frozen=`` does not name them | ``frozen_by_mistake`` |  |
+    | layers are frozen that ``frozen=`` does not name, or that were drawn | ``frozen_by_mistake`` | drawn, not loaded |
     | nothing requires grad | ``nothing_trainable`` |  |
     | adapters are frozen, or train together with their base weights | ``adapters_frozen``, ``base_left_trainable`` |  |
 
@@ -81,6 +82,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 
+FEW = 2
+"""Frozen matrices that were loaded, from which the others look forgotten."""
+
+
 @check(needs={"run"}, causes=CAUSES, rank=20, steps=1)
 def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import unused, zeros
@@ -92,7 +97,7 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     if mine and not trains and not record.changed():  # weights that change in other ways need no gradients
         yield found("nothing_trainable", "", [p.name for p in mine], all=len(mine))
         return
-    yield from _frozen_by_mistake(record)
+    yield from _frozen_by_mistake(evidence)
     yield from unused.uncalled_modules(evidence)
     passes, message = record.autograd_passes(), record.raised.message if record.raised else ""
     refused = "does not require grad" in message or "has no attribute 'backward'" in message
@@ -132,14 +137,17 @@ def _adapters(record: Record) -> Iterator[Finding]:
         yield found("base_left_trainable", "", base, weights=len(base), adapters=len(trained))
 
 
-def _frozen_by_mistake(record: Record) -> Iterator[Finding]:
-    """Weights of torch's own layers that are frozen without being named in ``frozen=``."""
+def _frozen_by_mistake(evidence: Evidence) -> Iterator[Finding]:
+    """Weights of torch's own layers that are frozen without being named in ``frozen=``; without that declaration, those
+    that are frozen as they were drawn, in a model of which other frozen weights were loaded."""
+    from pytest_trainloop.runs.weight_origins import drawn
+
+    record = evidence.run()
     moved = record.moved_outside_steps()
-    names = [
-        p.name
+    frozen = [
+        p
         for p in record.parameters
-        if record.frozen  # without that declaration a frozen layer may be intended
-        and p.declared
+        if p.declared
         and p.role == "model"
         and p.layer  # a module of the project's own may make a parameter with requires_grad=False (fixed positions)
         and p.calls_with_grad
@@ -147,9 +155,15 @@ def _frozen_by_mistake(record: Record) -> Iterator[Finding]:
         and p.index not in moved
         and not record.declared_frozen(p.name)
     ]
-    if names:
-        declared = some(record.frozen or (), most=4)
-        yield found("frozen_by_mistake", "", names, weights=len(names), declared=declared)
+    if record.frozen and frozen:
+        declared = some(record.frozen, most=4)
+        yield found("frozen_by_mistake", "", [p.name for p in frozen], weights=len(frozen), declared=declared)
+    elif record.frozen is None and evidence.repeatable and any(p.trainable for p in record.parameters):
+        matrices = [p.name for p in frozen if len(p.shape) > 1]
+        random = [name for name in matrices if name in evidence.shared(drawn)] if len(matrices) >= FEW else []
+        if random and len(matrices) - len(random) >= FEW:
+            facts = {"weights": len(random), "loaded": len(matrices) - len(random)}
+            yield found("frozen_by_mistake", "", random, "drawn", **facts, level="advice")
 
 
 def _suspects(record: Record, *, refused: bool) -> list[Parameter]:
@@ -189,6 +203,9 @@ def _never_arrives(evidence: Evidence, never: Sequence[Parameter], *, refused: b
     from pytest_trainloop.recording.record import within
 
     record = evidence.run()
+    if not evidence.repeatable and (silent := list(cuts.steps_without_gradients(record, never))):
+        yield from silent
+        return
     depends = evidence.shared(Dependences).of([p.name for p in never])
     shift = max(d.change for d in depends.values())
     never = [p for p in never if not depends[p.name].alive]

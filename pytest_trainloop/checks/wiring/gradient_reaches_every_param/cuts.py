@@ -18,8 +18,10 @@ import torch
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.causes import found
+from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.gradients.dependence import difference, roots_before_first_step, until_stepped
 from pytest_trainloop.instruments.gradients.tolerances import CANCELLATION
+from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.instruments.tracing.cut_candidates import Candidate, Kind, Tracer
 from pytest_trainloop.instruments.tracing.definitions import value
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.events import Place
-    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST_TRIED = 16
@@ -51,6 +53,9 @@ MOST_TRIED = 16
 
 MOST_KEPT = 256
 """Results that are followed."""
+
+LEAST_STEPS = 3
+"""Steps of an optimizer without any gradient in one run, from which they are reported."""
 
 _WRITTEN = {"data": ".data", "__float__": "float()", "__int__": "int()", "__array__": "numpy", "numpy": ".numpy()"}
 _COMPARISONS = DISTANCE_LOSSES | {"kl_div", "cross_entropy", "cosine_similarity"}
@@ -196,6 +201,40 @@ def graph_cuts(
             continue
         form = "own function" if by.kind == "custom" else "left out" if cut.gradient is not None else ""
         yield found(cause, at, names, form, repair=_repair(by, op, off=off), **facts)
+
+
+def steps_without_gradients(record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
+    """What one run shows of optimizers all of whose parameters are among these, to which no gradient arrives.
+
+    The loop makes a backward pass for each step, and no step uses what it brings: a fault. Where a step of another
+    optimizer uses it, this one may wait for a loss of a later epoch, although its modules run with gradients on.
+    """
+    ledger, silent, by_hand = Ledger(record), {p.index for p in never}, record.moved_outside_steps()
+    for optimizer in record.optimizers:
+        mine = {i for i in optimizer.parameters if record.parameters[i].trainable}
+        windows = [w for w in ledger.windows if w.optimizer == optimizer.index]
+        grads = [grad for w in windows for read in w.step.reads for grad in read.grads.values()]
+        called = [p for p in never if p.index in mine and p.calls_with_grad >= len(windows)]
+        if len(windows) < LEAST_STEPS or not mine <= silent or not called or any(g is not None for g in grads):
+            continue  # what is frozen, or not called so far, waits for its turn
+        ends = sorted(w.step.at for w in ledger.windows)
+        since = {at: before for before, at in itertools.pairwise([0, *ends])}
+        own = [[p for p in ledger.passes if since[w.step.at] < p.at < w.step.at] for w in windows]
+        passes = [p for each in own for p in each]
+        # a scaler leaves out the step of what is not finite
+        unused = all(own) and not any(p.used or by_hand & set(p.backward.arrivals) or not p.finite() for p in passes)
+        earlier = [p for p in ledger.passes if p.at < windows[-1].step.at]
+        before = own[0][-1] if unused else earlier[-1] if earlier else None
+        if before is None:
+            continue
+        line, reached = str(before.backward.place), record.names(before.backward.arrivals)
+        change = value(line) or line
+        facts: dict[str, Any] = {"steps": len(windows), "kind": optimizer.kind, "passes": len(ledger.passes)}
+        facts |= {"unused": line.partition("   ")[0] if unused else "", "others": some(reached, most=2)}
+        facts |= {"shift": 0.0, "change": change, "level": "fault" if unused else "advice"}
+        if ".detach()" in change:
+            facts["repair"] = change.partition("   ")[2].replace(".detach()", "")
+        yield found("graph_cut", windows[0].step, record.names(mine), "one run", **facts)
 
 
 def _repair(by: Candidate, op: str, *, off: bool) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.core.finding import Finding
-    from pytest_trainloop.recording.record import Parameter, Record
+    from pytest_trainloop.recording.record import Optimizer, Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 
     Pair = tuple[str, str]
@@ -175,14 +175,25 @@ def left_out(evidence: Evidence, record: Record, missing: Sequence[Parameter]) -
         def shared(name: str) -> int:
             return sum(itertools.accumulate(map(operator.eq, name.split("."), own), operator.and_))
 
-        # of several optimizers the one that holds what is nearest in the model
-        nearest = max(record.optimizers, key=lambda o: max(map(shared, record.names(o.parameters)), default=0))
+        indices, held = {p.index for p in group}, record.held
+        reached = [b.at for b in record.backwards() if indices & set(b.arrivals)]
+        steps = record.innermost_steps()
+        next_steps = Counter(next((s.optimizer for s in steps if s.at > at), -1) for at in reached)
+
+        def fits(optimizer: Optimizer) -> tuple[int, int]:
+            # one that holds only what another holds too was given the wrong network
+            wrong = all(len(held[i]) > 1 for i in optimizer.parameters) and len(record.optimizers) > 1
+            near = max(map(shared, record.names(optimizer.parameters)), default=0)
+            return (next_steps[optimizer.index] if wrong else 0), near
+
+        nearest = max(record.optimizers, key=fits)
         facts |= {
             "change": made.thawed([p.name for p in group]) or made.group(nearest.index),
             "count": len(group),
             "trainable": trainable,
         }
-        return found("not_in_optimizer", record.step_line(), [p.name for p in group], variant, **facts)
+        line = _first_step(record, nearest.index) or record.step_line()
+        return found("not_in_optimizer", line, [p.name for p in group], variant, **facts)
 
     if copied:
         copy, original = next(iter(copied.values()))

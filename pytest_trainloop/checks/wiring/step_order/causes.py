@@ -78,7 +78,7 @@ CAUSES = {
         source="https://github.com/gaozhihan/PreDiff/issues/32",
     ),
     "step_missing": _trains(
-        proof="backward passes compute gradients, but the optimizer that holds the parameters never steps",
+        proof="backward passes compute gradients, and no step of the optimizer that holds the parameters follows",
         summary="{passes} backward passes computed gradients, but the {kind} that holds the parameters made no step",
         measured="{passes} backward passes, 0 steps, no parameter changed",
         repair="call optimizer.step() after backward()",
@@ -207,6 +207,19 @@ CAUSES = {
         measured="{steps:step} used, bit for bit, the gradient that the step before had used",
         repair="leave these parameters out of one of the two optimizers",
         change=("group", "seen"),
+        variants={
+            "added": {
+                "summary": (
+                    "{names} {names:are} in two optimizers, {by}: the second one steps with the gradients that the "
+                    "first one has used already"
+                ),
+                "measured": "{steps:step} of the second one used gradients that the first one had used already",
+                "repair": (
+                    "give this optimizer the parameters that it is to train\n"
+                    "if both are to train these: zero_grad() after the step of the first one"
+                ),
+            }
+        },
         source="https://github.com/MishaLaskin/curl/issues/28",
     ),
     "clip_after_step": _seen(

@@ -2,8 +2,8 @@
 
 What it does
     It watches one run and records each gradient: before a backward pass, after it, when a step reads it, and when it is
-    cleared. If the test has the knob ``accumulate``, it also runs with four micro-batches for each optimizer step (a
-    "window").
+    cleared. A "window" is the micro-batches of one optimizer step. If the test has the knob ``accumulate``, the check
+    also runs with windows of four.
 
 Why is this bad?
     A forgotten ``zero_grad()`` adds up the gradients of all batches. A misplaced one throws away what backward has just
@@ -24,8 +24,8 @@ How it decides
        use.
     7. 400 batches without a backward pass and without a step train nothing. Exceptions: your code changes weights or
        buffers itself, calls ``autograd.grad``, or trains tensors outside the model.
-    8. Gradients left at the end of an epoch are a fault if your loader's number of batches is not a multiple of the
-       window.
+    8. Gradients left before an epoch and used in it are a fault if the window does not divide your loader's number of
+       batches.
 
     | seen | cause | advice if |
     |---|---|---|
@@ -37,7 +37,8 @@ How it decides
       ``zeroed_inside_window``, ``step_before_backward`` |  |
     | steps without backward passes, or neither of them | ``backward_missing``, ``nothing_trains`` |  |
     | backward passes without a step | ``step_missing`` | it steps at first, and item 4 does not hold |
-    | a clip comes after its step, or a scheduler before it | ``clip_after_step``, ``scheduler_before_optimizer`` |  |
+    | a clip comes after its step, or a scheduler steps before the optimizer | ``clip_after_step``,
+      ``scheduler_before_optimizer`` |  |
     | a step adds another optimizer's gradients, or SAM's first one | ``another_loss_kept``, ``first_gradient_kept`` |
       always |
     | a clip is useless (nothing to clip yet, zeroed, a different network), or takes one of two groups split by weight

@@ -23,7 +23,8 @@ from pytest_trainloop.checks.wiring.step_order.further import (
 from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.instruments.records.clips import clips_by_site, late
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
-from pytest_trainloop.instruments.tracing.statements import call_of_helper
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.instruments.tracing.statements import call_of_helper, in_a_loop_of_its_own
 from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.runs.further_runs import longer_run
 
@@ -257,24 +258,36 @@ def _by_backward(ledger: Ledger) -> Iterator[Use]:
             yield use
 
 
-def added_again(_evidence: Evidence, ledger: Ledger) -> About:
+def added_again(evidence: Evidence, ledger: Ledger) -> About:
     record = ledger.record
     again: dict[int, dict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
+    used_by: dict[int, set[int]] = defaultdict(set)
     for use in _by_backward(ledger):
-        if not use.repeated:
+        if not use.repeated and use.again is not None:
             again[use.step.optimizer][use.tensor].append(use.step)
+            used_by[use.step.optimizer].add(use.again.optimizer)
     for index, by_tensor in again.items():
         by_tensor = {i: steps for i, steps in by_tensor.items() if len(steps) >= 2}
         if not by_tensor:
             continue
         first = next(iter(by_tensor.values()))
+        facts: dict[str, Any]
+        if index not in used_by[index] and used_by[index].isdisjoint(again):
+            # the step of another optimizer comes between, and what that one uses is zeroed
+            other = min(used_by[index])
+            facts = {"steps": max(map(len, by_tensor.values())), "by": _kinds(record, (other, index))}
+            facts["change"] = evidence.shared(MadeAt.of).group(index)
+            yield {index, other}, found("two_optimizers", first[0], record.names(by_tensor), "added", **facts)
+            continue
         wrong = _cleared_elsewhere(ledger, set(by_tensor), index, first[-1].at)
-        facts: dict[str, Any] = {
+        facts = {
             "again": max(len({s.at for s in steps}) for steps in by_tensor.values()),
             "steps": sum(w.optimizer == index for w in ledger.windows),
         }
         lines = [[p.backward.site for p in w.passes] for w in ledger.windows if w.optimizer == index]
         accumulates = any(len(set(sites)) < len(sites) for sites in lines)
+        before = [p.backward.place for p in ledger.passes if p.at < first[0].at]
+        accumulates |= bool(before) and in_a_loop_of_its_own(str(before[-1]), str(first[0].place))
         if first[0].in_backward or accumulates:  # a hook steps, and zeroes; or backward() runs inside a window
             facts |= {"change": str(first[0].place), "repair": "optimizer.zero_grad() right after this line"}
         cause, at = ("wrong_object_zeroed", wrong) if wrong else ("not_zeroed", first[0])
@@ -310,9 +323,12 @@ def used_again(_evidence: Evidence, ledger: Ledger) -> About:
     for pair, uses in pairs.items():
         if (steps := len({u.step.at for u in uses})) >= 2:
             cause = "stepped_twice" if len(set(pair)) == 1 else "two_optimizers"
-            kinds = " and ".join(record.optimizers[o].kind for o in pair)
             names = record.names({u.tensor for u in uses})
-            yield set(pair), found(cause, uses[0].step, names, steps=steps, by=kinds)
+            yield set(pair), found(cause, uses[0].step, names, steps=steps, by=_kinds(record, pair))
+
+
+def _kinds(record: Record, optimizers: tuple[int, int]) -> str:
+    return " and ".join(record.optimizers[o].kind for o in optimizers)
 
 
 def kept(_evidence: Evidence, ledger: Ledger) -> About:

@@ -69,3 +69,30 @@ pair(
     faulty=loop(backward=lambda loss: loss.backward),
     fixed=loop(),
 )
+
+
+def pretrained_with_a_new_head(trains):
+    """Two loaded layers, small trained biases between them, and a head that nothing loads."""
+
+    def make():
+        model, generator = Stack(), torch.Generator().manual_seed(4)
+        for layer in (model.layer1, model.layer10):
+            layer.weight.data = torch.randn(layer.weight.shape, generator=generator).to(layer.weight) * 0.3
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name or (trains and "out" in name))
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+        fit = lambda batches: train(model, optimizer, batches, torch.Tensor.backward)  # noqa: E731
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "new_head_frozen_with_the_loaded_layers",
+    "gradient_reaches_every_param",
+    "frozen_by_mistake",
+    culprits=("out.weight",),
+    level="advice",
+    faulty=pretrained_with_a_new_head(trains=False),
+    fixed=pretrained_with_a_new_head(trains=True),
+)

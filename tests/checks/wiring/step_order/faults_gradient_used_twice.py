@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from tests.loops import data
+from tests.loops import data, random_data
 from tests.loops.nets import GPT, ConvNet, lm_loss
 from tests.loops.pairs import pair
+from tests.loops.unusual.gans import ConvDiscriminator, ConvGenerator, dcgan, init_dcgan, train_dcgan
 
 # A helper steps, and so does the loop that calls it.
 
@@ -204,3 +205,34 @@ pair(
     faulty=policy_value(trunk_twice=True),
     fixed=policy_value(trunk_twice=False),
 )
+
+
+# The generator's optimizer is given the discriminator: both are zeroed in every iteration.
+
+
+def gan_with_one_network_held() -> TrainLoop:
+    generator, discriminator = ConvGenerator().apply(init_dcgan), ConvDiscriminator().apply(init_dcgan)
+    opt_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    opt_g = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    return TrainLoop(
+        model={"generator": generator, "discriminator": discriminator},
+        optimizer=[opt_d, opt_g],
+        batch=random_data.images()[0],
+        fit=lambda batches: train_dcgan(generator, discriminator, opt_g, opt_d, batches),
+    )
+
+
+for check, cause, culprit in (
+    ("step_order", "two_optimizers", "discriminator.main.0.weight"),
+    ("optimizer_holds_every_param", "not_in_optimizer", "generator.main.0.weight"),
+):
+    pair(
+        f"{cause}_in_a_gan",
+        check,
+        cause,
+        culprits=(culprit,),
+        where="opt_g.step()",
+        change="opt_g = torch.optim.Adam(discriminator",
+        faulty=gan_with_one_network_held,
+        fixed=dcgan,
+    )

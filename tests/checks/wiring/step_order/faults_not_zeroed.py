@@ -59,6 +59,31 @@ def cnn(epoch):
 pair("cnn_never_zeroed", "step_order", "not_zeroed", faulty=cnn(train_epoch_unzeroed), fixed=cnn(train_epoch))
 
 
+def in_windows(zeroed):
+    """Windows of one micro-batch, as without accumulation."""
+
+    def epoch(model, loader, optimizer, criterion):
+        for window in zip(loader, strict=True):
+            for images, labels in window:
+                criterion(model(images), labels).backward()
+            optimizer.step()
+            if zeroed:
+                optimizer.zero_grad()
+
+    return epoch
+
+
+pair(
+    "windows_never_zeroed",
+    "step_order",
+    "not_zeroed",
+    change="optimizer.step()",
+    mentions=("right after this line",),
+    faulty=cnn(in_windows(False)),
+    fixed=cnn(in_windows(True)),
+)
+
+
 # The optimizer's step fused into backward, one optimizer per parameter.
 
 
