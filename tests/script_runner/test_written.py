@@ -139,9 +139,18 @@ def test_a_loop_in_a_function_is_handed_over_whole(written, source):
     assert report.results[0].outcome == "passed"
 
 
+def test_a_module_may_be_named_as_a_variable(written, folder):
+    (folder / "model.py").write_text(HEAD, encoding="utf-8")
+    _, text, loop = written(f"from model import mlp\n{TRAIN}")
+    assert "import model as model_module\n" in text
+    assert check_loop(loop, only=["step_order"]).ok
+
+
 IN_MAIN = """
 def main():
-    model = mlp()
+    with torch.device("cpu"):
+        model = mlp()
+        model.apply(id)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = loader(160)
     for epoch in range(2):
@@ -149,8 +158,11 @@ def main():
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
+        np.save("sample.npy", x.numpy())
+        torch.save(model.state_dict(), "last.pt")
 
 if __name__ == "__main__":
+    import numpy as np
     main()
 """
 
@@ -160,6 +172,8 @@ def test_a_loop_that_no_function_takes_is_run_by_its_script(written):
     lines = re.search(r"- fit: the loop is in main\(\) \(train.py:(\d+) to (\d+)\)", text)
     assert int(lines[2]) - int(lines[1]) == 3
     assert "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # train.py:" in text
+    assert "#     model.apply(id)  # train.py:" in text
+    assert "# give save= and load= too, from torch.save(model.state_dict(), " in text
     assert "#         batches=data,\n#         batch=next(iter(data)),\n#         fit=...,\n" in text
     assert "it runs the script once" in said.out
     assert loop() == Script("train.py", cwd=Path.cwd() / "tests" / "..", steps=3)

@@ -6,6 +6,7 @@ Looked at once, before the first optimizer step: the user's frames are still the
 from __future__ import annotations
 
 import sys
+import types
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from pytest_trainloop.frontends.script_runner.slices import Slices
 from pytest_trainloop.frontends.script_runner.stack import Frame, call_at, is_guarded, user_stack
 from pytest_trainloop.frontends.script_runner.training_function import globals_used, iterated, training_function
 from pytest_trainloop.frontends.script_runner.values import Imports, Unknown, loader_code
+from pytest_trainloop.recording.source import layer
 
 if TYPE_CHECKING:
     import ast
@@ -71,7 +73,9 @@ class Handover:
 
     def loop(self) -> tuple[Loop, Imports]:
         """What is known, as code."""
-        imports = Imports(sys.modules["__main__"], self.alias)
+        held = (item for frame in self._frames for item in frame.locals.items())
+        variables = {name for name, value in held if not isinstance(value, types.ModuleType)}
+        imports = Imports(sys.modules["__main__"], self.alias, variables)
         if not self._frames:
             loop = Loop(missing=["model, optimizer, batch and fit: no optimizer step was seen"])
         elif trainer := _framework_call(self._frames):
@@ -272,9 +276,19 @@ def _further(frame: Frame) -> dict[str, str]:
         if isinstance(node, ast.Call):
             called = str(getattr(node.func, "attr", getattr(node.func, "id", ""))).lower()
             fields = "evaluate=" if called.startswith(("evaluat", "valid")) else "save= and load="
-            if fields == "evaluate=" or called.startswith("save"):
+            if fields == "evaluate=" or (called.startswith("save") and not _saves_results(node, frame)):
                 found.setdefault(fields, f"{ast.unparse(node)} at {shown(frame.file, node.lineno)}")
     return found
+
+
+def _saves_results(node: ast.Call, frame: Frame) -> bool:
+    """Whether a call is one of a library's functions that is given no weights: ``np.save``, ``save_image``."""
+    import ast
+
+    function = frame.evaluated(node.func)
+    home = sys.modules.get(str(getattr(function, "__module__", None)))
+    of_a_library = layer(str(getattr(home, "__file__", None) or "<frozen>")) == 1
+    return of_a_library and not hasattr(function, "__self__") and "state_dict" not in ast.unparse(node)
 
 
 _METHODS = {"transformers": "train", "lightning": "fit", "pytorch_lightning": "fit"}

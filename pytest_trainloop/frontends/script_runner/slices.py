@@ -18,7 +18,8 @@ from torch import nn
 from pytest_trainloop.core.places import shown
 from pytest_trainloop.frontends.script_runner.recipes import recipe
 from pytest_trainloop.frontends.script_runner.stack import ABSENT, Frame, assignments, targets
-from pytest_trainloop.frontends.script_runner.values import Imports, Unknown, code_of
+from pytest_trainloop.frontends.script_runner.values import OF_THE_TEST, Imports, Unknown, code_of
+from pytest_trainloop.instruments.tracing.syntax import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,7 @@ class Slices:
         self._names: dict[int, str] = {}
         """The code that refers to an object, by ``id``."""
         self._done: dict[tuple[int, str], str] = {}
-        self._taken: set[str] = {"batches", "batch", "data"}
+        self._taken: set[str] = set(OF_THE_TEST)
         self._written: dict[int, Any] = {}
         self.statements: list[str] = []
 
@@ -137,7 +138,10 @@ class Slices:
 
     def _write_calls_on(self, own: str, name: str, frame: Frame, after: int, depth: int) -> None:
         """Calls that change a module in place: ``model.apply(init_weights)``."""
-        for node in frame.body():
+        holders = ast.walk(ast.Module(frame.body(), []))
+        blocks = (block for holder in holders for block in blocks_of(holder))
+        block = next((b for b in blocks if any(statement.lineno == after for statement in b)), [])
+        for node in block:
             call = node.value if isinstance(node, ast.Expr) else None
             if not isinstance(call, ast.Call) or not after < node.lineno < frame.line:
                 continue

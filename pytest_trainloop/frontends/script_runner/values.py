@@ -14,7 +14,7 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ LOOKED_AT = 8
 FEW_NUMBERS = 1000
 """Different whole numbers that floating-point targets hold, at most."""
 
+OF_THE_TEST = frozenset({"batches", "batch", "data", "fit", "load"})
+"""Names that the written test gives to its own parts."""
+
 _WORDS = (bool, int, str, bytes, type(None), type(...))
 
 
@@ -55,19 +58,25 @@ class Unknown(Exception):
 class Imports:
     """The imports that the written code needs, by the name that it uses."""
 
-    def __init__(self, script: types.ModuleType, alias: str) -> None:
+    def __init__(self, script: types.ModuleType, alias: str, variables: Collection[str] = ()) -> None:
         self._script = script
         self._alias = alias
+        self._variables = {*variables, *OF_THE_TEST}
         self.lines: dict[str, None] = {}
         self.script_used = False
 
     def module(self, module: types.ModuleType) -> str:
-        """The module's full name, imported."""
+        """The module's full name, imported; another one where a variable hides its first part."""
         if module is self._script:
             self.script_used = True
             return self._alias
-        self.lines[f"import {module.__name__}"] = None
-        return module.__name__
+        name = module.__name__
+        if name.partition(".")[0] in self._variables:
+            name = f"{name.replace('.', '_')}_module"
+            self.lines[f"import {module.__name__} as {name}"] = None
+        else:
+            self.lines[f"import {name}"] = None
+        return name
 
     def named(self, thing: Any) -> str:
         """A function or class by its own name in the module that defines it. Raises ``Unknown`` where it is found by no

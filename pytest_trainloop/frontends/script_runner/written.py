@@ -58,7 +58,7 @@ def script_file(loop: Loop, imports: Imports, options: Options, file: Path, *, t
     )
     known = ""
     if loop.fields:
-        body = "\n".join(f"#     {line}".rstrip() for line in _body(loop, imports, target))
+        body = "\n".join(f"#     {line}".rstrip() for line in _body(loop, imports, target, begun=True))
         known = f"\n\n# As a TrainLoop, as far as it is known; {alias_of(target)} is the script, imported:\n#\n{body}\n"
     return OF_A_SCRIPT.format(shown=_shown(target), missing=missing, name=_name(target), made=made, known=known)
 
@@ -154,12 +154,15 @@ def _plain(path: str) -> str:
     return path.replace(os.sep, "/").replace('"', '\\"')
 
 
-def _body(loop: Loop, imports: Imports, target: Target) -> Sequence[str]:
-    """The lines of the function, with ``...`` for what is missing."""
+def _body(loop: Loop, imports: Imports, target: Target, *, begun: bool = False) -> Sequence[str]:
+    """The lines of the function, with ``...`` for what is missing. One that is only ``begun`` has no data, and no
+    function that imports the script."""
     lines: list[str] = []
-    if imports.script_used:
+    if imports.script_used and not begun:
         lines.append(f"{alias_of(target)} = load()")
-    if loop.data:
+    if loop.data and begun:
+        lines.append("data = ...  # a small DataLoader that gives what the script's gives")
+    elif loop.data:
         kept = "rows" if loop.kept is not None else "random numbers, of the shapes and ranges"
         lines += [f"# {kept} that the script's data had", loop.data]
     lines += loop.statements
