@@ -34,6 +34,8 @@ def raised(error: BaseException) -> Raised:
 
 def _summary(error: BaseException) -> str:
     first = str(error).strip().partition("\n")[0]
+    if "'Batches'" in first:  # fit=trainer.fit, which takes a number of epochs
+        first += "; fit is called with the batches as its only argument"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -125,6 +125,12 @@ RAISED = {
         "fit raised RuntimeError: Tensor on device cpu is not on the expected device meta!",
         ["in work", "in train", "mse(model, batch).backward()", "RuntimeError: Tensor on device cpu*"],
     ),
+    "fit-takes-epochs": (
+        fit("for epoch in range(batches):\n    pass"),
+        "fit raised TypeError: 'Batches' object cannot be interpreted as an integer; fit is called with the batches as "
+        "its only argument",
+        ["in work", "for epoch in range(batches):", "TypeError: *"],
+    ),
     "vector-backpropagated": (
         fit("""
             for x, y in batches:
