@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop
-from tests.loops import data
+from tests.loops import data, plain
 from tests.loops.nets import mlp
 from tests.loops.pairs import pair
 
@@ -122,14 +122,7 @@ pair(
 
 def epochs(model, loss_of, batch, loader, rate=0.01, **fields):
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, batches=loader, fit=fit, **fields)
+    return plain.loop(model, batch, loss_of, optimizer, batches=loader, **fields)
 
 
 def with_batch_norm(drop_last):

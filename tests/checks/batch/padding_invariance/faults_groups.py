@@ -8,6 +8,7 @@ from torch import nn
 
 from pytest_trainloop import Padding, TrainLoop
 from tests.loops.pairs import pair
+from tests.loops.plain import loop
 from tests.loops.several_texts import VOCAB, CausalModel, answers, padded_text, trained
 
 
@@ -36,15 +37,7 @@ def averaged_preference(average, batches):
 
     def make():
         model = CausalModel()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def fit(batches):
-            for batch in batches:
-                optimizer.zero_grad()
-                loss_of(model, batch).backward()
-                optimizer.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
+        return loop(model, None, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-2), batches=batches())
 
     return make
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop import TrainLoop
+from tests.loops import plain
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import curves, fresh, points
@@ -15,14 +16,7 @@ from tests.loops.random_data import curves, fresh, points
 
 def loop(model, draw, loss_of, **fields) -> TrainLoop:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=draw(), batches=fresh(draw), fit=fit, **fields)
+    return plain.loop(model, draw(), loss_of, optimizer, batches=fresh(draw), **fields)
 
 
 @odd(notes="the loss is multiplied by a constant before backward, and nothing is declared")

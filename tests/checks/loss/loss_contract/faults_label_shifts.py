@@ -7,22 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop import TrainLoop
-from tests.loops import data
+from tests.loops import data, plain
 from tests.loops.nets import GPT
 from tests.loops.pairs import pair
 
 
 def loop(model, batch, loss_of, batches=None, **fields):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=batch, batches=batches, fit=fit, **fields)
+    return plain.loop(model, batch, loss_of, optimizer, batches=batches, **fields)
 
 
 class ForCausalLM(nn.Module):

@@ -9,22 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import Padding, TrainLoop
+from tests.loops import plain
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
 from tests.loops.random_data import curves, fresh, images, points, tokens
 
 
 def loop(model, draw, loss_of, rate=1e-2, several=True, **fields) -> TrainLoop:
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-
-    def train(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
     fields |= {"batches": fresh(draw)} if several else {}
-    return TrainLoop(model=model, optimizer=optimizer, batch=draw(), fit=train, **fields)
+    return plain.loop(model, draw(), loss_of, torch.optim.Adam(model.parameters(), lr=rate), **fields)
 
 
 @odd(notes="nll_loss of the scores, beside a log-sum-exp that normalises them: cross entropy with a z-loss")
@@ -265,6 +258,23 @@ def ctc_with_one_row_too_long() -> TrainLoop:
     def loss_of(model, batch):
         logp = model(batch[0]).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(logp, *batch[1:], zero_infinity=True)
+
+    return loop(model, draw, loss_of)
+
+
+@odd(notes="CTC reads lines of text that are padded with white to one width, as at test time: no width is given")
+def ctc_of_images_of_one_width() -> TrainLoop:
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 6))
+
+    def draw():
+        labels = torch.randint(1, 6, (6, 2))
+        lines = torch.eye(6)[labels, :4].repeat_interleave(4, 1)
+        white = torch.arange(14) >= torch.tensor([8, 8, 6, 8, 6, 8])[:, None]
+        return torch.cat([lines, torch.zeros(6, 6, 4)], 1).masked_fill(white[..., None], 0.0), labels
+
+    def loss_of(model, batch):
+        logp = model(batch[0]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(logp, batch[1], torch.full((6,), 14), torch.full((6,), 2))
 
     return loop(model, draw, loss_of)
 

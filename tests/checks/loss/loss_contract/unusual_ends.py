@@ -9,20 +9,14 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pytest_trainloop import TrainLoop
 from tests.checks.loss.loss_contract.faults_ends import END, collated
+from tests.loops import plain
 from tests.loops.nets import GPT, CharLSTM
 from tests.loops.odd import odd
 
 
 def trained(model, draw, loss_of) -> TrainLoop:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batches=[draw(n) for n in range(4)], fit=fit)
+    return plain.loop(model, None, loss_of, optimizer, batches=[draw(n) for n in range(4)])
 
 
 def following(model, batch):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from tests.loops import plain
 from tests.loops.nets import GPT, CharLSTM
 from tests.loops.odd import odd
 from tests.loops.random_data import fresh, tokens
@@ -14,14 +15,7 @@ from tests.loops.random_data import fresh, tokens
 
 def loop(model, draw, loss_of, **fields) -> TrainLoop:
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=draw(), batches=fresh(draw), fit=fit, **fields)
+    return plain.loop(model, draw(), loss_of, optimizer, batches=fresh(draw), **fields)
 
 
 def scored(scores, labels):

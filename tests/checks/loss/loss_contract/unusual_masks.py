@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import Padding, TrainLoop
+from tests.loops import plain
 from tests.loops.odd import odd
 
 LENGTH = 10
@@ -43,17 +44,7 @@ def words(seed=0):
 
 def loop(model, draw, loss_of, **fields):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def fit(batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    def batches(n):
-        return (draw(seed) for seed in range(n))
-
-    return TrainLoop(model=model, optimizer=optimizer, batch=draw(), batches=batches, fit=fit, **fields)
+    return plain.loop(model, draw(), loss_of, optimizer, batches=lambda n: map(draw, range(n)), **fields)
 
 
 @odd(notes="prediction and target are multiplied by the mask, and the sum is divided by the real positions")

@@ -22,14 +22,7 @@ def several(count=13, rows=8):
 
 def on_batches(model, loss_of, batches=None, **fields) -> TrainLoop:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-
-    def fit(given):
-        for batch in given:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    return TrainLoop(model=model, optimizer=optimizer, batches=batches or several(), fit=fit, **fields)
+    return loop(model, None, loss_of, optimizer, batches=batches or several(), **fields)
 
 
 def classify(model, batch):
