@@ -19,7 +19,7 @@ from pytest_trainloop.core.report.sarif import Rule
 from pytest_trainloop.declare.knobs import near, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _WIDTH = 100
 
@@ -158,12 +158,17 @@ def markdown_page(check: registry.Check, failure: str = "") -> str:
     source = f"{check.module.replace('.', '/')}.py"
     needs = ", ".join(_NEEDS.get(need, f"`{need}`") for need in sorted(check.needs))
     subject, about = _SUBJECTS[check.subject]
-    links = ", ".join(f"[`{slug}`](#{slug})" for slug in check.causes)
+    levels = _levels(check)
+    links, advice = (
+        ", ".join(f"[`{slug}`](#{slug})" for slug in check.causes if (levels.get(slug) == _ADVICE) is always)
+        for always in (False, True)
+    )
     lines = [
         f"<!-- Written by scripts/docs.py from {source}: edit that file. -->",
         f"# {check.name}\n",
         f"{_inline(check.headline, ())}.\n",
-        f"Your test failed? Go to the cause that the failure names: {links}.\n",
+        f"Your test failed? Go to the cause that the failure names: {links or advice}.\n",
+        *([f"Always advice, which fails under `--trainloop-strict` only: {advice}.\n"] if links and advice else []),
         "| | |\n|---|---|",
         f"| judges | a [{subject}]({about}) |",
         f"| family | {check.family} |",
@@ -185,21 +190,55 @@ def markdown_page(check: registry.Check, failure: str = "") -> str:
                 before.append(f"The failure says:\n\n```text\n{failure}```\n")
         else:
             text = own.sub(lambda name: f"[{name[0]}](#{name[1]})", text)
+            if heading == "How it decides" and levels:
+                text += "\nAn empty cell in the last column: the finding is always a fault.\n"
             after.append(f"## {heading}\n\n{text}")
     return "\n".join([*lines, *before, *_causes(check), *after]).rstrip() + "\n"
+
+
+_ADVICE = "Always advice"
+
+
+def _levels(check: registry.Check) -> dict[str, str]:
+    """When a finding of each cause is advice, by the table of "How it decides"; empty if that has no such column."""
+    lines = dict(_sections(check.page))["How it decides"].splitlines()
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]
+    if not rows or not rows[0][-1].endswith("advice if"):
+        return {}
+    found: dict[str, dict[str, None]] = {}
+    for *cells, advice in rows[2:]:
+        for slug in re.findall(r"`([a-z_]+)`", " ".join(cells)):
+            if slug in check.causes:
+                found.setdefault(slug, {})[advice] = None
+    limit = rows[0][-1].removesuffix("advice if")  # "without padding=, "
+    return {slug: _level(list(conditions), limit) for slug, conditions in found.items()}
+
+
+def _level(conditions: Sequence[str], limit: str) -> str:
+    """In words: of rows without a condition a finding is a fault, and of "always" advice."""
+    if "always" in conditions:
+        if len(conditions) > 1:
+            return "a fault or advice, by the table below"
+        return f"a fault; {limit}advice" if limit else _ADVICE
+    some = ", or ".join(condition for condition in conditions if condition)
+    return f"a fault; {limit}advice if: {some}" if some else "a fault"
 
 
 def _causes(check: registry.Check) -> Iterator[str]:
     """The section of the causes. Checks that most of them account for are listed once."""
     yield "## Causes\n"
+    levels = _levels(check)
     common, times = Counter(cause.explains for cause in check.causes.values()).most_common(1)[0]
     common = common if times > 2 and 3 * times > len(check.causes) else ()
     if common:
         yield f"If a cause does not say otherwise, these may fail with it: {', '.join(map(_to_page, common))}.\n"
     for slug, cause in check.causes.items():
         yield f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n"
+        if slug in levels:
+            yield f"*Level*: {_sentence(_inline(levels[slug], ()))}\n"
         if cause.repair:
-            yield f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n"
+            repair = cause.repair.replace("this line", "the line that `change` names")
+            yield f"*Repair*: {_sentence(_inline(repair, ()))}\n"
         if cause.settle or cause.judged:
             skip = f'`skip={{"{check.name}:{slug}": "why"}}`'
             settle = f"{_sentence(_inline(cause.settle, ()))} Or {skip}." if cause.settle else f"{skip}."

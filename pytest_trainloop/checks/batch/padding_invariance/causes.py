@@ -109,6 +109,7 @@ CAUSES = {
         source=_REFERENCE + "utils.rnn.pack_padded_sequence.html",
     ),
     "positions_shifted": _padding(
+        judged="padding=Padding(...) makes it a fault, unless all batches have one length",
         proof="the gradients agree once positions are counted from the first real one",
         summary=_says(_SHIFTED),
         shown_by=_shown(f"the padding itself adds nothing: with positions counted from the first real one {EQUAL}"),
@@ -187,6 +188,7 @@ CAUSES = {
         source="https://github.com/QwenAudio/CosyVoice/issues/1449",
     ),
     "padding_counts": _counts(
+        judged="padding=Padding(...) makes it a fault, unless the loop draws random numbers",
         proof="the gradient changes with padding, and no other cause explains it",
         summary=_says("the loss changes with padding{by:?, first through {by}|}"),
         shown_by=_shown(

@@ -24,7 +24,7 @@ How it decides
        advice if all batches have one length and the position table has just that length. ``padding_counts`` stays
        advice if the loop draws random numbers.
     7. If ``padding=`` is missing, the last column says when a finding is only advice. "One length": no two batches of
-       different lengths are given. "Weakly known": the same, and only ``padding_idx`` (without
+       different lengths are given. "Weakly known": one length, and only ``padding_idx`` (without
        ``config.pad_token_id``) or a mask over features marks the padding.
 
     | the gradients agree once (or: the check sees) | cause | without ``padding=``, advice if |
@@ -42,9 +42,9 @@ How it decides
       table is longer |
     | (or: the loss compares outputs past the first padded one with targets) | ``padded_targets`` | weakly known |
     | padded outputs do not count in the loss | ``padded_targets`` | weakly known, or not divided by all positions |
-    | none of these | ``padding_counts`` | always |
     | (or: they agree if trimmed together, and padding counts just where another sequence's mask is real) |
       ``mask_of_another`` | weakly known, or features |
+    | none of these | ``padding_counts`` | always |
 
 When it is skipped
     - No padding is known in the batch, the usual reason. Give rows of unequal lengths, and declare

@@ -1,19 +1,20 @@
 """The low-precision gradient equals the float64 gradient, up to the expected rounding error.
 
 What it does
-    It runs the loop up to the first optimizer step: unchanged, and with its knob ``precision`` at "bf16" and at "fp16".
-    It compares the gradient with that of a float64 run with the same weights and random numbers.
+    It runs the loop up to the first optimizer step (longer for ``weights_cast_once``): unchanged, and with its knob
+    ``precision`` at "bf16" and at "fp16". It compares the gradient with that of a float64 run with the same weights and
+    random numbers.
 
     It predicts the rounding error. For that, it rounds the inputs and outputs of matrix products and convolutions in
-    float64 to that dtype, or adds noise of that size.
+    float64 to that dtype, or adds random errors of that size.
 
     A loop without low precision and without the knob runs under a bfloat16 autocast of the check. Findings there are
     advice.
 
 Why is this bad?
     In float16, scores above 65504 are infinite, and gradients below 6e-8 become zero. bfloat16 keeps about three
-    digits. So the variance of large numbers is noise, and long sums stop growing. The loop runs, but learns worse than
-    in float32, or not at all.
+    digits: a variance of large numbers is mostly rounding error, and long sums stop growing. The loop runs, but learns
+    worse than in float32, or not at all.
 
 How it decides
     1. The ratio is the measured error of the whole gradient over the predicted error (at least one rounding error). In
@@ -29,8 +30,8 @@ How it decides
        turns a right gradient wrong.
     6. A single parameter's gradient is judged if it is off by ten roundings, and by ten times the largest of seven
        rounded runs. It is a fault if running one module in float32 corrects that gradient.
-    7. Under the check's own autocast only the whole gradient and angles are judged. A ratio up to 4 passes. What is
-       found is advice, also a gradient that is not finite.
+    7. Under the check's own autocast only the whole gradient and angles are judged. A ratio up to 4 is no finding: the
+       check does not apply. What is found is advice, also a gradient that is not finite.
 
     | what the numbers show | cause | advice if |
     |---|---|---|

@@ -1,4 +1,4 @@
-"""Every pass reads the weights as they are, and the batch as it is.
+"""Each forward pass computes with the current weights and the current batch.
 
 What it does
     It notes in the first steps which weights the calls of torch are given, and which parameters share their entries. It
