@@ -46,7 +46,7 @@ _COPIES = frozenset(
 _ARRAYS = frozenset("numpy torch torchvision torchaudio PIL cv2 scipy skimage kornia".split())
 """Libraries whose functions give changed copies; others, as of logging and plotting, are called for what they do."""
 
-_EFFECTS = frozenset("random cuda distributed utils init autograd backends testing profiler save manual_seed".split())
+_EFFECTS = frozenset("random cuda dist distributed utils init autograd backends testing save manual_seed".split())
 """Parts of such a function's name behind which a call does something."""
 
 _PLACES = (ast.Name, ast.Attribute, ast.Subscript)
@@ -144,7 +144,7 @@ def _kept(call: ast.Call, libraries: frozenset[str]) -> ast.expr | None:
     """What a call gives a changed copy of: what it is a method of, or the first argument of a library's function."""
     path = _path(call.func)
     if path and path[0] in libraries:
-        plain = not set(path) & _EFFECTS and not path[-1].endswith("_")
+        plain = not set(path) & _EFFECTS and not path[-1].endswith("_") and not path[-1].startswith(("set_", "use_"))
         given = call.args[0] if plain and call.args else None
     else:
         given = call.func.value if isinstance(call.func, ast.Attribute) and called_name(call) in _COPIES else None
@@ -160,12 +160,18 @@ def _assigned(source: Source, node: ast.Assign) -> Iterator[Slip]:
         text = _shown(added).replace("+= +", "+= ")
         yield Slip("plus_behind_the_equals_sign", source, node, added, text, (_shown(target),))
     likeness = difflib.SequenceMatcher(None, getattr(target, "attr", ""), "requires_grad").ratio()
-    if isinstance(target, ast.Attribute) and LIKE <= likeness < 1:
+    if isinstance(target, ast.Attribute) and LIKE <= likeness < 1 and not _is_read(source, target.attr):
         given = [target.value, ast.Constant(target.attr), node.value]
         text = f"{_shown(target.value)}.requires_grad = {_shown(node.value)}"
         run = ast.Expr(ast.Call(_name(SET), given, []))
         facts = {"attribute": target.attr, "object": _shown(target.value)}
         yield Slip("attribute_without_effect", source, node, run, text, (_shown(target),), facts)
+
+
+def _is_read(source: Source, attribute: str) -> bool:
+    """Whether code of the file may read an attribute: a private one may be read elsewhere (odd: module_with_a_flag)."""
+    loaded = (n for n in source.parents if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load))
+    return attribute.startswith("_") or (attribute != "requires_grad_" and any(n.attr == attribute for n in loaded))
 
 
 def _repeated(source: Source, node: ast.stmt) -> Iterator[Slip]:

@@ -102,3 +102,17 @@ def spread_that_is_not_used():
     model = Fixed()
     model.body = nn.Linear(6, 8)
     return loop(model, data.labelled(), loss_of)
+
+
+@odd(notes="a module keeps a flag of its own beside requires_grad, as transformers' audio encoders do")
+def module_with_a_flag():
+    class Encoder(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+            self[0].requires_grad_(False)
+            self._requires_grad = True
+
+        def forward(self, x):
+            return super().forward(x.detach().requires_grad_() if self._requires_grad else x)
+
+    return loop(Encoder(), data.labelled(), cross_entropy)
