@@ -263,7 +263,7 @@ class _Functions:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def arguments_swapped(self, source: Source, node: ast.stmt) -> Iterator[Slip]:
-        """Calls that give two arguments by place, each under the other's name."""
+        """Calls that give two arguments by position, each under the other's name."""
         for call in (n for n in ast.walk(node) if isinstance(n, ast.Call) and len(n.args) > 1):
             function = self._of(source, call)
             if function is None or source.function(node) is None:
@@ -376,4 +376,4 @@ def _shown(node: ast.AST) -> str:
         return f"return {_shown(node.value)}"
     if isinstance(node, ast.Tuple):
         return ", ".join(map(_shown, node.elts))
-    return ast.unparse(ast.fix_missing_locations(copy.deepcopy(node)))
+    return ast.unparse(node)

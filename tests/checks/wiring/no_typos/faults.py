@@ -11,7 +11,7 @@ from torch import nn
 from pytest_trainloop import TrainLoop
 from tests.loops import data
 from tests.loops.pairs import pair
-from tests.loops.plain import cross_entropy, loop
+from tests.loops.plain import cross_entropy, loop, train
 
 
 class Reader(nn.Module):
@@ -85,10 +85,7 @@ def zero_named(model, optimizer, batches):
 
 
 def zero_called(model, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        cross_entropy(model, batch).backward()
-        optimizer.step()
+    train(model, optimizer, batches, cross_entropy)
 
 
 def schedule_named(model, optimizer, batches):
