@@ -44,6 +44,8 @@ class Script:
         whether ``name`` is the name of a module, as after ``python -m``
     steps
         stop after so many optimizer steps; 0: run to the script's own end
+    limit_batches
+        end each pass over a DataLoader after so many batches, so that epochs end within the steps; 0: no limit
     torchrun
         set what ``torchrun --nproc-per-node=1`` sets: ``RANK``, ``WORLD_SIZE``, ``MASTER_PORT``, ...
 
@@ -58,14 +60,17 @@ class Script:
     cwd: str | os.PathLike[str] = "."
     module: bool = False
     steps: int = WATCHED_STEPS
+    limit_batches: int = 0
     torchrun: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.args, str) or not all(isinstance(word, str) for word in self.args):
             shown = repr(self.args) if isinstance(self.args, str) else f"{list(self.args)!r}"
             raise _refused(f'args is {shown}; a list of words is needed, as in ["--epochs", "2"]')
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
-            raise _refused(f"steps is {self.steps!r}; a number of optimizer steps is needed, or 0 for no limit")
+        for name, what in (("steps", "optimizer steps"), ("limit_batches", "batches")):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+                raise _refused(f"{name} is {given!r}; a number of {what} is needed, or 0 for no limit")
         if not Path(self.cwd).is_dir():
             raise _refused(f"cwd is {os.fspath(self.cwd)!r}; a folder that exists is needed")
         path = Path(self.cwd, self.name)
@@ -75,6 +80,7 @@ class Script:
     def command(self, *options: str) -> list[str]:
         """The words behind ``python -m pytest_trainloop``, with these options of its own."""
         own = [*options, f"--steps={self.steps}", *(["--torchrun"] if self.torchrun else [])]
+        own += [f"--limit-batches={self.limit_batches}"] if self.limit_batches else []
         return [*own, *(["-m"] if self.module else []), os.fspath(self.name), "--", *self.args]
 
 

@@ -209,6 +209,11 @@ def loader_calls() -> tuple[type, dict[str, str]]:
     return _BaseDataLoaderIter, {"begin": "__init__", "again": "_reset", "indices": "_next_index", "next": "__next__"}
 
 
+def batches_given(iterator: Any) -> int:
+    """How many batches an iterator of a DataLoader has given in this pass. Hides ``_num_yielded``."""
+    return int(iterator._num_yielded)
+
+
 FETCHERS = (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher)
 """The classes whose ``fetch`` asks a data set for the items of a batch, in this process or in a worker."""
 

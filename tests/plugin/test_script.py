@@ -98,6 +98,7 @@ def test_what_is_no_command_is_refused(script, given, sentence):
 def test_the_words_of_a_script_are_its_own(script):
     made = Script("train", ["--", "-v"], module=True, steps=3, torchrun=True)
     assert made.command("-v") == ["-v", "--steps=3", "--torchrun", "-m", "train", "--", "--", "-v"]
+    assert Script("train", module=True, limit_batches=4).command()[:2] == ["--steps=30", "--limit-batches=4"]
 
 
 def test_a_script_is_given_no_device(script):

@@ -33,6 +33,47 @@ def test_with_0_it_runs_to_its_own_end(watch):
     assert "80 optimizer steps watched, to its own end" in watch(TRAIN, "--steps=0").out
 
 
+EPOCHS = """
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = loader(800)
+    print(len(data), "batches")
+    for epoch in range(4):
+        for x, y in data:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            print(sum(F.mse_loss(model(x), y).item() for x, y in data))
+"""
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_epochs_end_early_if_asked(watch, repaired):
+    source = EPOCHS + "        model.train()\n" * repaired
+    said = watch(source)
+    assert (said.status, "100 batches" in said.out) == (0, True)
+    assert "no epoch came to its end: --limit-batches=8 ends each pass over a DataLoader after 8 batches" in said.out
+    said = watch(source, "--limit-batches=4", "--steps=0")
+    assert "16 optimizer steps watched, to its own end" in said.out
+    assert said.out.startswith("4 batches")
+    assert (said.status, "[eval_left_on]" in said.out) == ((0, False) if repaired else (1, True))
+
+
+def test_a_limit_of_batches_that_limits_nothing(watch):
+    said = watch(
+        """
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            train(model, optimizer, [rows()])
+    """,
+        "--limit-batches=4",
+    )
+    assert "no DataLoader was iterated, so --limit-batches changed nothing" in said.out
+
+
 FAULTY = """
     model = mlp()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -228,6 +269,7 @@ REFUSED = {
     "option": (("--stepz=3", "train.py"), "unrecognized arguments: --stepz=3 (python -m pytest_trainloop --help)"),
     "number": (("--steps=many", "train.py"), "argument --steps: invalid int value: 'many'"),
     "negative": (("--steps=-1", "train.py"), "--steps is -1; a number of optimizer steps is needed, or 0 for no limit"),
+    "limit": (("--limit-batches=-1", "train.py"), "--limit-batches is -1; a number of batches is needed, or 0 for no"),
     "missing": (("no.py",), "no.py cannot be run: No such file or directory; the path of a Python script is needed"),
     "module": (("-m", "no_such.thing"), "-m no_such.thing cannot be run: "),
     "check": (("--trainloop-only=step_ordr", "train.py"), "matches no check; the nearest name is 'step_order'"),

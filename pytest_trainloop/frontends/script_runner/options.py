@@ -28,6 +28,7 @@ class Options:
 
     target: Target
     steps: int = WATCHED_STEPS
+    limit_batches: int = 0
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     strict: bool = False
@@ -64,6 +65,13 @@ def read(args: Sequence[str]) -> Options:
         metavar="N",
         help=f"stop after N optimizer steps (default: {WATCHED_STEPS}; 0: run to the end of the script)",
     )
+    add(
+        "--limit-batches",
+        type=int,
+        default=0,
+        metavar="N",
+        help="end each pass over a DataLoader after N batches, so that epochs end within the steps",
+    )
     add("--write-test", default="", metavar="FILE", help="write a test that runs all checks on this loop")
     add("--torchrun", action="store_true", help="set what torchrun sets for one process: RANK, WORLD_SIZE, ...")
     add(
@@ -89,9 +97,12 @@ def read(args: Sequence[str]) -> Options:
         raise UsageError(f"no script was given; usage: {USAGE}")
     if given.steps < 0:
         raise UsageError(f"--steps is {given.steps}; a number of optimizer steps is needed, or 0 for no limit")
+    if given.limit_batches < 0:
+        raise UsageError(f"--limit-batches is {given.limit_batches}; a number of batches is needed, or 0 for no limit")
     return Options(
         target=Target(given.script, given.module, rest),
         steps=given.steps,
+        limit_batches=given.limit_batches,
         only=tuple(name.strip() for names in given.trainloop_only for name in names.split(",") if name.strip()),
         skip=tuple(given.trainloop_skip),
         strict=given.trainloop_strict,
@@ -104,7 +115,7 @@ def read(args: Sequence[str]) -> Options:
     )
 
 
-_WITH_VALUE = frozenset({"--steps", "--write-test"}) | {
+_WITH_VALUE = frozenset({"--steps", "--limit-batches", "--write-test"}) | {
     f"--trainloop-{name}" for name in ("only", "skip", "json", "sarif", "report")
 }
 

@@ -25,6 +25,7 @@ from pytest_trainloop.frontends.script_runner.handover import Handover
 from pytest_trainloop.frontends.script_runner.outcome import FAULT, NOTHING, Outcome, refuse
 from pytest_trainloop.frontends.script_runner.page import Page
 from pytest_trainloop.frontends.script_runner.ranks import OneOfRanks
+from pytest_trainloop.frontends.script_runner.short_passes import Passes
 from pytest_trainloop.frontends.script_runner.stack import line_of_main_thread
 from pytest_trainloop.frontends.script_runner.stopping import Ending, Stopped, end, leave
 from pytest_trainloop.frontends.script_runner.trial import refusal
@@ -59,6 +60,7 @@ class Session:
         self._handover = Handover(alias_of(options.target)) if options.write_test else None
         self._watch = Watch(before_step=self._before_step, before_backward=self._ending.before_backward)
         self._page = Page(sys.stdout, self._name, verbose=options.verbose)
+        self._passes = Passes(options.limit_batches)
         self._ranks = ranks
         self._spawning = spawning
         self._waited = ""
@@ -104,6 +106,7 @@ class Session:
                 self._closing.enter_context(self._spawning.watching())
             if self._ranks is not None:
                 self._closing.enter_context(self._ranks.noted(self._watch, self._end_waiting))
+            self._closing.enter_context(self._passes.watched())
             try:
                 script()
             except BaseException as error:
@@ -182,6 +185,8 @@ class Session:
         os.chdir(self._folder)
         if self._waited and not own_failure:
             self._page.remarks.append(f"it waited for another rank at {self._waited}, and was ended there")
+        if remark := self._passes.remark(stopped=self._ending.stopped):
+            self._page.remarks.append(remark)
         self._page.steps(self._watch, stopped=self._ending.stopped, failed=bool(own_failure or self._waited))
         if own_failure:
             self._page.failed(own_failure)

@@ -51,6 +51,7 @@ def script_file(loop: Loop, imports: Imports, options: Options, file: Path, *, t
     given.append(f"cwd={path_code(Path.cwd(), file)}")
     given += ["module=True"] * target.is_module + ["torchrun=True"] * torchrun
     given += [f"steps={options.steps}"] * (options.steps != WATCHED_STEPS)
+    given += [f"limit_batches={options.limit_batches}"] * bool(options.limit_batches)
     made = "\n".join(f"    {part}" for part in _wrapped(f"return Script({', '.join(given)})"))
     missing = "\n".join(
         textwrap.fill(sentence, LINE, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
