@@ -77,10 +77,42 @@ CAUSES = {
         source="https://rules.sonarsource.com/python/RSPEC-2757/",
     ),
     "name_repeated": _slip(
-        proof="a tuple has one name twice, and another that fits is never read",
+        proof="a name is in the place of another one that fits: twice in a tuple or a call, or left in a copied line",
         summary="`{read}` is taken twice in this line, and `{unread}` is never read",
         repair="use the other name in the second place",
+        variants={
+            "operands": {
+                "summary": "`{read}` is given twice, where `{unread}` fits: of a value and itself this is nothing new"
+            },
+            "copied": {
+                "summary": "this line is a copy of line {above} with `{read}` left in it, and nothing reads `{unread}`",
+            },
+        },
         source="https://github.com/Sahandfer/CEM/issues/5",
+    ),
+    "key_misspelt": _slip(
+        proof="a key is looked up with a default, no dict has it, and nothing reads a key that is almost it",
+        summary="no dict of the project has the key `{read}`, which this line looks up, and nothing reads `{unread}`",
+        repair="use the key that the dict has",
+        source="https://github.com/IntelLabs/distiller/issues/191",
+    ),
+    "state_not_carried": _slip(
+        proof="nothing reads the new state of a recurrent layer, and each round of a loop gives it the same old one",
+        summary="each round of this loop gives {function}() `{read}` again, and nothing reads its new state `{unread}`",
+        repair="give it the state of the round before",
+        source="https://github.com/pytorch/examples/issues/88",
+    ),
+    "reshape_for_permute": _slip(
+        proof="a reshape to the axes of a tensor in another order keeps the order of its entries, and so mixes them",
+        summary="`{names}` makes {made} of {given}: the axes in another order, and the entries in the old one",
+        repair="permute or transpose the axes",
+        source="https://github.com/Selen-Suyue/DensePolicy2D/issues/3",
+    ),
+    "return_inside_loop": _slip(
+        proof="the last statement of a loop returns what the loop adds up, so that it has one round",
+        summary="this return is inside of the loop that adds `{summed}` up, so only its first round counts",
+        repair="move the return behind the loop",
+        source="https://github.com/microsoft/ProDA/issues/33",
     ),
     "arguments_swapped": _slip(
         proof="two arguments are given by position, each under the other's name",
@@ -88,6 +120,13 @@ CAUSES = {
         repair="give them in the order of the parameters, or by keyword",
         settle="rename the variables, or give them by keyword, if the order is intended",
         source="https://github.com/WenjieDu/PyGrinder/issues/42",
+    ),
+    "argument_not_given": _slip(
+        proof="a variable is never read, and a function that takes an argument of this name is called without it",
+        summary="nothing reads `{names}`, and this call of {function}(), which takes `{argument}`, does not give it",
+        repair="give the argument",
+        settle="remove the variable, or let its name begin with _, if the argument is left out on purpose",
+        source="https://github.com/lucidrains/DALLE2-pytorch/issues/235",
     ),
     "results_swapped": _slip(
         proof="two results are unpacked, each under the other's name",

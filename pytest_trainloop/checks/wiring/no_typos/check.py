@@ -1,4 +1,4 @@
-"""No statement in the loop's modules is a typing slip that changes the training.
+"""No statement in the loop's modules is a slip that changes the training.
 
 What it does
     It reads the source of the modules that the loop's function refers to. It looks for statements that resemble one of
@@ -17,18 +17,26 @@ How it decides
        nothing.
     6. A swap counts as intended if another call of the function keeps the order of the parameters. So it does if a name
        speaks of swapping, and for names of one letter.
-    7. A method is called only if its object is one of torch's kinds: a tensor, a module, an optimizer, a scheduler.
+    7. A reshape whose sizes are divided (``steps // 2``) is silent, and so is one that merges or splits neighbours.
+    8. A method is called only if its object is one of torch's kinds: a tensor, a module, an optimizer, a scheduler.
 
     | statement | cause |
     |---|---|
     | ``x.masked_fill(mask, 0)``: the result is lost | ``result_not_kept`` |
     | ``optimizer.zero_grad``: the parentheses are missing | ``method_not_called`` |
-    | ``p.requires_grad == False`` | ``comparison_as_statement`` |
-    | ``p.require_grad = False``, ``p.requires_grad_ = False`` | ``attribute_without_effect`` |
+    | ``p.requires_grad == False``; ``p.require_grad = False`` | ``comparison_as_statement``,
+      ``attribute_without_effect`` |
     | ``loss =+ penalty`` | ``plus_behind_the_equals_sign`` |
-    | ``h, c = h[rows], h[rows]``: one name twice, another is never read | ``name_repeated`` |
-    | ``focal(x, y, alpha, gamma)`` of ``def focal(x, y, gamma, alpha)`` | ``arguments_swapped`` |
-    | ``logvar, mean = encode(x)``, which returns ``mean, logvar`` | ``results_swapped`` |
+    | ``h, c = h[rows], h[rows]``, ``min(q1, q1)``, a copied line: one name twice, where another one fits |
+      ``name_repeated`` |
+    | ``settings.get("label_smooting", 0.0)``, where the key is ``label_smoothing`` | ``key_misspelt`` |
+    | ``x.reshape(b, c, h, w)`` of (b, h, w, c); ``x.view(b, heads, t, d)`` of (b, t, heads * d) |
+      ``reshape_for_permute`` |
+    | ``for head in heads: total += head(x); return total`` | ``return_inside_loop`` |
+    | ``for x in steps: out, state = self.gru(x, hidden)``, and nothing reads ``state`` | ``state_not_carried`` |
+    | ``self.encoder(x)`` without ``mask=mask``, and nothing else reads ``mask`` | ``argument_not_given`` |
+    | ``focal(x, alpha, gamma)`` of ``def focal(x, gamma, alpha)``; ``logvar, mean = encode(x)``, which returns
+      ``mean, logvar`` | ``arguments_swapped``, ``results_swapped`` |
 
 When it is skipped
     - The loop cannot be run again: it was observed, or is a script.

@@ -11,8 +11,9 @@ import torch
 
 from pytest_trainloop.checks.wiring.no_typos.causes import found
 from pytest_trainloop.checks.wiring.no_typos.edited_source import PREFIX, edited
+from pytest_trainloop.checks.wiring.no_typos.reshapes import SHAPED, TURNED, Shapes
 from pytest_trainloop.checks.wiring.no_typos.slips import CALLED, KEPT, SET, slips
-from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.errors import CannotDecide, OwnMistake
 from pytest_trainloop.instruments.gradients.dependence import difference
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.events import Backward
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pytest_trainloop.checks.wiring.no_typos.edited_source import Edit
-    from pytest_trainloop.checks.wiring.no_typos.slips import Slip
+    from pytest_trainloop.checks.wiring.no_typos.expressions import Slip
     from pytest_trainloop.core.finding import Finding
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -49,24 +50,43 @@ def confirmed(evidence: Evidence) -> Iterator[Finding]:
     if not candidates:
         return
     reached = set[int]()
-    marked = [_edit(slip, [_mark(number), slip.statement]) for number, slip in enumerate(candidates)]
-    written = _run(evidence, partial(edited, marked, {RAN: reached.add}))
+    shapes = Shapes()
+    helpers = {**HELPERS, RAN: reached.add, SHAPED: shapes.shaped, TURNED: shapes.turned}
+    marked = [
+        _edit(slip, [_mark(number), slip.statement] if slip.probe is None else [slip.probe])
+        for number, slip in enumerate(candidates)
+    ]
+    written = _run(evidence, partial(edited, marked, helpers))
     if written.raised is not None:
         return
+    reached |= {number for number, slip in enumerate(candidates) if slip.text in shapes.turns}
     before, bound = _losses(written), ROUNDING * torch.finfo(torch.float64 if written.double else torch.float32).eps
     repeats = False
     for number in sorted(reached)[:MOST]:
         slip = candidates[number]
-        other = _run(evidence, partial(edited, [_edit(slip, [slip.run])], HELPERS))
+        other = _edited_run(evidence, partial(edited, [_edit(slip, [slip.run])], helpers))
+        if other is None or other.raised is not None:
+            continue
         after = _losses(other)
-        if other.raised is None and other.double == written.double and difference(before, after) > bound:
+        if other.double == written.double and difference(before, after) > bound:
             if not repeats and difference(before, _losses(_run(evidence, contextlib.nullcontext))) > bound:
                 raise CannotDecide("two runs of the loop under one seed backpropagate different losses")
             repeats = True
-            place = place_of(slip.source.file, slip.statement.lineno)
-            facts = {"intended": slip.text, "effect": _effect(before, after), **slip.facts}
-            repair = f"write {slip.text}"
-            yield found(slip.cause, place, slip.names, change=str(place), repair=repair, **facts)
+            place = place_of(slip.source.file, slip.line or slip.statement.lineno)
+            facts = {"intended": slip.text, **slip.facts}
+            if slip.text in shapes.turns:
+                facts |= shapes.facts(slip.text, slip.names[0].rpartition(".")[0])
+            repair = slip.repair or f"write {facts['intended']}"
+            yield found(
+                slip.cause,
+                place,
+                slip.names,
+                slip.variant,
+                change=str(place),
+                repair=repair,
+                effect=_effect(before, after),
+                **facts,
+            )
 
 
 def _edit(slip: Slip, new: list[ast.stmt]) -> Edit:
@@ -75,6 +95,14 @@ def _edit(slip: Slip, new: list[ast.stmt]) -> Edit:
 
 def _mark(number: int) -> ast.stmt:
     return ast.Expr(ast.Call(ast.Name(RAN, ast.Load()), [ast.Constant(number)], []))
+
+
+def _edited_run(evidence: Evidence, around: Callable[[], AbstractContextManager[None]]) -> Record | None:
+    """A run with edited code; None where the edit is none for a function of torch that is patched."""
+    try:
+        return _run(evidence, around)
+    except OwnMistake:
+        return None
 
 
 def _run(evidence: Evidence, around: Callable[[], AbstractContextManager[None]]) -> Record:

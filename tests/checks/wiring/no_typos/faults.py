@@ -1,6 +1,6 @@
 """Typing slips, as projects have them, each with its repaired twin."""
 
-# ruff: noqa: B015, B018, E712, RET504, RUF059
+# ruff: noqa: B015, B018, E712, F841, PERF401, RET503, RET504, RUF059
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Reader(nn.Module):
         return self.head((weights[..., None] * words).sum(1))
 
 
-def reader(mask):
+def reader(mask, kind=Reader):
     def make():
         ids = torch.randint(1, 20, (12, 7)).masked_fill(torch.arange(7) >= torch.randint(3, 8, (12, 1)), 0)
-        return loop(Reader(mask), (ids, torch.arange(12) % 3), cross_entropy)
+        return loop(kind(mask), (ids, torch.arange(12) % 3), cross_entropy)
 
     return make
 
@@ -314,6 +314,278 @@ def encoder(loss_of):
     return lambda: loop(Encoder(), data.labelled(), loss_of)
 
 
+def smoothing_not_given(model, batch, label_smoothing=0.2):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def smoothing_given(model, batch, label_smoothing=0.2):
+    return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=label_smoothing)
+
+
+class Pool(nn.Module):
+    def forward(self, words, padding=None):
+        kept = torch.ones_like(words[..., 0]) if padding is None else (~padding).to(words)
+        return (words * kept[..., None]).sum(1) / kept.sum(1, keepdim=True)
+
+
+class Sentences(nn.Module):
+    """Reads words by their mean; ``read`` gives the pool what it made of the ids."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.table, self.pool, self.head, self.read = nn.Embedding(20, 8), Pool(), nn.Linear(8, 3), read
+
+    def forward(self, ids):
+        return self.head(self.read(self, self.table(ids), ids))
+
+
+def padding_not_given(model, words, ids):
+    padding = ids == 0
+    return model.pool(words)
+
+
+def padding_given(model, words, ids):
+    padding = ids == 0
+    return model.pool(words, padding=padding)
+
+
+class Forgetful(nn.Module):
+    def __init__(self, smoothing=0.2):
+        super().__init__()
+        self.label_smoothing = smoothing
+
+    def forward(self, scores, labels):
+        return F.cross_entropy(scores, labels)
+
+
+class Smoothed(nn.Module):
+    def __init__(self, smoothing=0.2):
+        super().__init__()
+        self.smoothing = smoothing
+
+    def forward(self, scores, labels):
+        return F.cross_entropy(scores, labels, label_smoothing=self.smoothing)
+
+
+def criterion(kind):
+    made = kind()
+    return by(lambda model, batch: made(model(batch[0]), batch[1]))
+
+
+class Heads(nn.Module):
+    """Scores of several heads; ``join`` makes one of them."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.heads, self.join = nn.ModuleList(nn.Linear(6, 3) for _ in range(3)), join
+
+    def forward(self, x):
+        return self.join(self.heads, x)
+
+
+def returns_in_the_first_round(heads, x):
+    scores = 1.0 * heads[0](x)
+    for head in heads[1:]:
+        scores += head(x)
+        return scores
+
+
+def returns_the_sum(heads, x):
+    scores = 1.0 * heads[0](x)
+    for head in heads[1:]:
+        scores += head(x)
+    return scores
+
+
+def stacks_the_first(heads, x):
+    found = []
+    for head in heads:
+        found.append(head(x))
+        return torch.stack(found).mean(0)
+
+
+def stacks_all(heads, x):
+    found = []
+    for head in heads:
+        found.append(head(x))
+    return torch.stack(found).mean(0)
+
+
+def heads(join):
+    return lambda: loop(Heads(join), data.labelled(), cross_entropy)
+
+
+def two_views(model, batch):
+    view_1 = batch[0] + 0.1 * torch.randn_like(batch[0])
+    view_2 = batch[0] + 0.1 * torch.randn_like(batch[0])
+    return view_1, view_2
+
+
+def view_left(model, batch):
+    view_1, view_2 = two_views(model, batch)
+    scores_1 = model(view_1)
+    scores_2 = model(view_1)
+    return F.cross_entropy(scores_1, batch[1]) + F.cross_entropy(scores_2, batch[1])
+
+
+def both_views(model, batch):
+    view_1, view_2 = two_views(model, batch)
+    scores_1 = model(view_1)
+    scores_2 = model(view_2)
+    return F.cross_entropy(scores_1, batch[1]) + F.cross_entropy(scores_2, batch[1])
+
+
+def smoothing_by_key(model, batch):
+    settings = {"smoothing_rate": 0.2}
+    return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=settings.get("smooting_rate", 0.0))
+
+
+def smoothing_by_its_key(model, batch):
+    settings = {"rate_of_smoothing": 0.2}
+    return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=settings.get("rate_of_smoothing", 0.0))
+
+
+def weight_by_key(model, batch):
+    weights = {"penalty_weight": 0.1}
+    scores = model(batch[0])
+    return F.cross_entropy(scores, batch[1]) + weights.get("penalty_wieght", 1.0) * scores.square().mean()
+
+
+def weight_by_its_key(model, batch):
+    weights = {"weight_of_penalty": 0.1}
+    scores = model(batch[0])
+    return F.cross_entropy(scores, batch[1]) + weights.get("weight_of_penalty", 1.0) * scores.square().mean()
+
+
+class Critics(nn.Module):
+    """Two critics, of which the lower value is the target; ``lower`` gives it."""
+
+    def __init__(self, lower):
+        super().__init__()
+        self.critic_1, self.critic_2, self.lower = nn.Linear(6, 1), nn.Linear(6, 1), lower
+
+    def forward(self, x):
+        return self.critic_1(x), self.critic_2(x), self.lower(self, 0.5 * x).detach()
+
+
+def lower_of_one(critics, x):
+    q1, q2 = critics.critic_1(x), critics.critic_2(x)
+    return torch.min(q1, q1)
+
+
+def lower_of_both(critics, x):
+    q1, q2 = critics.critic_1(x), critics.critic_2(x)
+    return torch.min(q1, q2)
+
+
+def bellman(model, batch):
+    one, other, after = model(batch[0])
+    target = batch[1][:, None] + 0.9 * after
+    return F.mse_loss(one, target) + F.mse_loss(other, target)
+
+
+def critics(lower):
+    return lambda: loop(Critics(lower), data.labelled(), bellman)
+
+
+class Pixels(nn.Module):
+    """Classifies images with the channels last; ``first`` brings them to the front."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.body, self.head, self.first = nn.Conv2d(3, 8, 3), nn.Linear(8, 3), first
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(self.first(x))).mean((2, 3)))
+
+
+def channels_by_reshape(x):
+    rows, height, width, channels = x.shape
+    return x.reshape(rows, channels, height, width)
+
+
+def channels_by_permute(x):
+    return x.permute(0, 3, 1, 2)
+
+
+def pixels(first):
+    return lambda: loop(Pixels(first), (torch.randn(12, 5, 6, 3), torch.arange(12) % 3), cross_entropy)
+
+
+class Attention(nn.Module):
+    """Attention of several heads, which ``split`` makes."""
+
+    def __init__(self, split):
+        super().__init__()
+        self.three, self.head, self.split = nn.Linear(3, 24), nn.Linear(8, 3), split
+
+    def forward(self, x):
+        q, k, v = (self.split(part, 2) for part in self.three(x).chunk(3, -1))
+        return self.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
+def heads_by_reshape(x, heads):
+    rows, steps, width = x.shape
+    return x.reshape(rows, heads, steps, -1)
+
+
+def heads_by_transpose(x, heads):
+    rows, steps, width = x.shape
+    return x.reshape(rows, steps, heads, -1).transpose(1, 2)
+
+
+def attention(split):
+    return lambda: loop(Attention(split), (torch.randn(12, 7, 3), torch.arange(12) % 3), cross_entropy)
+
+
+class Decoder(nn.Module):
+    """Tells a series step by step; ``follow`` runs the cell over the steps from a first state."""
+
+    def __init__(self, follow):
+        super().__init__()
+        self.gru = nn.GRU(1, 8, batch_first=True)
+        self.start, self.head, self.follow = nn.Linear(1, 8), nn.Linear(8, 1), follow
+
+    def forward(self, x):
+        return self.head(self.follow(self, x, torch.tanh(self.start(x[:, 0]))[None]))
+
+
+def state_of_the_start(model, x, start):
+    outputs, state = [], start
+    for step in range(x.size(1)):
+        output, state = model.gru(x[:, step : step + 1], start)
+        outputs.append(output)
+    return torch.cat(outputs, 1)[:, -1]
+
+
+def state_of_the_step_before(model, x, start):
+    outputs, state = [], start
+    for step in range(x.size(1)):
+        output, state = model.gru(x[:, step : step + 1], state)
+        outputs.append(output)
+    return torch.cat(outputs, 1)[:, -1]
+
+
+def pair_of_the_start(model, x, start):
+    outputs = []
+    for step in x.unbind(1):
+        output, after = model.gru(step[:, None], start)
+        outputs.append(output[:, 0])
+    return torch.stack(outputs).mean(0)
+
+
+def pair_of_the_step_before(model, x, start):
+    outputs = []
+    for step in x.unbind(1):
+        output, start = model.gru(step[:, None], start)
+        outputs.append(output[:, 0])
+    return torch.stack(outputs).mean(0)
+
+
+def decoder(follow):
+    return lambda: loop(Decoder(follow), data.series(), lambda m, b: F.mse_loss(m(b[0]), b[1]))
+
+
 _FIXED = trained_by(zero_called)
 _PAIRS = {
     "result_not_kept": {
@@ -342,10 +614,33 @@ _PAIRS = {
     "name_repeated": {
         "cell_state_from_the_hidden_state": (summary(one_state_twice), summary(both_states)),
         "one_spread_returned_twice": (posterior(first_spread_twice), posterior(both_spreads)),
+        "view_left_in_a_copied_line": (by(view_left), by(both_views)),
+        "lower_of_one_critic": (critics(lower_of_one), critics(lower_of_both)),
+    },
+    "key_misspelt": {
+        "smoothing_by_a_misspelt_key": (by(smoothing_by_key), by(smoothing_by_its_key)),
+        "weight_by_a_misspelt_key": (by(weight_by_key), by(weight_by_its_key)),
+    },
+    "reshape_for_permute": {
+        "channels_to_the_front_by_reshape": (pixels(channels_by_reshape), pixels(channels_by_permute)),
+        "heads_by_reshape": (attention(heads_by_reshape), attention(heads_by_transpose)),
+    },
+    "state_not_carried": {
+        "decoder_begins_again_at_each_step": (decoder(state_of_the_start), decoder(state_of_the_step_before)),
+        "mean_of_states_from_the_start": (decoder(pair_of_the_start), decoder(pair_of_the_step_before)),
+    },
+    "return_inside_loop": {
+        "heads_summed_in_a_loop_that_returns": (heads(returns_in_the_first_round), heads(returns_the_sum)),
+        "heads_stacked_in_a_loop_that_returns": (heads(stacks_the_first), heads(stacks_all)),
     },
     "arguments_swapped": {
         "focal_alpha_as_gamma": (by(focal_crossed), by(focal_straight)),
         "missing_rate_as_observed_rate": (by(corruption_crossed), by(corruption_straight)),
+    },
+    "argument_not_given": {
+        "label_smoothing_not_given": (by(smoothing_not_given), by(smoothing_given)),
+        "smoothing_of_the_criterion_not_given": (criterion(Forgetful), criterion(Smoothed)),
+        "padding_not_given_to_the_pool": (reader(padding_not_given, Sentences), reader(padding_given, Sentences)),
     },
     "results_swapped": {
         "mean_as_logvar": (encoder(encoded_crossed), encoder(encoded_straight)),

@@ -104,6 +104,57 @@ def spread_that_is_not_used():
     return loop(model, data.labelled(), loss_of)
 
 
+@odd(notes="a wrapper takes an argument for the sake of others, and gives what it makes of another; one is left out")
+def arguments_that_are_taken_and_not_read():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.attend = nn.Linear(6, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x, attn_mask=None, need_weights=False):
+            hidden = self.embed(x)[:, None]
+            causal = torch.zeros(1, 1, dtype=torch.bool)
+            return self.head(self.attend(hidden, hidden, hidden, attn_mask=causal)[0][:, 0])
+
+    def loss_of(model, batch, reduction="mean", weight=None, dim=1):
+        return F.cross_entropy(model(batch[0], need_weights=True), batch[1])
+
+    return loop(Wrapped(), data.labelled(), loss_of)
+
+
+@odd(notes="frames are stacked in pairs, twice as many of them as they have features; a table of weights gets two axes")
+def frames_stacked_in_pairs():
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, 3)
+
+        def forward(self, x):
+            rows, steps, width = x.shape
+            pairs = x.reshape(rows, steps // 2, width * 2)
+            return self.head(pairs.mean(1) * self.table.view(8, 3).sum(1))
+
+    return loop(Stacked(), (torch.randn(12, 8, 4), torch.arange(12) % 3), cross_entropy)
+
+
+@odd(notes="each word of a list is read alone, from one state that summarises the text: the new state is not read")
+def words_read_from_one_state():
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.start, self.head = nn.GRUCell(1, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            start, states = torch.tanh(self.start(x)), []
+            for word in x.unbind(1):
+                state = self.cell(word[:, None], start)
+                states.append(state)
+            return self.head(torch.stack(states).mean(0))
+
+    return loop(Alone(), data.labelled(), cross_entropy)
+
+
 @odd(notes="a module keeps a flag of its own beside requires_grad, as transformers' audio encoders do")
 def module_with_a_flag():
     class Encoder(nn.Sequential):
