@@ -62,6 +62,15 @@ CAUSES = {
         variants={},
         source=_REFERENCE + "nn.LSTM.html",
     ),
+    "positions_by_row": _seen(
+        proof="an output changes with the place of its row in the batch, and with the table read along positions it "
+        "does not",
+        summary="each row of the batch gets one position: {through} adds a table that is cut to the number of rows",
+        measured="the table has {table:position}, and the input {steps}; all of them get that of the row",
+        shown_by="with the rows in reverse the outputs are other ones; with the table along the positions they are not",
+        repair="cut the table to the positions of batch-first inputs: x + pe[: x.size(1)].transpose(0, 1)",
+        source="https://github.com/songyangco/GETNext/issues/2",
+    ),
     "rows_interact": _seen(
         proof="one row's output has a gradient with respect to another row: a fault where rows_interact=False is "
         "declared",
@@ -76,9 +85,20 @@ CAUSES = {
                 "summary": "rows interact in the loss, through {through}",
                 "measured": _IN_THE_LOSS["measured"],
                 "shown_by": "rows_interact=False is declared",
-            }
+            },
         },
         source="https://github.com/rish-16/aft-pytorch/issues/1",
+    ),
+    "mask_of_other_rows": _seen(
+        proof="in evaluation mode an output row changes when only the mask of another row changes",
+        summary="outputs of a row change with {mask} of another row{through:?, through {through}|}",
+        measured="output row {output} changes by {by:share} when row {input} gets {mask} of another row",
+        shown_by="two passes in evaluation mode{counted:?; with the count of each row in place of that of the batch no "
+        "other row changes|}",
+        repair="take sums and counts of a mask over one row's own positions: mask.sum(1, keepdim=True)",
+        settle="rows_interact=True says that rows are to interact",
+        judged="rows_interact=False makes it a fault",
+        source="https://github.com/SeanLee97/AnglE/pull/102",
     ),
     "labels_of_other_rows": _cause(
         change=("targets",),
@@ -121,6 +141,7 @@ CAUSES = {
         shown_by=_SIDE_ORDER,
         repair="give both sides one shape: squeeze(-1) what is (N, 1), or keepdim=True in what is (N,)",
         source="https://github.com/LAMDA-Tabular/TALENT/pull/92",
+        change=("reduction before", "seen"),
     ),
     "weights_averaged": _seen(
         proof="reordering the row weights changes no gradient: only their sum counts",
@@ -129,6 +150,7 @@ CAUSES = {
         shown_by=_ANY_ORDER,
         repair='multiply each row\'s own loss: (F.cross_entropy(out, y, reduction="none") * weight).mean()',
         source="https://github.com/rlcode/per/issues/3",
+        change=("loss before", "seen"),
     ),
     "similarity_over_rows": _loss(
         proof="no row's gradient depends on other rows once the similarity runs along another axis",

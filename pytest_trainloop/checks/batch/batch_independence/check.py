@@ -38,8 +38,10 @@ How it decides
     | a norm along another axis, or with constant statistics, makes rows independent | ``normalised_over_rows`` | of
       data, without ``rows_interact=`` |
     | a transpose in place of the view makes rows independent | ``view_mixes_rows`` |  |
-    | the other ``batch_first`` makes rows independent | ``rows_as_positions`` |  |
-    | in the model another operation lets rows interact | ``rows_interact`` | without ``rows_interact=`` |
+    | the other ``batch_first``, or a table read along positions, makes rows independent | ``rows_as_positions``,
+      ``positions_by_row`` |  |
+    | in the model another operation lets rows interact; only a row's mask changes others | ``rows_interact``,
+      ``mask_of_other_rows`` | without ``rows_interact=``; not by a count |
     | in the loss a similarity or running sum along another axis makes rows independent | ``similarity_over_rows``,
       ``cumulated_over_rows`` |  |
     | rows change places and the loss changes | ``order_matters`` | a running sum, without ``ordered=`` |
@@ -89,7 +91,7 @@ if TYPE_CHECKING:
 @check(needs={"run"}, causes=CAUSES, rank=30, steps=50)
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence import rules
-    from pytest_trainloop.checks.batch.batch_independence.outputs import in_the_model
+    from pytest_trainloop.checks.batch.batch_independence.outputs import in_the_model, without_gradient
     from pytest_trainloop.checks.batch.batch_independence.row_influence import RowInfluence
 
     declared = evidence.declared("rows_interact")
@@ -127,4 +129,5 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     ordered = list(rules.order_of_rows(evidence, met))
     yield from ordered
     if not ordered:
+        yield from without_gradient(evidence)
         evidence.shared(RowInfluence.of).require_taken()

@@ -16,6 +16,8 @@ import torch
 
 from pytest_trainloop.checks.batch.batch_independence.causes import found
 from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows, few_rows_of_call
+from pytest_trainloop.checks.batch.batch_independence.other_masks import by_other_mask
+from pytest_trainloop.checks.batch.batch_independence.other_places import by_place, cut_to_rows
 from pytest_trainloop.core.errors import CannotDecide
 from pytest_trainloop.core.whose import reraise_raised
 from pytest_trainloop.declare import nested
@@ -75,7 +77,7 @@ def in_the_model(evidence: Evidence) -> Iterator[Finding]:
         cause, facts["fix"] = _CAUSES[made.why][0], _fix_in_words(made.why, ops[0], made.few.rows)
         # a data set in one batch is standardised on the way in (odd: table_that_is_one_batch)
         level = "advice" if made.why == "data_normalised" and declared is None else "fault"
-        one_layer = cause == "rows_as_positions" and len({op.module for op in ops}) == 1
+        one_layer = cause in ("rows_as_positions", "softmax_over_rows") and len({op.module for op in ops}) == 1
         facts["change"] = "" if one_layer else "\n".join(dict.fromkeys(str(op.place) for op in ops))
     elif declared is None:
         through = f", through {named} ({ops[0].place})" if ops else ""
@@ -96,6 +98,22 @@ def in_the_model(evidence: Evidence) -> Iterator[Finding]:
     facts |= {"level": level, "declared": declared is False}
     finding = found(cause, ops[0] if ops else "", names, **facts)
     yield replace(finding, smallest=f"{made.rows} rows")
+
+
+def without_gradient(evidence: Evidence) -> Iterator[Finding]:
+    """Output rows that change with the mask of another row, or with their place, where no gradient joins rows."""
+    made, declared = evidence.shared(OutputRows), evidence.declared("rows_interact")
+    met = by_other_mask(evidence, made.few) if made.few is not None and made.few.rows_known and made.alone else None
+    if met is not None:
+        through, names = ("", ()) if met.op is None else (met.op.named, (met.op.named,))
+        facts: dict[str, Any] = {"output": met.row, "input": met.other, "mask": nested.shown(met.path), "by": met.by}
+        facts |= {"through": through, "counted": met.counted, "declared": declared is False}
+        facts["level"] = "advice" if declared is None and not met.counted else "fault"
+        yield replace(found("mask_of_other_rows", met.op or "", names, **facts), smallest=f"{made.rows} rows")
+    elif made.few is not None and made.cut and (placed := by_place(evidence, made.few)) is not None:
+        op, positions, steps = placed
+        facts = {"through": op.named, "table": positions, "steps": steps}
+        yield replace(found("positions_by_row", op, (op.named,), **facts), smallest=f"{made.rows} rows")
 
 
 def _fix_in_words(why: str, op: Op, rows: int) -> str:
@@ -127,6 +145,10 @@ class OutputRows:
         """What makes rows independent: a key of ``_CAUSES``, "batch_norm" or "unknown"."""
         self.culprits: tuple[Op, ...] = ()
         """The operations that let rows meet."""
+        self.alone = False
+        """Whether outputs were judged, and no gradient joins rows."""
+        self.cut = False
+        """Whether a table is cut to the number of rows there."""
         self.reached = Reached()
         """Which rows each output row depends on, where some interact."""
 
@@ -137,6 +159,8 @@ class OutputRows:
         seen = self._pass()
         if seen.meet is None:
             self._require_seen(seen)
+            self.alone, self.rows = not self._own_data, seen.rows
+            self.cut = self.alone and seen.cut
             return
         seen = self._pass(closer=True)
         if seen.meet is None:
@@ -244,6 +268,8 @@ class _Pass:
     mixing: list[Op] = field(default_factory=list)
     """Those that let rows meet."""
     reached: Reached = field(default_factory=Reached)
+    cut: bool = False
+    """Whether a table is cut to the number of rows."""
     refused: str = ""
     """Torch's message where no gradient could be taken."""
     has_nan: bool = False
@@ -266,6 +292,7 @@ class _Pass:
         if not judged or not entries or self.meet is not None:
             return
         self.outputs += len(judged)
+        self.cut = self.cut or cut_to_rows(seen.ops, self.rows) is not None
         try:
             for row in sorted({0, self.rows // 2, self.rows - 1}):
                 self._row(judged, entries, row)

@@ -21,7 +21,7 @@ from pytest_trainloop.declare import nested
 from pytest_trainloop.instruments.batches.values import whole
 from pytest_trainloop.instruments.compositions.composition import Composition
 from pytest_trainloop.instruments.compositions.search import of_rows, smallest
-from pytest_trainloop.instruments.tracing.definitions import compared
+from pytest_trainloop.instruments.tracing.definitions import compared, returned_sorted
 from pytest_trainloop.instruments.tracing.row_tape import changed, changed_rows, leads_to
 from pytest_trainloop.runs.batch_stream import first_batch
 
@@ -426,7 +426,8 @@ def order_of_rows(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
     tape = shares.tape(AS_IT_IS) if met is not None or evidence.declared("rows_interact") else None
     sorting = next((call for call in tape.calls if call.name in _SORTING), None) if tape is not None else None
     if sorting is not None and _sorted_inside(shares, back := tuple(reversed(rows))):
-        call, orders, more["change"] = sorting, [("sorted", back)], str(sorting.place)
+        call, orders = sorting, [("sorted", back)]
+        more["change"] = returned_sorted(str(sorting.place)) or str(sorting.place)
     for target, order in orders:
         tapes = shares.both(OtherOrder(order), shared_draws=True)
         if tapes is None or not tapes[0].double:

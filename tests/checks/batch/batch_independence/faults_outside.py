@@ -355,3 +355,106 @@ pair(
     fixed=risk_sets(sorts=True, ordered=False),
     quick=True,
 )
+
+
+class Pooled(nn.Module):
+    """Sentences as the mean of their tokens: over the tokens of the row, or of the whole batch."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 12), nn.Linear(12, 3)
+        self.counted = lambda mask: mask.sum(1, keepdim=True) if own else mask.sum()
+
+    def forward(self, ids, mask):
+        summed = (torch.tanh(self.tokens(ids)) * mask.unsqueeze(-1)).sum(1)
+        return self.head(summed / self.counted(mask))
+
+
+def sentences(own, **fields):
+    def make():
+        lengths = torch.tensor([7, 3, 5, 4, 6, 2, 7, 5])
+        mask = (torch.arange(7) < lengths[:, None]).long()
+        ids = (classes(19, 8, 7, seed=3) + 1) * mask
+        batch = {"ids": ids, "attention_mask": mask, "labels": torch.arange(8) % 3}
+        return loop(
+            Pooled(own), batch, lambda m, b: F.cross_entropy(m(b["ids"], b["attention_mask"]), b["labels"]), **fields
+        )
+
+    return make
+
+
+def largest(own, **fields):
+    """Tokens are weighed by how many the longest sentence has, or by how many theirs has."""
+
+    def make():
+        made = sentences(own, **fields)()
+        made.model.counted = lambda mask: mask.sum(1, keepdim=True) if own else mask.sum(1).max()
+        return made
+
+    return make
+
+
+pair(
+    "mean_over_the_tokens_of_the_batch",
+    "batch_independence",
+    "mask_of_other_rows",
+    where="self.head(summed / self.counted(mask))",
+    faulty=sentences(False),
+    fixed=sentences(True),
+    quick=True,
+)
+pair(
+    "sum_over_the_tokens_of_the_longest",
+    "batch_independence",
+    "mask_of_other_rows",
+    where="self.head(summed / self.counted(mask))",
+    faulty=largest(False, rows_interact=False),
+    fixed=largest(True, rows_interact=False),
+)
+
+
+class Places(nn.Module):
+    """Series whose steps get a place: of a table (steps, 1, features), or of one (steps, features) that is learned."""
+
+    def __init__(self, along, learned):
+        super().__init__()
+        self.body, self.head, self.along = nn.Linear(2, 8), nn.Linear(8, 3), along
+        waves = torch.sin(torch.arange(40)[:, None] * torch.arange(1, 9) * 0.3)
+        self.table = nn.Parameter(waves) if learned else nn.Buffer(waves[:, None])
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.along(self.table, self.body(x))).mean(1))
+
+
+def by_rows(table, hidden):
+    return hidden + table[: hidden.size(0)]
+
+
+def by_steps(table, hidden):
+    return hidden + table[: hidden.size(1)].transpose(0, 1)
+
+
+def learned_by_rows(table, hidden):
+    return hidden + table[: len(hidden)].unsqueeze(1)
+
+
+def learned_by_steps(table, hidden):
+    return hidden + table[: hidden.size(1)]
+
+
+def places(along, learned):
+    return lambda: loop(
+        Places(along, learned), (drawn(12, 7, 2), classes(3, 12)), lambda m, b: F.cross_entropy(m(b[0]), b[1])
+    )
+
+
+for learned, wrong, right in ((False, by_rows, by_steps), (True, learned_by_rows, learned_by_steps)):
+    pair(
+        f"{'learned_places' if learned else 'waves'}_cut_to_the_rows",
+        "batch_independence",
+        "positions_by_row",
+        where="hidden + table[: ",
+        faulty=places(wrong, learned),
+        fixed=places(right, learned),
+        quick=learned,
+    )
