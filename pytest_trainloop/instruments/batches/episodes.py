@@ -6,6 +6,7 @@ after it are of two episodes by both readings.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.declare.nested import Path
 
-_ENDS = frozenset(
-    """done dones terminal terminals terminated terminateds terminations is_terminal is_last episode_end episode_ends
-    is_first is_firsts episode_start episode_starts firsts""".split()
+_ENDS = re.compile(
+    r"(b|mb|batch|is)?_?(episode|ep|env)?_?(done|terminal|terminated|termination)s?(_(flag|batch|buf|list|b)s?)?"
+    r"|is_(last|first)s?|firsts|(episode|ep)_(end|start|last|first)s?"
 )
 _GOES_ON = frozenset("not_done not_dones notdone nonterminal nonterminals non_terminal continues continuation".split())
 _LIMITS = frozenset("truncated truncateds truncations timeout timeouts time_outs time_limit is_truncated".split())
-_REWARDS = frozenset("reward rewards rew rews".split())
+_REWARDS = re.compile(r"(b|mb|batch)?_?(reward|rew)s?(_(batch|buf|list|b))?")
 _OTHER_REWARDS = ("intrinsic", "int_rew", "rew_int", "reward_int", "rewards_int", "curiosity", "bonus", "cost")
 
 _AFTER = frozenset(
@@ -87,7 +88,7 @@ def read_episodes(batch: Any) -> Episodes | None:
     flags is padding."""
     given = [(path, t.detach()) for path, t in nested.paths(batch) if t.layout is torch.strided and not t.is_nested]
     named = {path: (_name(path), t) for path, t in given if 0 < t.dim() <= 3}
-    rewards = [(p, t) for p, (name, t) in named.items() if name in _REWARDS and t.is_floating_point()]
+    rewards = [(p, t) for p, (name, t) in named.items() if _REWARDS.fullmatch(name) and t.is_floating_point()]
     others = sum(any(word in name for word in _OTHER_REWARDS) for name, _ in named.values())
     if len(rewards) != 1:
         return None
@@ -130,8 +131,9 @@ class Transitions:
 def read_transitions(batch: Any) -> Transitions | None:
     """The transitions of a batch; None where it has none, or ends in all or in none of its rows."""
     given = {p: (_name(p), t.detach()) for p, t in nested.paths(batch) if t.layout is torch.strided and not t.is_nested}
-    rewards = [(p, t) for p, (name, t) in given.items() if name in _REWARDS and t.is_floating_point() and t.dim()]
-    after = [(p, t) for p, (name, t) in given.items() if name in _AFTER and t.is_floating_point() and t.dim() > 1]
+    floats = {p: (name, t) for p, (name, t) in given.items() if t.is_floating_point() and t.dim()}
+    rewards = [(p, t) for p, (name, t) in floats.items() if _REWARDS.fullmatch(name)]
+    after = [(p, t) for p, (name, t) in floats.items() if name in _AFTER and t.dim() > 1]
     if len(rewards) != 1 or len(after) != 1 or len(after[0][1]) != len(rewards[0][1]):
         return None
     (path, values), names, flags = rewards[0], [], []
@@ -156,7 +158,7 @@ def _ends(name: str, tensor: torch.Tensor, kind: Literal["ends", "limits"]) -> t
         return None
     if kind == "limits":
         return tensor == 1 if name in _LIMITS else None
-    return tensor == 1 if name in _ENDS else tensor == 0 if name in _GOES_ON else None
+    return tensor == 1 if _ENDS.fullmatch(name) else tensor == 0 if name in _GOES_ON else None
 
 
 def _padded_after(episodes: Episodes, tensors: list[torch.Tensor]) -> bool:

@@ -173,6 +173,7 @@ CAUSES = {
         settle=_INTENDED,
         judged=_JUDGED,
         source="https://github.com/meta-pytorch/torchtune/pull/2613",
+        change=("labels", "seen"),
     ),
     "positions_run_on": _seen(
         proof="the gradient of a document between others differs from that of the document alone; with positions "
@@ -208,7 +209,7 @@ CAUSES = {
         settle=_INTENDED,
         judged=_JUDGED,
         source="https://github.com/nikhilbarhate99/PPO-PyTorch/issues/8",
-        change=("seen",),
+        change=("carried",),
     ),
 }
 

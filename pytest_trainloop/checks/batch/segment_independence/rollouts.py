@@ -89,8 +89,12 @@ def first_crossing(
     """Where two runs with other rewards after the borders differ before them."""
     for number in base.read if _comparable(base, other) else ():
         one, two = base.found[number], other.found[number]
-        for border in borders if one.values.shape == two.values.shape else ():
-            if (step := _reached(one.values, two.values, border, borders, rounding)) is not None:
+        if one.values.shape != two.values.shape:
+            continue
+        pairs = [(a.values, b.values) for a, b in zip(base.found, other.found, strict=True)]
+        pairs = [(a, b) for a, b in pairs if a.shape == b.shape == one.values.shape]
+        for border in borders:
+            if (step := _reached(one.values, two.values, border, borders, pairs, rounding)) is not None:
                 return border, step, one, two
     return None
 
@@ -107,17 +111,29 @@ def crossing_found(crossing: Crossing, *, rewards: str, flags: str, level: str, 
 
 
 def _reached(
-    one: torch.Tensor, other: torch.Tensor, border: Border, borders: Sequence[Border], rounding: float
+    one: torch.Tensor,
+    other: torch.Tensor,
+    border: Border,
+    borders: Sequence[Border],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    rounding: float,
 ) -> int | None:
-    """The last step before the end whose value changes otherwise than by standardising, of one line or of all."""
+    """The last step before the end whose value changes otherwise than by standardising, of one line or of all: the
+    value itself, or one of the ``pairs`` that does not change and that it is made of (standardised returns less what a
+    critic says, odd: returns_standardised_before_the_baseline)."""
     limit = rounding * max(float(one.abs().max()), float(other.abs().max()))
     before, after = (_before(values, border) for values in (one, other))
     if limit != limit or not bool(((after - before).abs() > limit).any()):
         return None
     lines = [b for b in borders if b.axis == border.axis]
-    whole = [torch.cat([_before(values, b) for b in lines]) for values in (one, other)]
-    if scaled(before, after, limit) or scaled(whole[0], whole[1], limit):
-        return None
+    for within in ([border], lines):
+        mine, theirs, *parts = (
+            torch.cat([_before(values, b) for b in within])
+            for values in (one, other, *(p for a, b in pairs for p in (a, b)))
+        )
+        same = [a for a, b in zip(parts[::2], parts[1::2], strict=True) if bool(((a - b).abs() <= limit).all())]
+        if scaled(mine, theirs, limit) or any(scaled(part, theirs - mine, limit) for part in same):
+            return None
     return int(((after - before).abs() > limit).reshape(len(before), -1).any(1).nonzero().max())
 
 

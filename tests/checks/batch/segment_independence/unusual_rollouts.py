@@ -85,6 +85,25 @@ def reinforce_by_numpy_with_rewards_of_one():
     return loop(Policy(), flat, loss_of)
 
 
+@odd(notes="standardised returns less what the critic says of each step, and other names than usual (PPO-PyTorch)")
+def returns_standardised_before_the_baseline():
+    flat = {name: value[:, 0] for name, value in rollout(steps=20, envs=1, ends=((4, 0), (11, 0))).items()}
+    flat |= {"is_terminals": flat.pop("dones") > 0, "last_obs": flat["obs"][-1]}
+
+    def loss_of(model, batch):
+        logits, values = model(batch["obs"])
+        returns, running = [], 0.0
+        for reward, ended in zip(batch["rewards"].tolist()[::-1], batch["is_terminals"].tolist()[::-1], strict=True):
+            running = reward + GAMMA * running * (not ended)
+            returns.insert(0, running)
+        returns = torch.tensor(returns, dtype=values.dtype)
+        returns = (returns - returns.mean()) / (returns.std() + 1e-7)
+        policy = clipped(action_logp(logits, batch["actions"]), batch["logp"], returns - values.detach())
+        return policy + 0.5 * F.mse_loss(values, returns)
+
+    return loop(ActorCritic(), flat, loss_of)
+
+
 @odd(notes="returns of three steps that stop at the end of an episode")
 def three_step_returns():
     def loss_of(model, batch):
