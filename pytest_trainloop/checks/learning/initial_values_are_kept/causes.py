@@ -37,6 +37,16 @@ CAUSES = {
         settle="delete this line if the later initialisation is the right one",
         source="https://github.com/yhenon/pytorch-retinanet/issues/50",
     ),
+    "nothing_loaded": Cause(
+        proof="load_state_dict with strict=False is given keys, and the module has none of them",
+        summary="load_state_dict loads nothing: none of the {keys:key} it is given is a key of the module",
+        measured="the first key given is {first}, and the first of the module's {own:key} is {other}",
+        shown_by="the keys of both were compared while the loop was built",
+        repair="give the keys the names that the module has, and strict=True while you look for it",
+        change=("seen",),
+        source="https://github.com/torchgeo/torchgeo/issues/4036",
+        explains=("loss_at_init", "overfit_one_batch"),
+    ),
 }
 
 found = finding_maker(CAUSES)

@@ -16,8 +16,9 @@ How it decides
     3. If another chosen value overwrites it, nothing is reported.
     4. Nothing is reported either if one parameter keeps a value of the same line. The last layers of a pretrained model
        are often initialised again on purpose.
-    5. It is a fault if ``pretrained=`` names the part. It is a fault if the first loss is lower with the restored
-       values, by more than the factor of 1.5 that ``expected_init_loss`` allows. Otherwise it is advice.
+    5. A ``load_state_dict(strict=False)`` that finds none of its keys in the module is a fault, ``nothing_loaded``.
+    6. An overwritten value is a fault if ``pretrained=`` names the part. It is a fault if the first loss is lower with
+       the restored values, by more than the factor of 1.5 that ``expected_init_loss`` allows. Otherwise it is advice.
 
 When it is skipped
     It skips a loop in which no code chooses a value.
@@ -89,6 +90,18 @@ def _nothing_chosen(evidence: Evidence) -> str:
     return "" if noted.chose else "no line loads parameters or sets a value of its own in one"
 
 
+def _prefixes(given: list[str], own: list[str]) -> dict[str, Any]:
+    """What the keys have in front, of which the module has nothing, or the other way round."""
+    for key in given:
+        for name in own:
+            for longer, shorter, edit in ((key, name, "without"), (name, key, "with")):
+                prefix = longer.removesuffix(shorter)
+                if prefix != longer and prefix.endswith("."):
+                    of = f'k.removeprefix("{prefix}")' if edit == "without" else f'"{prefix}" + k'
+                    return {"repair": f"load the keys {edit} {prefix!r}: {{{of}: v for k, v in state.items()}}"}
+    return {}
+
+
 @check(needs={"fit"}, causes=CAUSES, rank=24, steps=1, absent=_nothing_chosen)
 def initial_values_are_kept(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.initial_values_are_kept.first_losses import first_losses
@@ -96,6 +109,10 @@ def initial_values_are_kept(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.recording.record import within
 
     noted, declared = evidence.shared(InitialValues.of), evidence.declared("pretrained")
+    for load in noted.unmatched:
+        facts: dict[str, Any] = {"keys": len(load.given), "first": load.given[0], **_prefixes(load.given, load.own)}
+        facts |= {"own": len(load.own), "other": load.own[0]}
+        yield found("nothing_loaded", load.place, ("load_state_dict",), **facts)
     by_line: dict[str, list[Lost]] = {}
     for one in noted.lost:
         by_line.setdefault(str(one.chosen.place), []).append(one)
@@ -107,7 +124,7 @@ def initial_values_are_kept(evidence: Evidence) -> Iterator[Finding]:
         if not promised and declared is True and lost[0].chosen.loaded:
             promised = lost
         named = promised or lost
-        facts: dict[str, Any] = {"written": len(named), "level": "advice", "change": line}
+        facts = {"written": len(named), "level": "advice", "change": line}
         variant = ""
         if promised:
             variant, facts["level"] = "declared", "fault"

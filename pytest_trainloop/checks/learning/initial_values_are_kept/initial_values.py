@@ -65,6 +65,19 @@ class Lost(NamedTuple):
     """The line that wrote over them."""
 
 
+class Load(NamedTuple):
+    """One ``load_state_dict``: the keys it was given, and those that the module has."""
+
+    place: Place
+    module: nn.Module
+    given: list[str]
+    own: list[str]
+
+    @property
+    def found(self) -> bool:
+        return not set(self.given).isdisjoint(self.own)
+
+
 class _Written:
     """What is known of one parameter while the loop is built."""
 
@@ -86,6 +99,7 @@ class InitialValues(FunctionMode):
         """The lines of chosen values that some parameter begins with."""
         self.chose = False
         """Whether any line chose values."""
+        self.loads: list[Load] = []
 
     @classmethod
     def of(cls, evidence: Evidence) -> InitialValues:
@@ -98,6 +112,17 @@ class InitialValues(FunctionMode):
                 noted._read_at_the_end(name, parameter)
         noted._written.clear()
         return noted
+
+    @property
+    def unmatched(self) -> list[Load]:
+        """Those that found no key, where no other one loaded the module, or the same keys into another module."""
+        found = [load for load in self.loads if load.found]
+        elsewhere = [set(load.given) for load in found]
+        return [
+            load
+            for load in self.loads
+            if not load.found and set(load.given) not in elsewhere and all(f.module is not load.module for f in found)
+        ]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -169,6 +194,10 @@ class InitialValues(FunctionMode):
         @functools.wraps(original)
         def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
             result, place = original(module, *args, **kwargs), maker(module)
+            given, own = list(args[0] if args else kwargs["state_dict"]), list(module.state_dict())
+            if (line := maker(None)) is not None and given and own:
+                self.loads.append(Load(line, module, given, own))
+                self.chose = True
             for parameter in members.parameters(module):
                 self._given(parameter, place)
             return result

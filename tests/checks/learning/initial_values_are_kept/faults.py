@@ -135,3 +135,31 @@ pair(
     faulty=supervised(lambda: Residual(zeros_last=False)),
     fixed=supervised(lambda: Residual(zeros_last=True)),
 )
+
+
+def checkpoint(prefix):
+    return {f"{prefix}{name}": value for name, value in nn.Sequential(nn.Linear(6, 16)).state_dict().items()}
+
+
+class Finetuned(nn.Module):
+    """Loads what it can of a checkpoint, whose keys have a prefix."""
+
+    def __init__(self, prefix):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 16)), nn.Linear(16, 3)
+        self.body.load_state_dict(checkpoint(prefix), strict=False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+for prefix in ("module.", "model.encoder."):
+    pair(
+        f"checkpoint_with_keys_of_{prefix.split('.')[0]}",
+        "initial_values_are_kept",
+        "nothing_loaded",
+        where="self.body.load_state_dict(checkpoint(prefix), strict=False)",
+        faulty=supervised(lambda prefix=prefix: Finetuned(prefix)),
+        fixed=supervised(lambda: Finetuned("")),
+        quick=prefix == "module.",
+    )

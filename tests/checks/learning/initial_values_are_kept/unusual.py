@@ -103,3 +103,20 @@ def forget_gates_begin_at_one():
             return self.head(self.rnn(x.view(len(x), 2, 3))[0][:, -1])
 
     return supervised(Recurrent)()
+
+
+@odd(
+    notes="one checkpoint is loaded into each part as far as it has its keys, and again without the prefix of a wrapper"
+)
+def checkpoint_is_tried_on_every_part():
+    def model_of():
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        state = {f"module.{name}": value for name, value in model.state_dict().items()}
+        body = {f"linear.{name}": value for name, value in model[0].state_dict().items()}
+        if model.load_state_dict(state, strict=False).missing_keys:
+            model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
+        for part in (model[2], nn.ModuleDict({"linear": model[0]})):
+            part.load_state_dict(body, strict=False)
+        return model
+
+    return supervised(model_of)()
