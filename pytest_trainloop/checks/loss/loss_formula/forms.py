@@ -211,6 +211,8 @@ def _flipped(match: Match, step: Step, evidence: Evidence) -> Iterator[Finding]:
 def _rises(match: Match) -> bool:
     """Whether what is backpropagated falls as the form gets worse, in all entries that have a gradient."""
     direction, gradient = match.reading.direction, slope_of(match.cut.slice, match.cut.number)
-    if match.cut.number == match.cut.slice.root:
-        return gradient is not None and direction < 0
+    if match.cut.number == match.cut.slice.root:  # a detached score may weigh a multiplier (odd: multiplier_of_a_score)
+        part = match.cut.slice
+        through = [slope_of(part, n) for n in match.cut.arguments if part.values[n].tensor.is_floating_point()]
+        return direction < 0 and any(g is not None and bool((g != 0).any()) for g in through)
     return gradient is not None and bool((gradient != 0).any()) and bool((gradient * direction <= 0).all())

@@ -190,3 +190,24 @@ def quantile_huber():
         return ((share[None, :, None] - (error.detach() < 0).to(share)).abs() * size).mean(2).sum(1).mean()
 
     return trained(loss_of, transitions())
+
+
+@odd(notes="a multiplier of a constraint grows with the cross entropy, which is detached there (CQL's alpha prime)")
+def multiplier_of_a_score():
+    model, log_alpha = relu_mlp(6, 16, 4), nn.Parameter(torch.zeros(1))
+    optimizers = torch.optim.Adam(model.parameters(), lr=5e-3), torch.optim.Adam([log_alpha], lr=1e-2)
+    model.log_alpha = log_alpha
+
+    def fit(batches):
+        for b in batches:
+            q = model(b["state"])
+            taken = q.gather(1, b["action"])
+            penalty = (q.logsumexp(1, keepdim=True) - taken).mean() - 1.0
+            optimizers[1].zero_grad()
+            (-(log_alpha.exp() * penalty.detach())).sum().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (F.smooth_l1_loss(taken, b["reward"]) + log_alpha.detach().exp().squeeze() * penalty).backward()
+            optimizers[0].step()
+
+    return TrainLoop(model=model, optimizer=optimizers, batch=transitions(), fit=fit)
