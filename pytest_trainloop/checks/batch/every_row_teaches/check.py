@@ -25,7 +25,6 @@ How it decides
     |---|---|---|
     | without a clamp a gradient arrives | ``hinge_never_active`` |  |
     | with fractions kept, weights made 0 by an integer division or cast are not 0 | ``weights_cut_to_zero`` |  |
-    | with the target moved a gradient arrives | ``compared_with_itself`` |  |
     | the model makes two equal calls with one tensor; nothing reads a similar one | ``one_input_for_two`` | dropout |
     | rows differ, one is read by a constant index and meets all outputs | ``one_target_for_all_rows`` |  |
     | whole numbers, never other than 0 and 1, index rows in several steps | ``flags_as_indices`` |  |

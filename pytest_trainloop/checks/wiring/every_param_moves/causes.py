@@ -22,19 +22,6 @@ CAUSES = {
         change=("cast", "module"),
         variants={
             "full precision": {"repair": "raise the learning rate of this group, if it should train"},
-            "most entries": {
-                "summary": (
-                    "{part:.0%} of the {dtype} weights never move, most of them in {names}: each update is below half "
-                    "a ULP of {dtype} and rounds away"
-                ),
-                "measured": (
-                    "{part:.0%} bit-equal entries of {tensors:tensor} after {steps} steps; {first}: typical update "
-                    "{update:.1e}, ULP {ulp:.1e}"
-                ),
-                "shown_by": (
-                    "in float64 the largest entry of any step on these tensors is below half a ULP at these values"
-                ),
-            },
         },
         source="https://github.com/vllm-project/speculators/pull/765",
     ),

@@ -20,11 +20,9 @@ How it decides
        contiguous, or has its axes in reverse order.
     6. An optimizer that does not update it must move other parameters, or none at all. The other start leaves the bound
        of a projection.
-    7. Entries are counted too. An entry is lost if it never changed, and half a ULP at its value exceeds the largest
-       step on its tensor in float64. Half of all low-precision entries lost is a fault.
-    8. An optimizer that is not torch's may keep what rounding takes (Kahan summation, master weights): advice, or
+    7. An optimizer that is not torch's may keep what rounding takes (Kahan summation, master weights): advice, or
        silent if copies of it show that it does.
-    9. Parameters on which no loss depends are left out.
+    8. Parameters on which no loss depends are left out.
 
     | experiment | cause | advice if |
     |---|---|---|
@@ -80,10 +78,7 @@ def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
     named = {name for finding in copied for name in finding.culprits}
     unmoved = [p for p in rules.bit_equal(record) if p.name not in named]
     depending = rules.depending(evidence, [p.name for p in unmoved])
-    most = list(rules.most_entries(evidence))
-    yield from most
-    named = {name for finding in most for name in finding.culprits}
-    unmoved = [p for p in unmoved if p.name in depending and p.name not in named]
+    unmoved = [p for p in unmoved if p.name in depending]
     left_out = list(rules.left_out(evidence, unmoved))
     yield from left_out
     named = {name for finding in left_out for name in finding.culprits}
