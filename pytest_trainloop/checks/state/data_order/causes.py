@@ -225,6 +225,7 @@ CAUSES = {
             }
         },
         source="https://github.com/azavea/raster-vision/pull/1029",
+        change=("loader", "seen"),
     ),
     "batch_repeats": Cause(
         proof="every batch comes equally often in a row, and more than once",

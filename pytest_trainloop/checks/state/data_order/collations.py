@@ -23,6 +23,7 @@ from pytest_trainloop.checks.state.data_order.causes import found
 from pytest_trainloop.checks.state.data_order.orders import ENOUGH, line_of, unlikely
 from pytest_trainloop.checks.state.data_order.rows import array_of, digest, values_of
 from pytest_trainloop.checks.state.data_order.streams import ReachableObjects
+from pytest_trainloop.instruments.tracing import statements
 from pytest_trainloop.runs.process_state import seed_all
 
 if TYPE_CHECKING:
@@ -149,7 +150,11 @@ def collated(stream: Stream) -> Iterator[Finding]:
     sorting = bool(ReachableObjects.by(("collate_fn", collate)).names & SORTING)
     facts = {"inputs": at[0], "labels": at[1], "rows": rows, "changed": changed, "cut": cut, "sorting": sorting}
     facts |= {"function": name_of(own), "stream": source.name}
-    facts |= {"change": line_of(own), "kinds": ("input",) * 2, "level": "fault" if sure else "advice"}
+    facts |= {
+        "change": statements.sorting(line_of(own)) or line_of(own),
+        "kinds": ("input",) * 2,
+        "level": "fault" if sure else "advice",
+    }
     yield found("labels_apart", source, at, "collated", **facts)
 
 

@@ -11,11 +11,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.state.evaluation_is_pure.causes import found
-from pytest_trainloop.checks.state.evaluation_is_pure.interposed import WANTED
+from pytest_trainloop.checks.state.evaluation_is_pure.interposed import WANTED, used_up
 from pytest_trainloop.checks.state.two_runs import line_of
 from pytest_trainloop.core.whose import present
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.tracing.statements import loop_of
+from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.reachable_state.snapshot import Reach
 
 if TYPE_CHECKING:
@@ -38,12 +39,18 @@ def called_again(cut: Cut, first_time: Run, early: Run) -> Iterator[Finding]:
     again, plain = early.again, first_time.result
     if again is None or cut.differs(early):
         return
-    if again.used_up and plain.forwards and not plain.used_up:
-        names = [p for p in again.used_up if not any(p.startswith(f"{other}.") for other in again.used_up)]
-        facts: dict[str, Any] = {"what": some(names), "forwards": plain.forwards, "raised": ""}
+    ended = list(again.used_up) if plain.forwards and not plain.used_up else []
+    if ended:  # a trainer may keep the generator of parameters that its optimizer was built from
+        with preserved():
+            before = set(used_up(cut.evidence.fresh_loop()))
+        ended = [path for path in ended if path not in before]
+    if ended:
+        names = [p for p in ended if not any(p.startswith(f"{other}.") for other in ended)]
+        facts: dict[str, Any] = {"what": some(names), "forwards": plain.forwards, "left": again.forwards, "raised": ""}
         facts |= {"raised": again.raised.error.summary} if again.raised else {}
         begun = line_of(cut.evidence.fresh_loop().evaluate)
-        yield found("state_left", begun, names, "used up", change=loop_of(begun) or begun, **facts)
+        variant = "used up by two" if again.forwards else "used up"
+        yield found("state_left", begun, names, variant, change=loop_of(begun) or begun, **facts)
     elif again.raised and not issubclass(again.raised.kind, WANTED):
         error = again.raised.error
         facts = {"raised": error.summary, "steps": again.raised.steps, "shown_by": error.traceback, "level": "advice"}

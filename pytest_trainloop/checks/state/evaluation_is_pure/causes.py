@@ -19,6 +19,8 @@ ENDS_INSIDE = (
     "{evaluation} changes is restored"
 )
 
+KEEP_THE_LOADER = "keep the loader, not its iterator: for batch in loader: inside evaluate()"
+
 _SEEDED_INSIDE = "{evaluations} evaluations inside fit found {which} in different states and left it in the same state"
 
 _seen = partial(Cause, change=("seen",))
@@ -47,7 +49,7 @@ CAUSES = {
         "before other weights are loaded, model.load_state_dict(kept) at the end",
         do_not="keep model.state_dict() as it is: it holds the live tensors, and is overwritten with them",
         source="https://github.com/aqlaboratory/openfold/pull/90",
-        change=("end of evaluation", "seen"),
+        change=("cast in place", "end of evaluation", "seen"),
     ),
     "gradients_left": _harmful(
         proof="training is as without evaluate() once .grad is restored after it",
@@ -115,11 +117,17 @@ CAUSES = {
                 "{raised:?raises {raised}|calls no module}",
                 "measured": "{forwards:forward pass} in the first evaluate(), none in the second",
                 "shown_by": "the next item of {what} was asked for after the second call, and there is none",
-                "repair": "keep the loader, not its iterator: for batch in loader: inside evaluate()",
+                "repair": KEEP_THE_LOADER,
+            },
+            "used up by two": {
+                "summary": "a second evaluate() has less data than the first one: {what} is exhausted in it",
+                "measured": "{forwards:forward pass} in the first evaluate(), {left} in the second",
+                "shown_by": "the next item of {what} was asked for after the second call, and there is none",
+                "repair": KEEP_THE_LOADER,
             },
         },
         source="https://github.com/NVIDIA/Megatron-LM/pull/411",
-        change=("end of evaluation", "seen"),
+        change=("written in forward", "end of evaluation", "seen"),
     ),
     "switch_left": _harmful(
         proof="training is as without evaluate() once this switch of the process is restored after it",

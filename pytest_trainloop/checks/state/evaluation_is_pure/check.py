@@ -26,8 +26,8 @@ How it decides
        on, without backward passes or steps. As it returns, everything that it changed is put back, except generators.
        If training then differs, one kind of change at a time is left. Silent are samples, pseudo labels and scores that
        steer: other weights inside the calls show that.
-    6. With the weights and the seed of the first run, ``evaluate()`` is called a second time. It must call a module
-       and return no sum or mean of both calls.
+    6. With the weights and the seed of the first run, ``evaluate()`` is called a second time. It must have its data
+       again, and return no sum or mean of both calls.
 
     | what alone makes training differ | cause | advice if |
     |---|---|---|

@@ -93,7 +93,7 @@ class Result:
     forwards: int = 0
     raised: EvaluateRaised | None = None
     used_up: tuple[str, ...] = ()
-    """Paths of iterators that are at their end, where it called no module."""
+    """Paths of iterators that are at their end, where it called no module or fewer than before."""
 
 
 @dataclass(slots=True)
@@ -222,9 +222,9 @@ class Cut:
                 seen.again = evaluated(loop, watch)
             except EvaluateRaised as error:
                 seen.again = Result(raised=error)
-            if not seen.again.forwards:
+            if not seen.again.forwards or seen.again.forwards < seen.result.forwards:
                 with _ours(watch, seen):
-                    seen.again.used_up = tuple(_used_up(loop))
+                    seen.again.used_up = tuple(used_up(loop))
 
         options |= {"at_end": at_end} if again else {}
         given = {"double": self.without.double, "drawn_late": self.drawn_late, **OPTIONS[self.moment], **options}
@@ -249,7 +249,7 @@ def evaluated(loop: TrainLoop, watch: Watch) -> Result:
         return Result(list(numbers_in(returned)), sum(f.at > began for f in watch.record.root_forwards()))
 
 
-def _used_up(loop: TrainLoop) -> Iterator[str]:
+def used_up(loop: TrainLoop) -> Iterator[str]:
     """The iterators that ``evaluate`` leads to and that give nothing more."""
     bare = copy.copy(loop)
     bare.fit = bare.step = bare.loss = bare.batches = None

@@ -22,6 +22,7 @@ from pytest_trainloop.checks.state.memory_growth.holders import (
     tensors_with_history,
 )
 from pytest_trainloop.core.wording import filled
+from pytest_trainloop.instruments.tracing.statements import only_call
 from pytest_trainloop.recording.graphs import SETTLED
 from pytest_trainloop.recording.hooks import after_steps
 from pytest_trainloop.recording.watch import FULL_ROUNDS
@@ -156,6 +157,8 @@ class Growth:
             facts = self._facts | {"holder": held.name or unnamed[cause], "kind": held.kind}
             facts |= {"items": held.items, "why": why, "level": "advice" if why else "fault"}
             culprit = held.name or held.kind or "autograd graph"
+            if variant == "hooks":
+                facts["change"] = only_call(str(held.where), "register_hook")
             yield found(cause, held.where, (culprit,), variant, **facts, **_detached(cause, held))
 
     def refused(self, refused: RefusedBackward) -> Iterator[Finding]:

@@ -122,6 +122,7 @@ CAUSES = {
         repair="give the optimizer its parameters in the same order and groups as before (a list in the order of "
         "named_parameters(), not a set); torch matches its state by order, not by name",
         source="https://github.com/pytorch/pytorch/issues/1489",
+        change=("groups", "group"),
     ),
     "scheduler_restarts": _lost(
         proof="the schedule's count goes on from another number than that of the uninterrupted run",
@@ -312,9 +313,49 @@ CAUSES = {
                 "repair": "self.register_buffer(name, tensor) puts it into the state dict{permutes:?|. It is right "
                 "where it is loaded from elsewhere}",
             },
+            "outside": {
+                "summary": "{what} {several:?are|is} drawn when the loop is built, and load does not restore "
+                "{several:?them|it}: under another seed the same batch gives another loss",
+                "measured": "{known}",
+                "shown_by": "in a loop built under another seed the batches have the same rows; training ends as "
+                "before if load restores everything, and differs if it restores everything but {what}",
+                "repair": "draw {several:?them|it} from torch.Generator().manual_seed(0); or save {what} and set "
+                "{several:?them|it} in load. It is right where the project loads {several:?them|it} from a file",
+            },
         },
         change=("attribute",),
         source="https://github.com/ligerlac/torchlogix/pull/23",
+    ),
+    "numbered_by_a_set": Cause(
+        proof="the numbers of names follow the order of a set, and load leaves other numbers as they are",
+        summary="{names} {names:number} {count} names in the order of a Python set, and the checkpoint does not hold "
+        "{names:them}: another process numbers the names differently",
+        measured="the order of {count} names is that of set(names), as far as a set can be filled in several orders",
+        shown_by="in a fresh loop the numbers were reversed, and load did not restore them",
+        repair="enumerate(sorted(set(names))); or save the numbers and set them in load",
+        source="https://github.com/JulianoLagana/deep-machine-learning/issues/9",
+    ),
+    "later_epochs_cut_short": Cause(
+        proof="an epoch after the one in which training resumed misses batches, and in an uninterrupted run it misses "
+        "none",
+        summary="after a resume in the middle of an epoch every later epoch misses {skipped} of {epoch:batch} too",
+        measured="{skipped} of {epoch:batch} are missing in the second epoch after load, and none without load",
+        shown_by="{names} {names:are} set by load, and the end of an epoch does not set {names:them} back",
+        repair="skip in the first epoch after load only: if epoch == start_epoch and step < resume_step: continue; or "
+        "set the position to 0 where an epoch ends",
+        source="https://github.com/allenai/open-instruct/pull/681",
+    ),
+    "split_drawn_again": Cause(
+        proof="a loop that draws other orders when it is built loads the checkpoint, and trains on rows that the first "
+        "loop holds out",
+        summary="the checkpoint does not hold the split: a run resumed under another seed trains on {leaked} of "
+        "{held:example} that evaluate() uses now",
+        measured="{leaked} of {held} rows that evaluate() gives to the model are in the batches of the resumed run, "
+        "none in those of the first run",
+        shown_by="all other rows of the resumed run are those of the first run, so the data set is the same",
+        repair="random_split(..., generator=torch.Generator().manual_seed(0)); or save the indices and set them in "
+        "load",
+        source="https://github.com/aiqm/torchani/issues/443",
     ),
     "save_changes": Cause(
         proof="training ends elsewhere if save() runs between two halves, and putting these back heals it",

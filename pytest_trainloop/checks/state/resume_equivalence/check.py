@@ -14,16 +14,18 @@ How it decides
        loop's own precision. Both second halves get the same batches and random state
        (docs/how-it-decides.md#a-resumed-run).
     2. If they differ, everything that differs after ``load`` is carried over from the first run, which must heal it.
-       Then all but one component is carried over. What makes the run end elsewhere is lost. Histories, clocks and
-       caches matter to no step: silent. A number that training leaves as built and ``load`` sets (the epoch to start
-       from) is set equally in both runs.
+       Then all but one component is carried over. What makes the run end elsewhere is lost. Histories and clocks matter
+       to no step. A number that training leaves as built and ``load`` sets is set equally in both runs.
     3. Compared directly are schedule counts, the scaler's scale (halved before saving), weights that the optimizer
-       holds, tied tensors, and rounded weights. A random state in the checkpoint must be in place after ``load``.
+       holds, tied tensors, rounded weights, and a random state in the checkpoint.
     4. An average that only ``evaluate`` reads is judged by what ``evaluate`` returns without it.
-    5. A loop under another seed shows what is neither saved nor made by training. Of attributes that modules draw when
-       built, a permutation is a fault, others are advice.
-    6. Where ``load`` sets what ``batches(n)`` draws from, the data must go on in the second epoch as in the first.
-    7. ``renews=("optimizer", "scheduler", "scaler", "rng")``, or a path (``"model.bank"``), names what begins again on
+    5. A loop under another seed shows what is neither saved nor made by training: attributes that modules draw when
+       built. If its batches have the same rows, also what ``fit`` and ``loss`` hold.
+    6. A loop that draws other orders when built must not train, after ``load``, on rows that ``evaluate`` reads in the
+       first loop alone. Names must not be numbered in the order of a set.
+    7. Where ``load`` sets what ``batches(n)`` draws from, the data must go on in the second epoch as in the first.
+       Later epochs must skip no batches.
+    8. ``renews=("optimizer", "scheduler", "scaler", "rng")``, or a path (``"model.bank"``), names what begins again on
        purpose.
 
     | lost or seen | cause | advice if |
@@ -37,7 +39,10 @@ How it decides
     | the checkpoint's tensors change with training | ``live_references`` |  |
     | a random state in the checkpoint | ``rng_not_put_back`` |  |
     | no random state is saved; a generator of the loop's own | ``rng_not_saved``, ``own_generator`` | always |
-    | a different seed gives different values | ``drawn_from_seed`` | no permutation |
+    | a different seed gives different values | ``drawn_from_seed`` | no permutation of a module |
+    | a different seed trains on what was held out; numbers of names follow a set | ``split_drawn_again``,
+      ``numbered_by_a_set`` | always |
+    | epochs after the resumed one miss batches | ``later_epochs_cut_short`` |  |
     | ``save`` changes training; ``save`` or ``load`` raises | ``save_changes``, ``save_raises``, ``load_raises`` |  |
 
 When it is skipped
@@ -62,9 +67,11 @@ Known limits
     Both runs are given the same batches: an epoch that begins again after a resume is no fault. State that the walk
     cannot reach (at module level of a library, outside of the process) makes the check skip where it matters. What
     changes nothing within three steps and has no count of its own is not seen: a threshold that is reached later.
+    A split of data that are drawn for the test is seen if an order splits it. What is drawn outside of modules is not
+    judged if it may stand for data: one entry for each example, rows that a module is given.
 
     A green check makes 9 optimizer steps of the loop. One that fails makes 3 more, and 3 for each component that
-    differs. Of what was drawn at building only attributes are seen that still are what the call returned.
+    differs. Where ``load`` sets a number that training leaves alone: 2 for each batch of an epoch.
 
 References
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
@@ -138,9 +145,10 @@ def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
 def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
     """What two runs that came to their end show. Raises ``CannotDecide`` or ``Unreliable`` where the resumed run ends
     elsewhere for no known reason."""
-    from pytest_trainloop.checks.state.resume_equivalence.drawn import drawn_attributes
+    from pytest_trainloop.checks.state.resume_equivalence.drawn import drawn_attributes, split_drawn_again
     from pytest_trainloop.checks.state.resume_equivalence.lost import averages, losses, steered
     from pytest_trainloop.checks.state.resume_equivalence.positions import data_go_on
+    from pytest_trainloop.checks.state.resume_equivalence.set_order import numbered_by_a_set
     from pytest_trainloop.checks.state.resume_equivalence.statements import kept_at
 
     if separated := [*_detached(a, b), *_untied(a, b)]:
@@ -169,6 +177,8 @@ def _compared(a: Uninterrupted, b: Resumed) -> Iterator[Finding]:
             yield _seen("drawn_from_seed", a, names, level="advice")
         if other.loaded is not None and not b.unequal():
             yield from drawn_attributes(a, b, other)
+            yield from split_drawn_again(a, b, other)
+            yield from numbered_by_a_set(a)
     if undecided is not None and not lost:
         raise undecided
 

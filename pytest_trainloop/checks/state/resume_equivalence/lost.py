@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_trainloop.checks.state.resume_equivalence.causes import MOST_NAMES, found
-from pytest_trainloop.checks.state.resume_equivalence.statements import behind, last_call, line_to_change, owner_of
+from pytest_trainloop.checks.state.resume_equivalence.statements import (
+    behind,
+    holders_of,
+    last_call,
+    line_to_change,
+    owner_of,
+)
 from pytest_trainloop.core.errors import CannotDecide, Unreliable
 from pytest_trainloop.core.wording import be, count, some
 from pytest_trainloop.instruments.tracing import statements
@@ -265,7 +271,8 @@ def loss_finding(
     parts = []
     for kind, keys in (("missing", call.missing), ("unexpected", call.unexpected)) if call is not None else ():
         parts += [f"{count(len(keys), f'{kind} key')} ({some(keys)})"] if keys else []
-    held, entry = "", _held_as(a, differences)
+    # in float64 master weights are those of the model
+    held, entry = "", "" if variant == "stepped" else _held_as(a, differences)
     if entry:
         held = f"the checkpoint holds the values, as {entry}"
     elif a.checkpoint.seen and any(isinstance(d.before, torch.Tensor) and d.before.numel() > 1 for d in differences):
@@ -288,13 +295,15 @@ def loss_finding(
     in_load = call is not None and bool(entry or variant in ("prefixed", "prefix missing", "renamed", "another model"))
     if cause == "drawn_from_seed":
         change = str(assigned_at(owner_of(a, leaf), leaf.path.rpartition(".")[2]) or "")
+        change = line_to_change(a, b, leaf, held=False) if variant == "outside" and not change else change
     elif cause == "weights_overwritten" or in_load:
         overwritten = cause == "weights_overwritten" and call is not None and statements.after(call.where)
         change = overwritten or (call.where if call is not None else "")
-    elif cause != "optimizer_state_swapped":  # load is right: the order that the optimizer was given is not
-        change = line_to_change(a, b, leaf, held=bool(entry))
+    elif cause == "optimizer_state_swapped":  # load is right: the order that the optimizer was given is not
+        change = statements.only_call_in(a.lines["load"], type(holders_of(a, leaf)[-1]).__name__)
     else:
-        change = ""
+        held_so = variant == "position" or (bool(entry) and variant != "stepped")
+        change = line_to_change(a, b, leaf, held=held_so)
     repair = {} if variant else behind(b, cause, change)
     return found(cause, where, names, variant, **({"change": change} | repair | facts))
 
@@ -335,13 +344,7 @@ def _as_weights(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
 
 def in_a_module(a: Uninterrupted, differences: Sequence[Difference]) -> bool:
     """Whether one of these is an attribute of a module."""
-    for d in differences:
-        place = a.saved.places.get(d.leaf.path)
-        while place is not None:
-            if isinstance(place.value, torch.nn.Module):
-                return True
-            place = place.within
-    return False
+    return any(isinstance(holder, torch.nn.Module) for d in differences for holder in holders_of(a, d.leaf))
 
 
 def _swapped(a: Uninterrupted, differences: Sequence[Difference]) -> tuple[str, str] | None:

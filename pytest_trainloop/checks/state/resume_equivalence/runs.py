@@ -26,8 +26,10 @@ from pytest_trainloop.core.errors import CannotDecide, UsageError
 from pytest_trainloop.core.whose import present, project_may_raise, reraise_ours
 from pytest_trainloop.declare import nested
 from pytest_trainloop.declare.knobs import nearest
+from pytest_trainloop.instruments.batches.values import plain
 from pytest_trainloop.recording.events import ModeCall
 from pytest_trainloop.recording.hooks import before_steps
+from pytest_trainloop.recording.samples import raw_bytes
 from pytest_trainloop.recording.shards import address
 from pytest_trainloop.runs.hooks import before_calls, hooked
 from pytest_trainloop.runs.process_state import seed_all
@@ -88,6 +90,8 @@ class Run:
         """Tensors that they hold besides."""
         self.inputs: list[torch.Tensor] | None = None
         """What the first forward pass is given."""
+        self.rows: set[int] | None = None
+        """The rows of what all forward passes are given, where they are asked for."""
         self.ties: list[tuple[str, ...]] = []
         """Groups of names that share one weight at the cut."""
         self.scales: dict[str, float] = {}
@@ -107,8 +111,13 @@ class Run:
                 self._stepped.setdefault(id(optimizer), optimizer)
 
         def call(_module: Any, args: Any, kwargs: Any) -> None:
-            if self._loop is not None and self.inputs is None:
-                self.inputs = [t.detach().clone() for t in nested.tensors([args, kwargs])]
+            if self._loop is None:
+                return
+            given = nested.tensors([args, kwargs])
+            if self.inputs is None:
+                self.inputs = [t.detach().clone() for t in given]
+            if self.rows is not None:
+                self.rows.update(row for tensor in given for row in rows_in(tensor))
 
         yield self._looked_at_the_end(watch)
         yield hooked(before_steps(step))
@@ -280,8 +289,10 @@ class Resumed(Run):
         other_seed: int = 0,
         steps: bool = True,
         evaluate: bool = False,
+        rows: bool = False,
     ) -> None:
         super().__init__(a.evidence)
+        self.rows = set() if rows else None
         self.a, self.renewed = a, renewed
         self.load_error: Raised | None = None
         self.unopened = ""
@@ -473,3 +484,11 @@ def _names_by_weight(loop: TrainLoop) -> dict[int, list[str]]:
 def ties_of(loop: TrainLoop) -> list[tuple[str, ...]]:
     """Groups of names that share one weight."""
     return [tuple(names) for names in _names_by_weight(loop).values() if len(names) > 1]
+
+
+def rows_in(tensor: torch.Tensor) -> list[int]:
+    """The rows of a tensor by digest, whatever its precision is."""
+    if not plain(tensor) or not tensor.ndim:
+        return []
+    values = tensor.detach().cpu()
+    return [hash(raw_bytes(row)) for row in (values.double() if values.is_floating_point() else values)]

@@ -39,7 +39,8 @@ def calls_of_the_project(calls: list[Call]) -> Iterator[None]:
     @unnoticed
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
         code = frame.f_code
-        if event != "call" or code.co_name not in (*SAVES, *LOADS):
+        own = code.co_name in ("save", "load") and layer(code.co_filename) == 2  # which calls others
+        if event != "call" or own or code.co_name not in (*SAVES, *LOADS):
             return
         caller = frame.f_back
         while caller is not None and layer(caller.f_code.co_filename) == 0 and caller is not began:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pytest_trainloop.checks.state.resume_equivalence.state_calls import LOADS, SAVES, Call
-from pytest_trainloop.instruments.tracing.made_at import assigned_at
+from pytest_trainloop.instruments.tracing.made_at import assigned_at, own_method
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,18 +26,18 @@ def line_to_change(a: Uninterrupted, b: Resumed, leaf: Leaf, *, held: bool) -> s
     goes behind. Empty where a library saves and loads."""
     if leaf.kind in _NO_PART:
         return ""
+    holders = holders_of(a, leaf)
     owner = owner_of(a, leaf)
-    saved = {call.on for call in a.statements if call.name in SAVES}
+    saved = {call.on for call in a.statements if call.name in SAVES and call.name != "save"}
     if isinstance(owner, nn.Module) and not _in_its_state(leaf) and id(owner) in saved:
         return str(assigned_at(owner, leaf.path.rpartition(".")[2]) or "")
-    holders = set()
-    place = a.saved.places.get(leaf.path)
-    while place is not None:
-        holders.add(id(place.value))
-        place = place.within
+    own = (method for value in holders if (method := own_method(value, "load_state_dict")))
+    if held and (first := next(own, None)):
+        return str(first)
     kinds = {"optimizer_state": True, "group_value": True, "weight": False, "buffer": False}
     optimizer = kinds.get(leaf.kind)
-    if held or (holders & saved and leaf.kind != "weight"):
+    # the state of an optimizer holds no weights
+    if held or (saved.intersection(map(id, holders)) and leaf.kind != "weight" and "['params']" not in leaf.path):
         return last_call(b.statements, LOADS, optimizer=optimizer)
     return last_call(a.statements, SAVES, optimizer=optimizer)
 
@@ -51,10 +51,18 @@ def behind(b: Resumed, cause: str, change: str) -> dict[str, str]:
     return {"repair": f'{name}.load_state_dict(state["{name}"]) behind this line of load, once the {name} is built'}
 
 
+def holders_of(a: Uninterrupted, leaf: Leaf) -> list[Any]:
+    """The object of a leaf and what it lies in, from the inside out."""
+    place, found = a.saved.places.get(leaf.path), []
+    while place is not None:
+        found.append(place.value)
+        place = place.within
+    return found
+
+
 def owner_of(a: Uninterrupted, leaf: Leaf) -> Any:
     """The object that a leaf is an attribute of."""
-    place = a.saved.places.get(leaf.path)
-    return None if place is None or place.within is None else place.within.value
+    return next(iter(holders_of(a, leaf)[1:]), None)
 
 
 def _in_its_state(leaf: Leaf) -> bool:
@@ -66,15 +74,12 @@ def last_call(calls: Sequence[Call], names: Sequence[str] = LOADS, *, optimizer:
     any, else the one that writes or reads the file."""
     mine = [call for call in calls if call.name in names]
     states = [call for call in mine if call.name not in ("save", "load")]
-    of_kind = [call for call in states if call.of_optimizer is optimizer]
+    lines = {call.where for call in states if call.of_optimizer}  # an optimizer's has a second frame around it
+    of_kind = [call for call in states if optimizer is not None and (call.where in lines) is optimizer]
     return next((call.where for chosen in (of_kind, states, mine) for call in reversed(chosen)), "")
 
 
 def kept_at(a: Uninterrupted, leaf: Leaf, attribute: str) -> str:
     """The statement that keeps a state under an attribute."""
-    place = a.saved.places.get(leaf.path)
-    while place is not None:
-        if line := assigned_at(place.value, attribute, "state_dict("):
-            return str(line)
-        place = place.within
-    return ""
+    lines = (assigned_at(holder, attribute, "state_dict(") for holder in holders_of(a, leaf))
+    return str(next(filter(None, lines), ""))

@@ -9,7 +9,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import Checkpoint
-from pytest_trainloop.declare.fields import is_folder, path_parameter
+from pytest_trainloop.declare.fields import path_parameter
 
 
 def loop(save, load):
@@ -77,11 +77,3 @@ def test_what_a_string_does_not_explain_is_raised_as_it_was(checkpoint):
 )
 def test_the_signature_says_whether_a_path_is_given(save, load, name):
     assert path_parameter(save, load) == name
-
-
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [("path", False), ("output_dir", True), ("folder", True), ("directory", True), ("file", False), ("dirty", False)],
-)
-def test_the_name_says_whether_it_is_a_folder(name, folder):
-    assert is_folder(name) is folder
