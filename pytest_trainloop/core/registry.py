@@ -35,17 +35,32 @@ Part = Literal[
     "optimizer",
     "group",
     "step",
+    "option",
+    "count of steps",
     "freeze",
     "scheduler",
     "scaler",
     "loader",
     "cast",
+    "cast before",
+    "loss before",
+    "padding before",
+    "reduction before",
+    "first argument",
+    "asked",
     "module",
     "layer",
     "forward",
     "backward",
     "data",
     "filled",
+    "labels",
+    "ids",
+    "carried",
+    "entry",
+    "written in forward",
+    "cast in place",
+    "sorting",
     "mask",
     "padding mask",
     "positions",
@@ -105,7 +120,10 @@ of the loss of the finding's name; the last line that set the attribute of a mod
 made the optimizer that the line steps, in the same function; the condition that the line is under; the only line of the
 file that wraps a model in DistributedDataParallel, or that seeds torch; what the ``backward`` of an autograd function
 of the project's returns; the call of the line's function in the one that steps an optimizer; what the loop's ``parts``
-returns."""
+returns. Of an optimizer of the project's own what reads an "option" or the "count of steps"; what made the "labels" or
+"ids" of the batch, and the "sorting" before it; what a function "carried" from step to step, or read first of what it
+is given ("entry"); what cast, padded or reduced a value, or called a loss, "before" the line reads it; the only line
+that "asked" names for a pattern that none has; the line where it is in ``forward``; the copy that it casts."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

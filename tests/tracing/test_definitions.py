@@ -79,7 +79,7 @@ def at(tmp_path, monkeypatch):
     ("ask", "seen", "made"),
     [
         (definitions.mask, "x = scores.softmax", "return torch.ones(length, length)"),
-        (definitions.positions, "x = x + self.position", "return torch.arange"),
+        (lambda line: definitions.positions(line)[0], "x = x + self.position", "return torch.arange"),
         (definitions.names_in_condition, "return [p for n", "skipped ="),
         (definitions.length_given, "return torch.optim", "updates ="),
         (definitions.value, "loss.backward()", "return (encoded"),

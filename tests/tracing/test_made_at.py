@@ -63,8 +63,8 @@ def test_optimizers_groups_and_steps_of_the_projects_own():
     made = made_at(make)
     assert made.optimizer().endswith("optimizer = Lion(model[0].parameters(), lr=1e-3)")
     assert made.group().endswith('optimizer.add_param_group({"params": list(model[1].parameters())})')
-    assert made.step_of().endswith("def step(self, closure=None):")
-    assert made.optimizer(3) == made.step_of(3) == ""
+    assert made.method_of(0).endswith("def step(self, closure=None):")
+    assert made.optimizer(3) == made.method_of(3) == ""
 
 
 def test_modules_and_the_lists_that_hide_them():

@@ -84,6 +84,12 @@ class AskedNames:
         self.record = one_step(evidence, self.watching, contexts=self.contexts)
         return self.record
 
+    def never_true(self) -> str:
+        """The only line that asks names for a pattern which no name has."""
+        questions = (*self.questions.values(), *self.of_modules.values())
+        places = {question.place for question in questions if question.pattern and not question.ever}
+        return places.pop() if len(places) == 1 else ""
+
     def numbers(self, parameters: Iterable[str]) -> frozenset[int]:
         """The numbers of the names under which these parameters were given out."""
         wanted = set(parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,10 @@ class DataLines:
     def filled_at(self, names: Sequence[str]) -> str:
         """The statement that put another value in the place of each entry of one value; empty where none did."""
         return str(next((self._filled[name] for name in map(name_in_batch, names) if name in self._filled), ""))
+
+    def called(self, names: str) -> str:
+        """The statement that made the first tensor whose name matches."""
+        return self.at([name for name in self._places if re.search(names, name)])
 
 
 def name_in_batch(path: str) -> str:

@@ -71,8 +71,9 @@ def _mask_in(statement: ast.AST, of: Sequence[str]) -> ast.expr | None:
     return next((n for n in nodes_within(statement) if isinstance(n, ast.Name) and _MASKS.search(n.id)), None)
 
 
-def positions(line: str) -> str:
-    """The statement that made the positions which the statement at a line looks up in a table of positions."""
+def positions(line: str) -> tuple[str, str]:
+    """The statement that made the positions which the statement at a line looks up in a table of positions, and the
+    parameter that they are."""
     found = statement_at(line)
     for node in nodes_within(found[1]) if found is not None else ():
         table: Any = (
@@ -81,8 +82,9 @@ def positions(line: str) -> str:
         name = getattr(table, "attr", getattr(table, "id", "")).lower()
         given = node.slice if isinstance(node, ast.Subscript) else next(iter(getattr(node, "args", ())), None)
         if found is not None and given is not None and re.search(r"pos|wpe|wave|rotary|time_emb|table", name):
-            return maker_of(found[0], given)
-    return ""
+            bare = isinstance(given, ast.Name) and assignment_of(found[0], given) is None
+            return maker_of(found[0], given), given.id if bare and isinstance(given, ast.Name) else ""
+    return "", ""
 
 
 def index(line: str) -> str:
@@ -135,6 +137,35 @@ def criterion(line: str, keyword: str = "") -> str:
                 given = argument_of(one, keyword, -1) if keyword else None
                 return built[0].text(built[1]) if given is None else maker_of(built[0], given)
     return ""
+
+
+def made_by(line: str, names: str) -> str:
+    """The statement that made a value which the one at a line reads, in the same function, by a call whose name
+    matches: the last such."""
+    found = statement_at(line)
+    read = [n for n in nodes_within(found[1]) if isinstance(n, ast.Name)] if found is not None else []
+    made = [m for n in read if found is not None and (m := assignment_of(found[0], n)) is not None]
+    chosen = [
+        m
+        for m in made
+        if isinstance(m, ast.Assign)
+        and any(isinstance(n, ast.Call) and re.search(names, called_name(n)) for n in ast.walk(m.value))
+    ]
+    last = max(chosen, key=lambda m: m.lineno, default=None)
+    inside = last is not None and found is not None and found[0].function(last) is found[0].function(found[1])
+    return found[0].text(last) if found is not None and inside else ""
+
+
+def returned_sorted(line: str) -> str:
+    """What the function of a line returns, where the line sorts rows and keeps their order: ``x, order = x.sort()``."""
+    found = statement_at(line)
+    target = found[1].targets[0] if found is not None and isinstance(found[1], ast.Assign) else None
+    calls = [n for n in nodes_within(found[1]) if isinstance(n, ast.Call)] if found is not None else []
+    if found is None or not isinstance(target, ast.Tuple) or not any(called_name(n) == "sort" for n in calls):
+        return ""
+    function = found[0].function(found[1])
+    last = function.body[-1] if function is not None else None
+    return found[0].text(last) if isinstance(last, ast.Return) else ""
 
 
 def subtracted(line: str) -> str:
@@ -208,8 +239,11 @@ def copied(line: str) -> str:
     another model, the one that made the model that loads it."""
     for source, call in calls_at(line, "load_state_dict"):
         if call.args and isinstance(call.func, ast.Attribute):
-            of_a_model = isinstance(call.args[0], ast.Call)
-            return maker_of(source, call.func.value if of_a_model else call.args[0])
+            of, owner = call.args[0], call.func.value
+            made = maker_of(source, owner if isinstance(of, ast.Call) else of)
+            other = isinstance(of, ast.Call) and ast.dump(getattr(of.func, "value", of)) != ast.dump(owner)
+            name = getattr(owner, "attr", getattr(owner, "id", ""))
+            return (network(line, name) if other and made == source.text(call) else "") or made
     return ""
 
 
@@ -221,7 +255,8 @@ def network(line: str, name: str) -> str:
         return maker_of(source, call.func)
     found = statement_at(line)
     nodes = [n for n in ast.walk(found[0].tree) if isinstance(n, ast.Assign)] if found is not None and last else []
-    named = [n for n in nodes if last in targets_of(n)]
+    attributes = [n for n in nodes if any(getattr(t, "attr", "") == last for t in n.targets)]
+    named = attributes or [n for n in nodes if last in targets_of(n)]
     return found[0].text(named[0]) if found is not None and len(named) == 1 else ""
 
 
@@ -284,14 +319,17 @@ def entry(line: str, key: str) -> str:
     return found[0].text(found[0].statement(given[0].lineno) if before is None else before)
 
 
-def key_written(line: str, key: str) -> str:
-    """The only statement of a file that writes this key into a dict."""
+def key_written(line: str, key: str, attribute: str = "") -> str:
+    """The only statement of a file that writes this key into a dict, or into the one that an attribute holds."""
     found = statement_at(line)
     if found is None:
         return ""
     nodes = list(ast.walk(found[0].tree))
     keys = [k for n in nodes if isinstance(n, ast.Dict) for k in n.keys if k is not None]
     keys += [n.slice for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    if attribute:
+        owners = [n for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+        keys = [n.slice for n in owners if getattr(n.value, "attr", "") == attribute]
     lines = [k for k in keys if isinstance(k, ast.Constant) and k.value == key]
     return found[0].text(lines[0]) if len(lines) == 1 else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import linecache
 import os
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from pytest_trainloop.core.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.core.finding import code_of
-from pytest_trainloop.instruments.tracing import definitions, statements
+from pytest_trainloop.instruments.tracing import definitions, own_steps, statements
+from pytest_trainloop.instruments.tracing.asked_names import AskedNames
 from pytest_trainloop.instruments.tracing.data_lines import DataLines
 from pytest_trainloop.recording.construction import Construction, memory_of
 from pytest_trainloop.recording.parameters import plain_objects
@@ -37,6 +39,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_BEFORE = {
+    "cast before": r"^(to|half|bfloat16|type|type_as)$",
+    "loss before": r"loss|entropy|criterion",
+    "padding before": r"^pad$",
+    "reduction before": r"^(a?max|a?min|mean|sum|gather|squeeze)$",
+}
+"""Names of the calls that made what a line reads."""
+
 
 class MadeAt:
     """Lines of the user's as text, by the names and numbers of the record; empty where a line is not known."""
@@ -45,7 +55,7 @@ class MadeAt:
         self._noted = Construction()
         self._optimizers: dict[int, Place] = {}
         self._groups: dict[int, Place] = {}
-        self._steps: dict[int, Place] = {}
+        self._kinds: dict[int, type] = {}
         self._modules: dict[str, Place] = {}
         self._forwards: dict[str, Place] = {}
         self._attributes: dict[str, Place] = {}
@@ -86,9 +96,9 @@ class MadeAt:
         """The last line that gave an optimizer parameters: its constructor, or ``add_param_group``."""
         return _text(self._groups.get(index)) or self.optimizer(index)
 
-    def step_of(self, index: int = 0) -> str:
-        """The ``def step`` of an optimizer class of the project's own."""
-        return _text(self._steps.get(index))
+    def method_of(self, index: int, name: str = "step") -> str:
+        """The line that defines a method of an optimizer, in a class of the project's own."""
+        return _text(_method(self._kinds[index], name)) if index in self._kinds else ""
 
     def prepare(self) -> str:
         """The line that gave model and optimizer to Accelerate."""
@@ -190,7 +200,7 @@ class MadeAt:
         for index, optimizer in watch.optimizers.indexed():
             _put(self._optimizers, index, noted.made.of(optimizer) or noted.trainer)
             _put(self._groups, index, noted.groups.of(optimizer))
-            _put(self._steps, index, own_method(optimizer, "step"))
+            self._kinds[index] = type(optimizer)
         modules = dict(watch.table.named_modules())
         for path, module in modules.items():
             _put(self._modules, path, noted.made.of(module))
@@ -226,6 +236,16 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return seen
         case "data":
             return evidence.shared(DataLines.of).at(names)
+        case "labels":
+            return evidence.shared(DataLines.of).called(r"label|target|tags")
+        case "ids":
+            return evidence.shared(DataLines.of).called(r"\bids|_ids|tokens")
+        case "carried":
+            return statements.carried(seen)
+        case "entry":
+            return statements.entry(seen)
+        case "sorting":
+            return statements.sorting(evidence.shared(DataLines.of).at(names))
         case "index of data":
             return definitions.index(evidence.shared(DataLines.of).chosen())
         case "collated":
@@ -242,6 +262,12 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return statements.unsynchronised(seen)
         case "part of the loss":
             return definitions.entry(seen, next(iter(names), ""))
+        case "cast before" | "loss before" | "padding before" | "reduction before":
+            return definitions.made_by(seen, _BEFORE[part])
+        case "first argument":
+            return definitions.first_argument(seen)
+        case "asked":
+            return evidence.shared(AskedNames.of).never_true()
         case "subtracted":
             return definitions.subtracted(seen)
         case "criterion":
@@ -257,7 +283,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "padding mask":
             return definitions.mask(seen, of=definitions.PADDING_MASKS)
         case "positions":
-            return definitions.positions(seen)
+            line, name = definitions.positions(seen)
+            return (evidence.shared(DataLines.of).at([f"batch['{name}']"]) if name else "") or line
         case "loss":
             return definitions.value(seen)
         case "own backward":
@@ -288,6 +315,10 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
             return statements.only_statement(evidence.fresh_loop().parts, most=20)
         case "end of evaluation":
             return statements.end_of(evidence.fresh_loop().evaluate, seen)
+        case "written in forward":
+            return statements.within(seen, "forward")
+        case "cast in place":
+            return next(filter(None, (definitions.value_here(seen, cast) for cast in ("half", "bfloat16"))), "")
         case "end of saving":
             return statements.end_of(evidence.fresh_loop().save, seen)
     record = evidence.run()
@@ -306,7 +337,10 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         case "group":
             return made.group(index)
         case "step":
-            return statements.update_in(made.step_of(index))
+            return own_steps.update_in(made.method_of(index), functools.partial(made.method_of, index))
+        case "option" | "count of steps":
+            key = "**" if part == "count of steps" else next(iter(names), "")
+            return own_steps.read_in(made.method_of(index), key, functools.partial(made.method_of, index))
         case "groups":
             return definitions.first_argument(made.group(index))
         case "thawed":
@@ -382,7 +416,11 @@ def class_line(kind: type) -> str:
 
 def own_method(thing: Any, name: str) -> Place | None:
     """The line that defines a method of an object, in a class of the project's own."""
-    method = inspect.getattr_static(type(thing), name, None)  # of a script, to read it raises
+    return _method(type(thing), name)
+
+
+def _method(kind: type, name: str) -> Place | None:
+    method = inspect.getattr_static(kind, name, None)  # of a script, to read it raises
     code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
     if code is None or layer(code.co_filename) != 2:
         return None

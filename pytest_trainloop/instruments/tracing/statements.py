@@ -17,6 +17,7 @@ from pytest_trainloop.instruments.tracing.call_expressions import called_name
 from pytest_trainloop.instruments.tracing.syntax import (
     FARTHEST,
     FUNCTIONS,
+    argument_of,
     as_list,
     assignment_of,
     base_of,
@@ -27,6 +28,7 @@ from pytest_trainloop.instruments.tracing.syntax import (
     statement_at,
     targets_of,
 )
+from pytest_trainloop.recording.events import Forward
 from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.instruments.tracing.syntax import Source
     from pytest_trainloop.recording.events import Site
+    from pytest_trainloop.recording.record import Record
 
 _RANK = r"(id|attr)='(\w*rank|is_(main|master|world)\w*)'"
-_WEIGHTS = ("p", "param", "parameter", "data")
-_WRITES = ("add_", "sub_", "addcdiv_", "copy_", "lerp_")
+_SORTS = ("sorted", "sort", "argsort")
 
 
 def used_next(line: str, *, of_losses: bool = False) -> str:
@@ -64,14 +66,15 @@ def by_caller(site: Site, name: str, keyword: str = "") -> str:
     function = None if found is None else found[0].function(found[1])
     for node in nodes_within(found[1]) if found is not None and function is not None else ():
         if isinstance(node, ast.Call) and called_name(node) == name:
-            sides = [k.value for k in node.keywords if k.arg == keyword] if keyword else node.args[:2]
+            given = argument_of(node, keyword, 1 if keyword == "target" else -1) if keyword else None
+            sides = ([] if given is None else [given]) if keyword else node.args[:2]
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and not keyword:
             sides = [node.left, node.right]
         else:
             continue
         names = [n for n in map(base_of, sides) if isinstance(n, ast.Name) and n.id in parameters_of(function)]
-        given = found is not None and all(assignment_of(found[0], n) is None for n in names)
-        return str(place_of(*site[1])) if given and len(names) == (1 if keyword else 2) else ""
+        bare = found is not None and all(assignment_of(found[0], n) is None for n in names)
+        return str(place_of(*site[1])) if bare and len(names) == (1 if keyword else 2) else ""
     return ""
 
 
@@ -87,20 +90,6 @@ def unsynchronised(line: str) -> str:
             if found is not None and made is not None and "sync" in ast.dump(made):
                 return found[0].text(node)
     return ""
-
-
-def update_in(step: str) -> str:
-    """The only statement of an optimizer's ``step`` that writes to a parameter; its first line where several do."""
-    found = statement_at(step)
-    if found is None or not isinstance(found[1], FUNCTIONS):
-        return step
-    writes = [
-        n
-        for n in ast.walk(found[1])
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in _WRITES
-        and getattr(base_of(n.func.value), "id", getattr(n.func.value, "attr", "")) in _WEIGHTS
-    ]  # fmt: skip
-    return found[0].text(writes[0]) if len(writes) == 1 else step
 
 
 def overwritten(line: str) -> str:
@@ -142,6 +131,17 @@ def only_call_in(function: str, name: str) -> str:
     found = statement_at(function)
     calls = [n for n in ast.walk(found[1]) if isinstance(n, ast.Call) and called_name(n) == name] if found else []
     return found[0].text(calls[0]) if found is not None and len(calls) == 1 else ""
+
+
+def reader_of(function: str, name: str) -> str:
+    """The first condition or loop that reads an attribute, key or variable of this name, in the function that begins at
+    a line."""
+    found = statement_at(function) if function else None
+    for node in ast.walk(found[1]) if found is not None else ():
+        part = node.test if isinstance(node, ast.If) else node.iter if isinstance(node, ast.For) else None
+        if part is not None and found is not None and re.search(rf"\b{name}\b", ast.unparse(part)):
+            return found[0].text(part)
+    return ""
 
 
 def condition_of(line: str, named: str = "") -> str:
@@ -190,6 +190,76 @@ def window_size(step: str, backward: str, knob: str) -> str:
     return knob if knob in names else ""
 
 
+def sorting(line: str) -> str:
+    """The last statement that sorts, in the function that begins at a line or holds it, or in the one of the file whose
+    result that returns."""
+    found = statement_at(line)
+    function: Any = None
+    if found is not None:
+        function = found[1] if isinstance(found[1], FUNCTIONS) else found[0].function(found[1])
+    for _ in range(2 if function is not None else 0):
+        calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and called_name(n) in _SORTS]
+        if calls and found is not None:
+            return found[0].text(found[0].statement(max(n.lineno for n in calls)))
+        returned = function.body[-1].value if isinstance(function.body[-1], ast.Return) else None
+        function = found[0].named(called_name(returned)) if isinstance(returned, ast.Call) and found else None
+        if function is None:
+            break
+    return ""
+
+
+def carried(line: str) -> str:
+    """The statement that carries a sum back from step to step, ``running = reward + gamma * running``: the only one of
+    the file. The line itself where none does; empty where several do."""
+    found = statement_at(line)
+    sums = []
+    for loop in ast.walk(found[0].tree) if found is not None else ():
+        for node in loop.body if isinstance(loop, ast.For) and _from_the_end(loop) else ():
+            names = targets_of(node) if isinstance(node, ast.Assign) else set[str]()
+            products = [n for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
+            if any(isinstance(n, ast.Name) and n.id in names for p in products for n in ast.walk(p)):
+                sums.append(node)
+    return line if not sums else found[0].text(sums[0]) if len(sums) == 1 and found is not None else ""
+
+
+def _from_the_end(loop: ast.For) -> bool:
+    return any(isinstance(n, ast.USub) or getattr(n, "id", "") == "reversed" for n in ast.walk(loop.iter))
+
+
+def entry(line: str) -> str:
+    """The first statement of the function of a line that reads a parameter; empty where the line calls a loss."""
+    found = statement_at(line)
+    calls = [n for n in nodes_within(found[1]) if isinstance(n, ast.Call)] if found is not None else []
+    if any(re.search(r"loss|entropy", called_name(n)) for n in calls):
+        return ""
+    function: Any = None if found is None else found[0].function(found[1])
+    given = [] if function is None else parameters_of(function)
+    for statement in function.body if function is not None else ():
+        if any(isinstance(n, ast.Name) and n.id in given for n in ast.walk(statement)) and found is not None:
+            return found[0].text(statement)
+    return ""
+
+
+def flag_set(condition: str) -> str:
+    """The statement of the same function that sets the flag which the condition at a line asks."""
+    found = statement_at(condition)
+    flag = ast.dump(found[1].test) if found is not None and isinstance(found[1], ast.If) else ""
+    function = None if found is None else found[0].function(found[1])
+    sets = [
+        node
+        for node in (ast.walk(function) if function is not None else ())
+        if isinstance(node, ast.Assign) and any(ast.dump(t).replace("Store", "Load") == flag for t in node.targets)
+    ]
+    return found[0].text(sets[-1]) if sets and found is not None else ""
+
+
+def within(line: str, name: str) -> str:
+    """The line itself, if its function has this name."""
+    found = statement_at(line)
+    function = None if found is None else found[0].function(found[1])
+    return line if function is not None and function.name == name else ""
+
+
 def in_a_loop_of_its_own(line: str, other: str) -> bool:
     """Whether the innermost loop around a line leaves out another line of the same function."""
     found, outside = statement_at(line), statement_at(other)
@@ -219,6 +289,23 @@ def call_in_function_of(site: Site, other: Site) -> str:
     functions = {file_and_function for at in other if (file_and_function := _function_of(at))}
     line = next((at for at in site if _function_of(at) in functions), None)
     return str(place_of(*line)) if line is not None and line != site[0] else ""
+
+
+def behind_return(site: Site) -> str:
+    """The innermost line of a call site that does more than return what it calls."""
+    lines = [str(place_of(*at)) for at in site]
+    kinds = [statement_at(line) for line in lines]
+    returns = [found is not None and isinstance(found[1], ast.Return) for found in kinds]
+    return next((line for line, gives in zip(lines, returns, strict=True) if not gives), lines[0])
+
+
+def call_of_model(record: Record) -> str:
+    """Where the function that backpropagates first calls the model, or a method of it."""
+    backward = next(iter(record.backwards()), None)
+    answered = [f for f in record.of(Forward) if backward is not None and backward.at in f.answered]
+    if backward is None or not answered:
+        return ""
+    return call_in_function_of(answered[0].site, backward.site) or str(answered[0].place)
 
 
 def call_of_helper(site: Site, other: Site) -> str:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SAME = frozenset(
-    "contiguous detach clone items to bool long float type_as squeeze unsqueeze expand view flatten reshape".split()
-)
+    "contiguous detach clone items to bool long float type_as squeeze unsqueeze expand view flatten reshape transpose"
+    .split()
+)  # fmt: skip
 FARTHEST = 6
 """Statements that a value is followed for."""
 
@@ -149,12 +150,14 @@ def maker_of(source: Source, used: Any, depth: int = FARTHEST) -> str:
 
 
 def base_of(used: Any) -> Any:
-    """What lies behind a negation, an index that adds axes, and casts."""
+    """What lies behind a negation, a comparison with a constant, an index that adds axes, and casts."""
     while True:
         if isinstance(used, ast.UnaryOp):
             used = used.operand
         elif isinstance(used, ast.Subscript) and isinstance(used.slice, (ast.Tuple, ast.Constant)):
             used = used.value
+        elif isinstance(used, ast.Compare) and isinstance(used.comparators[0], ast.Constant):
+            used = used.left
         elif isinstance(used, ast.Call) and isinstance(used.func, ast.Attribute) and used.func.attr in _SAME:
             used = used.func.value
         elif isinstance(used, ast.Call) and getattr(used.func, "id", "") == "enumerate" and used.args:
@@ -199,16 +202,21 @@ def parameters_of(function: Any) -> list[str]:
 
 
 def given_for(source: Source, name: ast.Name, depth: int) -> str:
-    """The statement that made what the only call of a function gives for a parameter."""
+    """The statement that made what the only call of a function gives for a parameter, or all calls of one function."""
     function = source.function(name)
     if function is None or name.id not in parameters_of(function):
         return ""
     calls = [call for call in source.calls(function.name) if source.function(call) is not function]
-    if len(calls) != 1:
-        return ""
+    of_class = source.parents.get(function)
+    if isinstance(of_class, ast.ClassDef):
+        calls = [call for call in calls if of_class in source.above(call)] or calls
     place = parameters_of(function).index(name.id) - (parameters_of(function)[0] in ("self", "cls"))
-    given = argument_of(calls[0], name.id, place)
-    return "" if given is None else maker_of(source, given, depth - 1)
+    every = [argument_of(call, name.id, place) for call in calls]
+    given = every[0] if every else None
+    if len({source.function(call) for call in calls}) != 1 or any(e is None for e in every) or given is None:
+        return ""
+    one = len({ast.dump(e) for e in every if e is not None}) == 1
+    return maker_of(source, given, depth - 1) if one else ""
 
 
 def _attribute(source: Source, used: ast.Attribute) -> str:

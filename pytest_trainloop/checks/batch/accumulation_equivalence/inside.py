@@ -15,7 +15,8 @@ from pytest_trainloop.core.ours import is_ours
 from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.instruments.gradients.compare import learning_rates, passes, update_difference
 from pytest_trainloop.instruments.tracing.lr_writes import LRWrites
-from pytest_trainloop.recording.events import Backward, GradWrite, Place, SchedulerStep, Step
+from pytest_trainloop.instruments.tracing.statements import call_in_function_of
+from pytest_trainloop.recording.events import Backward, GradWrite, Place, SchedulerStep, Site, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.hooks import before_modules, before_steps
 from pytest_trainloop.recording.samples import readable
@@ -81,8 +82,9 @@ def settled(evidence: Evidence, split: Split) -> list[Finding] | None:
             clips = writes[0].how == "clipped" or any(word in by.strip("_") for word in ("clamp", "clip", "mul", "div"))
             finding = split.found("clipped_inside_window" if clips else "changed_inside_window", "", (by,), at)
         elif kind == "average":
-            level = "fault" if left.by_loop else "advice"
-            finding = split.found("averaged_inside_window", "", ("the average",), at, level=level)
+            facts: dict[str, Any] = {"level": "fault" if left.by_loop else "advice"}
+            facts["change"] = call_in_function_of(left.site, split.backward.site) if split.backward else ""
+            finding = split.found("averaged_inside_window", "", ("the average",), at, **facts)
         elif kind == "weights":
             finding = split.found("changed_inside_window", "weights", ("weights",), at)
         elif kind == "rates":
@@ -196,6 +198,7 @@ class LeftOut(FunctionMode):
         """The state at the beginning of the window, by identity."""
         self._options: list[dict[str, Any]] = []
         self.place: Place | None = None
+        self.site: Site = ()
         self.by_loop = self.any = False
 
     @contextlib.contextmanager
@@ -225,7 +228,8 @@ class LeftOut(FunctionMode):
             return passed_on(func, args, kwargs)
         with watch.suspended():
             if 0 < self._done() < self._passes and self._is_mine(name, func, args):
-                self.any, self.place = True, self.place or here()[0]
+                self.any, (place, site) = True, here()
+                self.place, self.site = (self.place, self.site) if self.place else (place, site)
                 self.by_loop |= not watch.thread.modules
                 if self._kind == "writes":
                     return None if sets else args[0]

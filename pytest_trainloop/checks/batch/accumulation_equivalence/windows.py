@@ -26,6 +26,7 @@ from pytest_trainloop.instruments.gradients.tolerances import RESEEDED
 from pytest_trainloop.instruments.gradients.vectors import Combination, combination, consumed, steps_of, vectors
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.instruments.tracing.statements import call_in_function_of
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.runs.process_state import preserved
 
@@ -407,7 +408,9 @@ def last_window(evidence: Evidence) -> Iterator[Finding]:
     except Refused:
         return  # so many micro-batches are none that the loop takes
     if left := Ledger(record).left_open():
-        facts = {"left": len(left), "items": record.items, "window": WINDOW}
+        facts: dict[str, Any] = {"left": len(left), "items": record.items, "window": WINDOW}
+        step = next(iter(record.innermost_steps()), None)
+        facts["change"] = "" if step is None else call_in_function_of(step.site, left[0].backward.site)
         yield found("last_window_lost", left[0].backward, ("optimizer.step()",), level="advice", **facts)
 
 

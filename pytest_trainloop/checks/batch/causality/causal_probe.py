@@ -138,7 +138,7 @@ class CausalPasses:
             masks = {line: definitions.mask(line, of=of) for line in lines}
             masked = cause == "causal_mask_missing" and all(masks.values())
             lines = dict.fromkeys(made or line for line, made in masks.items())
-        facts["change"] = "" if len(lines) == 1 and "layer" in CAUSES[cause].change else "\n".join(lines)
+        facts["change"] = "" if len(lines) == 1 and CAUSES[cause].change[0] != "seen" else "\n".join(lines)
         if kind is None:
             facts["shown_by"] = CAUSES["sees_the_future"].shown_by
         culprits = tuple(dict.fromkeys(a.op.named for a in blamed))

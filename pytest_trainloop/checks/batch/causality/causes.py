@@ -74,6 +74,7 @@ CAUSES = {
         summary="a convolution reaches beyond its own position",
         repair="pad on the left only, by dilation * (kernel_size - 1), and cut nothing off the left",
         source="https://github.com/lucidrains/magvit2-pytorch/pull/27",
+        change=("padding before", "seen"),
     ),
     "statistics_over_time": _ahead(
         proof="a mean, a norm or another statistic is taken over all positions",

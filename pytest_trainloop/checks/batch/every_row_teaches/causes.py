@@ -53,15 +53,6 @@ CAUSES = {
         },
         source="https://github.com/tensorflow/tensorflow/issues/37747",
     ),
-    "compared_with_itself": _seen(
-        proof="both sides of the comparison are the same tensor",
-        summary="the loss is always exactly 0: {op} compares the output of the model with itself",
-        measured=_ZERO,
-        shown_by="both sides come from one tensor. With one side moved, gradients arrive",
-        repair="compare the model's output with the target of the batch",
-        explains=_NO_GRADIENT,
-        source="https://github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66",
-    ),
     "one_input_for_two": _seen(
         proof="two equal calls are made with one tensor of the batch, and none with another that is like it",
         summary="the model reads {read} twice, and never {unread}, which has its shape and dtype",

@@ -163,12 +163,6 @@ def _made_zero(call: Call) -> tuple[str, Call, Callable[..., Any]] | None:
         cutting = next((at.made_by for at in origins if at.zero and at.made_by and cuts(at.made_by)), None)
         if cutting is not None:
             return "weights_cut_to_zero", cutting, with_fractions(cutting)
-    sides = call.inputs[:2]
-    if call.name in functions.DISTANCE_LOSSES | functions.SUBTRACTIONS and len(sides) == 2:
-        one, other = (v.source(functions.CASTS | functions.VIEWS) for v in sides)
-        if one is other and one.history and sides[0].digest == sides[1].digest:
-            detached = next((v.made_by for v in sides if v.made_by and not v.history), call)
-            return "compared_with_itself", detached, lambda *given: as_given(*given).detach() + 1.0
     return None
 
 

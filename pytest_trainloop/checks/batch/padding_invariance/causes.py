@@ -175,6 +175,7 @@ CAUSES = {
         },
         repair="fill rows with the id that the model takes for padding: pad_sequence(..., padding_value=pad_id)",
         source="https://github.com/CarperAI/trlx/issues/474",
+        change=("ids", "seen"),
     ),
     "mask_of_another": _padding(
         proof="padded positions count exactly where the mask of another sequence says that they are real",

@@ -50,6 +50,7 @@ References
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.core.finding import Finding
@@ -99,11 +100,20 @@ def activations_alive(evidence: Evidence) -> Iterator[Finding]:
         if layer.units < FEWEST and layer.dead < layer.units:
             continue
         if layer.saturated >= MOST_DEAD * layer.units:
-            yield _finding("saturated", layer, layer.saturated, layer.saturated_at_start, "saturated", found.steps)
+            made = _finding("saturated", layer, layer.saturated, layer.saturated_at_start, "saturated", found.steps)
+            yield _of_inputs(made, evidence) if layer is found.layers[0] else made
         elif layer.dead >= MOST_DEAD * layer.units:
             early = layer.dead_at_start >= MOST_DEAD * layer.units
             cause = "dead_from_the_start" if early else "dies_in_training"
-            yield _finding(cause, layer, layer.dead, layer.dead_at_start, "dead", found.steps)
+            made = _finding(cause, layer, layer.dead, layer.dead_at_start, "dead", found.steps)
+            yield _of_inputs(made, evidence) if layer is found.layers[0] else made
+
+
+def _of_inputs(finding: Finding, evidence: Evidence) -> Finding:
+    """The finding on the first layer: where its inputs are wide, they are those that the model is given."""
+    from pytest_trainloop.instruments.tracing.statements import call_of_model
+
+    return replace(finding, change=call_of_model(evidence.run())) if finding.repair else finding
 
 
 def _finding(cause: str, layer: Layer, now: int, before: int, what: str, steps: int) -> Finding:

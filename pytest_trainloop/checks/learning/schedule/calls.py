@@ -16,6 +16,7 @@ from pytest_trainloop.core.errors import BrokenRun, CannotDecide
 from pytest_trainloop.core.places import syntax_of
 from pytest_trainloop.core.wording import module_of, some
 from pytest_trainloop.instruments.records.learning_rates import called, lrs
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
 from pytest_trainloop.recording.events import Backward, SchedulerStep
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ def about(
     return found(cause, at, culprits or (f"{scheduler.kind}.step()",), variant, **facts)
 
 
-def drives_another(record: Record) -> Iterator[Finding]:
+def drives_another(evidence: Evidence) -> Iterator[Finding]:
     """Schedulers that move the rates of an optimizer which another one has replaced."""
+    record = evidence.run()
     for scheduler in record.schedulers:
         calls = [c for c in calls_of(record, scheduler) if c.before != c.after]
         if scheduler.optimizer is None or not calls:
@@ -84,7 +86,8 @@ def drives_another(record: Record) -> Iterator[Finding]:
                 "left": left.steps,
                 "other": other.kind,
                 "lr": numbers(groups),
-                "change": line_of(scheduler),
+                "change": (evidence.shared(MadeAt.of).optimizer(other.index) if left.steps else "")
+                or line_of(scheduler),
             }
             facts |= {"calls": len(moved), "first": moved[0].before[0], "last": moved[-1].after[0]}
             facts |= {"steps": other.steps, "held": some(record.names(shared))}

@@ -148,7 +148,7 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule import calls, learning_rates
 
     record = evidence.run()
-    yield from calls.drives_another(record)
+    yield from calls.drives_another(evidence)
     yield from calls.two_on_one(record)
     yield from calls.never_called(evidence)
     yield from calls.called_each_pass_too(evidence)

@@ -165,6 +165,8 @@ def unread(evidence: Evidence) -> Iterator[Finding]:
                 continue
             key = name.partition('"')[2].rpartition('"')[0]
             line = evidence.shared(LRWrites.of).line(key, optimizer=optimizer.index) if "group" in name else ""
+            if ".defaults[" in name:
+                line = key_written(record.step_line(), key, "defaults")
             moving.append(name)
             facts: dict[str, Any] = {
                 "change": line,

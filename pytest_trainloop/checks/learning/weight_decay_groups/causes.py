@@ -65,6 +65,7 @@ CAUSES = {
         measured="{contents} decay; {others} in group {off} do not",
         shown_by="no trained matrix is in a group with weight decay",
         repair='give the decay to the group of the matrices, and "weight_decay": 0.0 to the other',
+        change=("groups", "group"),
         source="https://github.com/facebookresearch/BalancingGroups/issues/6",
     ),
     "groups_not_given": _optimizer(

@@ -13,6 +13,8 @@ from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 from pytest_trainloop.checks.loss.every_term_trains.thrown import untrained_calls
 from pytest_trainloop.core.wording import some
 from pytest_trainloop.instruments.gradients.dependence import Dependences
+from pytest_trainloop.instruments.tracing.definitions import value
+from pytest_trainloop.instruments.tracing.statements import call_in_function_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,9 +56,9 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
     for site, scalars in _overwritten(full).items():
         if site in overwritten:
             named.add(scalars[0].place)
-            name, line = loops_over(site) or ("", 0)
+            name, line, last = loops_over(site) or ("", 0, "")
             untrained = _untrained(full.record, scalars[:-1])
-            facts = {"name": name, "line": line, "count": len(scalars), "lost": len(scalars) - 1}
+            facts = {"name": name, "line": line, "count": len(scalars), "lost": len(scalars) - 1, "change": last}
             names = (name, *untrained)
             yield found("term_overwritten", scalars[0].place, names, "named", untrained=untrained, **facts)
     for call, scalars in _left_out(full).items():
@@ -74,6 +76,9 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
                 continue  # read as what it is: it stops an epoch, or is logged (odd: divergence_that_stops_an_epoch)
             called = name or scalars[0].op
             facts = {"name": called, "why": why, "count": len(scalars), "level": "fault" if why else "advice"}
+            backward = next(iter(full.record.backwards()), None)
+            if backward is not None and call_in_function_of(site, backward.site):  # made in a function that it calls
+                facts["change"] = value(str(backward.place))
             variant, names = "named" if why and name else "", (called, *untrained)
             yield found("term_left_out", scalars[0].place, names, variant, untrained=untrained, **facts)
 

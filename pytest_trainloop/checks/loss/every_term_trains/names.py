@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.dead_values import covers, reads, statement_at
 from pytest_trainloop.core.places import syntax_of
+from pytest_trainloop.recording.source import place_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Site
@@ -74,10 +75,10 @@ def is_python_number(site: Site) -> bool:
     return getattr(called, "attr", getattr(called, "id", "")) in ("item", "float")
 
 
-def loops_over(site: Site) -> tuple[str, int] | None:
+def loops_over(site: Site) -> tuple[str, int, str] | None:
     """Where a site assigns plain names in the body of a loop that does not read them afterwards, but to give them other
-    names: the name that holds the value behind the loop, and the line of the loop. A line that returns the value, alone
-    or among others, passes the question on to its caller."""
+    names: the name that holds the value behind the loop, the line of the loop, and that of the last assignment. A line
+    that returns the value, alone or among others, passes the question on to its caller."""
     for filename, line in site:
         found = statement_at(filename, line)
         if found is not None and isinstance(found[0], ast.Return):
@@ -87,26 +88,27 @@ def loops_over(site: Site) -> tuple[str, int] | None:
         for loop in sorted(loops, key=lambda n: -n.lineno):
             for statement in loop.body:
                 if covers(statement, line):
-                    name = _left_behind(loop, statement)
-                    return None if name is None else (name, loop.lineno)
+                    left = _left_behind(loop, statement)
+                    return None if left is None else (left[0], loop.lineno, str(place_of(filename, left[1])))
         return None
     return None
 
 
-def _left_behind(loop: ast.For | ast.While, statement: ast.stmt) -> str | None:
-    """The name that an assignment in the body of a loop leaves its value in, if nothing else of the body reads it."""
+def _left_behind(loop: ast.For | ast.While, statement: ast.stmt) -> tuple[str, int] | None:
+    """The name that an assignment in the body of a loop leaves its value in, if nothing else of the body reads it, and
+    the line of the last assignment."""
     names = _plain_names(statement)
     if not names:
         return None
-    last = names[0]
+    last, line = names[0], statement.lineno
     others = [s for s in loop.body if s is not statement]
     for other in loop.body[loop.body.index(statement) + 1 :]:
         renamed = _plain_names(other)
         if isinstance(other, ast.Assign) and isinstance(other.value, ast.Name) and other.value.id in names and renamed:
             others.remove(other)
-            last = renamed[0]
+            last, line = renamed[0], other.lineno
             names += renamed
-    return None if any(reads(s, name) for s in (statement, *others) for name in names) else last
+    return None if any(reads(s, name) for s in (statement, *others) for name in names) else (last, line)
 
 
 def _plain_names(statement: ast.stmt) -> list[str]:

@@ -136,8 +136,8 @@ class LossCall:
         if every or (cause in IN_EVERY_CALL and self.name != "ctc_loss"):
             self.every.add((cause, culprit))
         change = by_caller(self.site, self.name) if cause in ("broadcast", "box_format") else ""
-        if cause == "mean_over_elements":
-            change = by_caller(self.site, self.name, "reduction")
+        if cause in ("mean_over_elements", "signs_expected"):
+            change = by_caller(self.site, self.name, "reduction" if cause == "mean_over_elements" else "target")
         elif self.name == "ctc_loss" and cause.endswith("_as_log_probabilities"):
             change = argument(str(place), self.name, "log_probs", 0)
         given["change"] = str(given.get("change") or change)

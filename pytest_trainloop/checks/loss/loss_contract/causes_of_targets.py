@@ -90,7 +90,7 @@ OF_TARGETS = {
         explains=(*LEARNING, "batch_independence"),
         source=f"{_DOCS}CrossEntropyLoss.html",
     ),
-    "all_ignored": _target(
+    "all_ignored": _learns(
         proof="every target of a call is the ignored one, and the mean is over none",
         summary="all {all} targets of a batch are {ignored}, which {call} ignores: the mean of no values is NaN",
         measured="{all} of {all} targets ignored, loss NaN",
@@ -244,7 +244,8 @@ OF_TARGETS = {
         "keeps what is not masked: each.masked_fill(~mask, 0)",
         source="https://github.com/lucidrains/voicebox-pytorch/issues/6",
     ),
-    "labels_misplaced": _target(
+    "labels_misplaced": _learns(
+        change=("sorting", "data"),
         proof="some rows have labels at padded positions, and others none at their last real ones",
         summary=(
             "{wrong} of {all} rows have the labels of another row in {call}: they have more or fewer labels than tokens"
@@ -377,6 +378,7 @@ OF_TARGETS = {
         ),
         repair="compare the output at t with the token at t + 1, shifting once: in the data, or in the loss",
         source="https://github.com/huggingface/transformers/issues/27517",
+        change=("data", "seen"),
     ),
     "start_token_twice": _learns(
         proof="every row of ids begins with one token twice, and no other position has it",
@@ -392,6 +394,7 @@ OF_TARGETS = {
         ),
         settle="a model of n-grams may begin with several start tokens",
         source="https://github.com/OpenRLHF/OpenRLHF/issues/393",
+        change=("data", "seen"),
     ),
     "ids_out_of_range": Cause(
         proof="ids beyond the rows of an embedding",
@@ -426,7 +429,7 @@ OF_TARGETS = {
         source="https://kevinmusgrave.github.io/pytorch-metric-learning/samplers/",
     ),
     "head_too_wide": Cause(
-        proof="no label of the run lies in the lower eighth of the head",
+        proof="the labels of the run are few of the head's classes: its lower eighth at most, or one class",
         summary="the head is {times} times wider than the labels: {count} classes, and no label above {high}",
         measured="{count} classes for labels up to {high}: {times} times as many",
         shown_by="all targets of the recorded steps",
@@ -436,6 +439,14 @@ OF_TARGETS = {
         ),
         change=("module", "seen"),
         judged="batches= with the project's own labels show whether the others occur",
+        variants={
+            "one class": {
+                "summary": "all labels are class {high}: of {count} classes no other occurs",
+                "measured": "{labels:label} of class {high}, for a head of {count} classes",
+                "repair": "look at the labels of a batch: those that were divided by 255, or cast from shares by "
+                ".long(), are 0 everywhere",
+            }
+        },
         source="https://github.com/facebookresearch/ConvNeXt/issues/110",
     ),
     "classes_imbalanced": _seen(

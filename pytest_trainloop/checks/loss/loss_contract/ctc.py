@@ -10,7 +10,8 @@ import torch
 from pytest_trainloop.checks.loss.loss_contract.call import listed
 from pytest_trainloop.checks.loss.loss_contract.padding import inputs_of
 from pytest_trainloop.instruments.batches.padding import Proof, read_padding
-from pytest_trainloop.instruments.tracing.tape_queries import constant, layout, unmoved
+from pytest_trainloop.instruments.tracing.definitions import argument
+from pytest_trainloop.instruments.tracing.tape_queries import constant, layout, statement, unmoved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,9 @@ def ctc(call: LossCall) -> Iterator[Finding]:
     if with_blank:
         facts = {"count": len(with_blank), "all": len(rows), "blank": blank, "seen": listed(with_blank[0])}
         repair = f"number the labels without {blank}, or give another blank="
-        yield call.finds("blank_in_targets", **facts, repair=repair)
+        behind = all(blank not in row[: len(row) - row.count(blank)] for row in with_blank)
+        lengths = statement(call.values.get("target_lengths")) if behind else ""  # they count the padding
+        yield call.finds("blank_in_targets", **facts, repair=repair, change=lengths)
     yield from _short_inputs(call, rows, given.shape[0])
     yield from _padded_inputs(call, given)
     beyond = [row for row in rows if any(label >= classes or label < 0 for label in row)]
@@ -67,6 +70,7 @@ def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator
             yield call.finds("frames_left_out", **facts, change=change, level="advice", every=True)
         return
     needed, frames, row = max(short, key=lambda one: one[0])
+    made = ""
     dropped, miscounted = bool(call.given.get("zero_infinity")), needed <= given and max(lengths) <= (given + 1) // 2
     change = counted.call.place if miscounted and counted is not None and counted.call is not None else None
     repair = "check input_lengths (frames after the model) and target_lengths (labels without padding); if both are "
@@ -74,12 +78,13 @@ def _short_inputs(call: LossCall, rows: list[list[int]], given: int) -> Iterator
     if miscounted:
         repair = f"input_lengths is too small: give the lengths after the model (here up to {given})"
     elif needed > given:
+        made = argument(str(call.place), call.name, "log_probs", 0)
         repair = f"the model gives {given} frames, and {needed} are needed: use fewer downsampling steps; or "
         repair += "target_lengths counts padding as labels"
     yield call.finds(
         "alignment_impossible", count=len(short), all=len(rows), given=given, frames=frames, labels=len(row),
         needed=needed, repeats=needed > len(row), dropped=dropped, repair=repair,
-        change=change,
+        change=change or made,
         level="advice" if dropped and len(short) < len(rows) else "fault",
     )  # fmt: skip
 

@@ -31,8 +31,12 @@ import torch
 from pytest_trainloop.checks.loss.loss_contract.causes import found as finding_of
 from pytest_trainloop.core.whose import reraise_raised
 from pytest_trainloop.core.wording import count as times
+from pytest_trainloop.declare import nested
+from pytest_trainloop.instruments.tracing.data_lines import name_in_batch
+from pytest_trainloop.instruments.tracing.definitions import compared
 from pytest_trainloop.instruments.tracing.tape import Gone
-from pytest_trainloop.instruments.tracing.tape_queries import MOVES, again, layout, picks
+from pytest_trainloop.instruments.tracing.tape_queries import MOVES, again, layout, picks, unmoved
+from pytest_trainloop.recording.construction import memory_of
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES
 
 if TYPE_CHECKING:
@@ -72,6 +76,8 @@ class Compared:
     name: str
     where: str
     readings: list[Reading] = field(default_factory=list)
+    paths: tuple[str, str] = "", ""
+    """Of the ids and of the labels in the batch."""
     last: int | None = None
     """The last input that outputs depend on, from their own position; above 0 they see later ones."""
 
@@ -162,7 +168,11 @@ class Shifts:
             for way, row, position in () if (table, "") in seen else _ways(leading, ids, coordinates):
                 read = Reading(ids.T if way == "turned" else ids, row, position, target[where])
                 key = call.name, call.site, call.layer, table, way
-                one = self.found.setdefault(key, Compared(call.name, str(call.place)))
+                one = self.found.get(key)
+                if one is None:
+                    labels, of_ids = unmoved(call.values[name]), _path_in(call.step.batch, looked_up.ids)
+                    paths = of_ids, "" if labels is None else labels.path
+                    one = self.found[key] = Compared(call.name, str(call.place), paths=paths)
                 one.readings.append(read)
                 if one.last is None:
                     one.last = last_input(read, where, out, call.given["input"], axis, turned=way == "turned")
@@ -179,7 +189,9 @@ class Shifts:
         for (token, rows), one in begun.items():
             trained = any(bool(((r.position == 0) & (r.label == token)).any()) for r in one.readings)
             facts = {"token": token, "rows": rows, "trained": trained, "call": one.name}
-            yield finding_of("start_token_twice", one.where, ("input ids",), level="advice", **facts)
+            names = ("input ids", *_named(one.paths[0]))
+            facts |= {"level": "advice", "kinds": ("input",) * len(names)}
+            yield finding_of("start_token_twice", one.where, names, **facts)
         decided = [(one, one.decide()) for one in self.found.values()]
         if any(found is not None and found[0] == 1 + (one.last or 0) for one, found in decided):
             return  # another loss may look elsewhere
@@ -202,11 +214,24 @@ class Shifts:
                 "unsure": unsure,
             }
             level: Level = "advice" if unsure else "fault"
+            names = ("labels", *(() if ahead > 1 else _named(one.paths[1])))
+            if names[1:] and one.paths[0] == one.paths[1]:  # the model is given the labels
+                facts["change"] = compared(one.where, 0)
             if unsure:
                 facts["repair"] = "shift once; to settle it, give batches= with more labelled positions"
-            yield finding_of(
-                "shifted_twice" if ahead > 1 else "not_shifted", one.where, ("labels",), level=level, **facts
-            )
+            cause = "shifted_twice" if ahead > 1 else "not_shifted"
+            facts |= {"level": level, "kinds": ("input",) * len(names)}
+            yield finding_of(cause, one.where, names, **facts)
+
+
+def _named(path: str) -> tuple[str, ...]:
+    return (name_in_batch(path),) if path else ()
+
+
+def _path_in(batch: Any, ids: torch.Tensor) -> str:
+    """The path of the tensor of the batch that ids are a part of."""
+    at = memory_of(ids)
+    return next((nested.shown(path) for path, tensor in nested.paths(batch) if at and memory_of(tensor) == at), "")
 
 
 def _chance(labels: torch.Tensor, pool: torch.Tensor) -> float:

@@ -110,6 +110,10 @@ def class_indices(call: LossCall) -> Findings:
     elif call.known is None and kept.numel() >= LABELS and count >= WIDER * (high + 1):
         times = f"{count / (high + 1):.0f}"
         yield call.finds("head_too_wide", times=times, count=count, high=high, level="advice")
+    elif call.known is None and kept.numel() >= LABELS and count > 2 and low == high and call.values["target"].batch:
+        # the zeros of a contrastive loss are no labels of the batch (odd: momentum_contrast)
+        facts = {"count": count, "high": high, "labels": kept.numel(), "level": "advice"}
+        yield call.finds("head_too_wide", "one class", **facts, change="", every=True)
 
 
 def _where_from(kinds: list[int], ignored: Any) -> str:

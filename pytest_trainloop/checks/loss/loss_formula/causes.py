@@ -82,6 +82,7 @@ CAUSES = {
             }
         },
         source="https://github.com/stevebottos/owl-vit-object-detection/issues/14",
+        change=("entry", "seen"),
     ),
     "sign_flipped": _of_form(
         proof="the loss holds a textbook form, or a distance from the target, and its gradient makes that worse",
@@ -219,7 +220,7 @@ CAUSES = {
         ),
         shown_by="the loop's own calls made again with other outputs, in float64; {one}() is at {other}",
         explains=LEARNING,
-        change=("seen",),
+        change=("entry", "seen"),
         variants={
             "change": {
                 "repair": "give this term {made}. Or change what {one}() is given, so that both read the outputs as one"

@@ -26,6 +26,8 @@ from pytest_trainloop.declare.memory_layout import write
 from pytest_trainloop.instruments.gradients.compare import Agreement, agreement, by_tensor
 from pytest_trainloop.instruments.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.instruments.gradients.vectors import Gradient, values, vectors
+from pytest_trainloop.instruments.tracing.made_at import MadeAt
+from pytest_trainloop.instruments.tracing.statements import only_call_in
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps, on_gradient
 from pytest_trainloop.recording.samples import as_real, readable, spaced
@@ -225,7 +227,9 @@ class Checkpointing:
             if calls or differs.forward:
                 return None
             names, measured = ("torch's generator",), self._measured(differs)
-            return found("rng_not_preserved", differs.place, names, "own recomputation", measured=measured)
+            change = only_call_in(self._evidence.shared(MadeAt.of).forward([""]), "apply")
+            facts = {"measured": measured, "change": change}
+            return found("rng_not_preserved", differs.place, names, "own recomputation", **facts)
         if self._difference(self._made("reseeded", knob=False, draws=False, fit_seed=RESEEDED), off) is not None:
             raise CannotDecide(
                 f"the loop draws random numbers from python's or numpy's generators{rng_line(self._evidence)}, which "

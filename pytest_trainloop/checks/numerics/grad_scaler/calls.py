@@ -124,6 +124,7 @@ def update_missing(record: Record) -> Iterator[Finding]:
             facts: dict[str, Any] = {"call": "step" if steps else "unscale_", "steps": len(steps)}
             facts |= {"raised": raised.summary} if raised is not None else {}
             if not steps:
+                facts["change"] = record.step_line()
                 facts["repair"] = (
                     "call scaler.update() once at the end of each iteration that steps, and scaler.step(optimizer) in "
                     "place of optimizer.step()"

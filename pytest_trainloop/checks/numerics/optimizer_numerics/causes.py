@@ -69,7 +69,7 @@ CAUSES = {
         ),
         shown_by="the same steps in float64: equal with this count, and not with the right one",
         repair="write the count back into the state: state['step'] += 1 before the correction reads it",
-        change=("step",),
+        change=("count of steps", "step"),
         variants={
             "by tensor": {
                 "summary": "{kind} adds 1 to its count of steps at every tensor: its bias correction ends too early",
@@ -97,7 +97,7 @@ CAUSES = {
                 ),
             }
         },
-        change=("step",),
+        change=("option", "step"),
         source="https://github.com/juntang-zhuang/Adabelief-Optimizer/pull/33",
     ),
     "betas_swapped": Cause(

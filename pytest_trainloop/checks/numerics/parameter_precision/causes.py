@@ -68,7 +68,7 @@ CAUSES = {
         ),
         shown_by="the same run in float64 moves it by this share of the distance, which this dtype cannot hold",
         repair="keep the averaged copy in float32 (AveragedModel of a float32 model, or float32 masters of its own)",
-        change=("module", "seen"),
+        change=("module", "first argument", "seen"),
         variants={
             "running value": {
                 "summary": (

@@ -78,6 +78,7 @@ CAUSES = {
         proof="the difference of two numbers that agree in most digits is wrong, although both numbers are right",
         summary="{what} takes the difference of numbers that {dtype} rounds to nearly the same" + _REST,
         repair=_IN_FLOAT32,
+        change=("cast before", "seen"),
         source="https://github.com/NVIDIA/cuvs/issues/991",
     ),
     "accumulation": _operation(
@@ -108,6 +109,7 @@ CAUSES = {
                 ),
             },
         },
+        change=("cast before", "seen"),
         source="https://github.com/modelscope/DiffSynth-Studio/pull/1025",
     ),
     "angles_lost": _seen(

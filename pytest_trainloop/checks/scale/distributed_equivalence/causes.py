@@ -276,7 +276,7 @@ CAUSES = {
         shown_by="the subsets that the samplers were given, of {counts} rows",
         repair="give DistributedSampler the same data set on all ranks: cut it by rank once, and draw splits with a "
         "generator of one seed",
-        change=("loader", "seen"),
+        change=("sampler", "loader", "seen"),
         variants={
             "seeds": {
                 "summary": "in one epoch {twice} of {rows} rows are on all ranks, and {never} on none",

@@ -113,9 +113,13 @@ CALLS = {
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def distributed_equivalence(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.instruments.tracing.statements import call_of_model
+
     for finding in _found(evidence):
         names = finding.culprits or (CALLS.get(finding.cause, "loss.backward()"),)
-        yield replace(finding, culprits=names, where=finding.where or _line(evidence, finding.cause))
+        change = call_of_model(evidence.run()) if finding.cause == "wrapper_bypassed" else ""
+        where = finding.where or _line(evidence, finding.cause)
+        yield replace(finding, culprits=names, where=where, change=finding.change or change)
 
 
 def _found(evidence: Evidence) -> Iterator[Finding]:

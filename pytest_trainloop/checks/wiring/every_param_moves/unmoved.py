@@ -14,7 +14,6 @@ are in float64, so that no update is lost to rounding.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +50,6 @@ LOW = ("bfloat16", "float16")
 
 FEW = 0.1
 """Share of updates lost, below which an optimizer keeps what rounding takes: chance leaves 2 % unchanged."""
-
-MOST_LOST = 0.5
-"""Share of entries lost to rounding from which more of a model stays as it was than trains."""
 
 RAISED = 1e4
 """Factor on the learning rates: more than the 256 steps of half a ULP that rounding to bfloat16 can take back."""
@@ -112,35 +108,6 @@ def _measured(evidence: Evidence, parameters: Sequence[Parameter]) -> list[dict[
         ulp = float(spacings(values(p.start, p.dtype), p.dtype).median())
         measured.append({"first": p.name, "dtype": p.dtype, "update": update, "ulp": ulp})
     return measured
-
-
-def most_entries(evidence: Evidence) -> Iterator[Finding]:
-    """Low-precision entries that never move, where they are the greater part of all. One is lost if it never changed
-    and half a ULP at its value is more than the largest entry of any step on its tensor in float64, at the learning
-    rate that a warm-up leads to."""
-    native = evidence.run()
-    low = [p for p in low_precision_stepped(native, LOW) if by_torch(native, p)]
-    if not low:
-        return
-    double, shares = evidence.shared(float64_run), dict[str, float]()
-    for p, other, steps in _in_float64(evidence, [p for p in low if p.index in native.end]):
-        start, end = values(p.start, p.dtype), values(native.end[p.index], p.dtype)
-        largest = max(float(values(f, "float64").abs().max()) for f in (other.start, double.end[other.index]))
-        step = max(steps, default=0.0) * largest * lr_growth(native, p.index)
-        lost = (start == end) & (step < spacings(start, p.dtype) / 2)
-        shares[p.name] = float(lost.double().mean()) if 0.0 < step < math.inf else 0.0
-    sizes = {p.name: math.prod(p.shape) for p in low}
-    entries = sum(sizes.values())
-    part = sum(share * sizes[name] for name, share in shares.items()) / entries if entries else 0.0
-    names = [name for name, share in shares.items() if share >= MOST_LOST]
-    if not names or part < MOST_LOST:
-        return
-    names = depending(evidence, names)
-    if sum(shares[n] * sizes[n] for n in names) < MOST_LOST * entries:
-        return
-    measured = _measured(evidence, [p for p in low if p.name in names])
-    facts = max(measured, key=lambda m: m["ulp"]) | {"part": part, "tensors": len(low), "steps": native.rounds}
-    yield found("lost_to_rounding", native.step_line(), [m["first"] for m in measured], "most entries", **facts)
 
 
 def left_out(evidence: Evidence, unmoved: Sequence[Parameter]) -> Iterator[Finding]:

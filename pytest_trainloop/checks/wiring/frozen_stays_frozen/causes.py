@@ -31,7 +31,7 @@ CAUSES = {
         ),
         shown_by="it requires grad, a gradient arrives, and the step that reads it moves it",
         repair="requires_grad_(False) on them before this line, and give the optimizer only what requires grad",
-        change=("group",),
+        change=("asked", "group"),
         source="https://github.com/catalyst-team/catalyst/issues/79",
     ),
     "weight_decay": _moves(

@@ -326,7 +326,7 @@ CAUSES = {
         shown_by="requires_grad is False on every parameter when the loop starts, and no gradient arrives anywhere",
         repair="leave requires_grad on for what should train; with adapters: freeze the base first, then attach them",
         explains=TRAINING,
-        change=("freeze",),
+        change=("asked", "freeze"),
         source="https://github.com/huggingface/peft/issues/282",
     ),
     "adapters_frozen": Cause(

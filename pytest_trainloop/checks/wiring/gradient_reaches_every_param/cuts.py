@@ -26,7 +26,7 @@ from pytest_trainloop.instruments.tracing.cut_candidates import Candidate, Kind,
 from pytest_trainloop.instruments.tracing.definitions import value
 from pytest_trainloop.instruments.tracing.mode import WatchingMode
 from pytest_trainloop.instruments.tracing.provenance import name_of
-from pytest_trainloop.instruments.tracing.statements import without_gradients
+from pytest_trainloop.instruments.tracing.statements import behind_return, without_gradients
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.seams import passed_on
@@ -191,7 +191,7 @@ def graph_cuts(
             line, other = uses
             yield found("graph_cut", at, names, "used twice", change=str(line), other=other, cut_at=by.place, **facts)
             continue
-        lines = [str(c.place) for c in (by, *cut.others)]
+        lines = [behind_return(c.site) if c.op in ("argmin", "argmax") else str(c.place) for c in (by, *cut.others)]
         if off:  # what switches gradients off around the call, or around that of the loss
             lines = [without_gradients(line) or without_gradients(value(str(at))) or line for line in lines]
         facts["change"] = "\n".join(dict.fromkeys(lines))

@@ -19,6 +19,7 @@ from pytest_trainloop.instruments.records.clips import (
 )
 from pytest_trainloop.instruments.records.gradient_ledger import limits
 from pytest_trainloop.instruments.tracing.definitions import argument
+from pytest_trainloop.instruments.tracing.statements import only_call
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -80,7 +81,11 @@ def useless_clips(ledger: Ledger) -> Iterator[Finding]:
         facts: dict[str, Any] = {"calls": len(mine), "tensors": len(names)}
         facts["steps"] = sum(bool(w.stepped & unclipped) for w in windows)
         if used_up:
-            facts["change"] = argument(str(mine[0].place), mine[0].by, "parameters", 0)
+            line = str(mine[0].place)
+            made = argument(line, mine[0].by, "parameters", 0)
+            facts["change"] = (only_call(line, "filter") if made == line else "") or made
+        elif variant == "stand-ins":
+            facts["change"] = only_call(str(mine[0].place), "state_dict")
         yield _found("clips_nothing", mine[0], names, variant, **facts)
 
 

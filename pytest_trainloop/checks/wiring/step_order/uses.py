@@ -24,7 +24,7 @@ from pytest_trainloop.core.errors import Refused
 from pytest_trainloop.instruments.records.clips import clips_by_site, late
 from pytest_trainloop.instruments.records.gradient_ledger import Ledger
 from pytest_trainloop.instruments.tracing.made_at import MadeAt
-from pytest_trainloop.instruments.tracing.statements import call_of_helper, in_a_loop_of_its_own
+from pytest_trainloop.instruments.tracing.statements import call_of_helper, flag_set, in_a_loop_of_its_own
 from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.runs.further_runs import longer_run
 
@@ -113,7 +113,7 @@ def stopped(evidence: Evidence, ledger: Ledger) -> About:
             continue
         condition = condition_of(steps[-1].place)
         facts = {"steps": len(steps), "passes": len(left), "kind": optimizer.kind}
-        facts |= {"change": condition} if condition else {}
+        facts |= {"change": flag_set(condition) or condition} if condition else {}
         if not stops_from_other_weights(evidence, optimizer.index, len(steps)):
             facts["level"] = "advice"
         names = record.names(set(optimizer.parameters))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ def target_rebound(seen: NetworkPasses, held: frozenset[str]) -> Iterator[Findin
         later = [p for p in seen.without_gradients if p.line != line and p.step > passes[since].step]
         again = any(p.network == networks[0] for p in (*passes[since:], *later))
         assigned = _assigned(line, passes[0].file)
+        online = rf"= *(\w+\.)*{re.escape(seen.names[networks[1]].rpartition('.')[2])}\b"
+        assigned = [one for one in assigned if re.search(online, one)] or assigned
         if len(networks[0]) != len(networks[1]) or again or len(steps) < LEAST_STEPS or not assigned:
             continue  # a function that evaluates whichever network it is given
         names = [seen.names[n] for n in networks]

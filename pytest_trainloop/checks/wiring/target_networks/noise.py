@@ -130,6 +130,7 @@ def noise_while_building(evidence: Evidence) -> Iterator[Finding]:
         network=seen.name,
         passes=len(seen.given),
         moved=change,
+        change=str(seen.place),
         kinds=("input",) * len(names) or ("module",),
     )
 

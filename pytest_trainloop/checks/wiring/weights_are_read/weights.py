@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from pytest_trainloop.checks.wiring.weights_are_read.causes import found
 from pytest_trainloop.core import members
 from pytest_trainloop.core.errors import CannotDecide
+from pytest_trainloop.core.finding import code_of
 from pytest_trainloop.core.paths import BUILD_CALLER, FIT_CALLER
 from pytest_trainloop.instruments.gradients.dependence import difference, mover
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
@@ -278,11 +279,16 @@ class Lines(FunctionMode):
 
 def _line() -> str:
     """The project's nearest line, inside of what builds the loop or runs it; empty elsewhere."""
+
+    def at(frame: FrameType) -> str:
+        return str(place_of(frame.f_code.co_filename, frame.f_lineno))
+
     frame: FrameType | None = sys._getframe(1)
     nearest = ""
     while frame is not None and (filename := frame.f_code.co_filename) not in (FIT_CALLER, BUILD_CALLER):
-        if not nearest and layer(filename) == 2:
-            nearest = str(place_of(filename, frame.f_lineno))
+        helper = code_of(nearest).startswith("return ")  # its result is read where it is called
+        if layer(filename) == 2 and (not nearest or (helper and not code_of(at(frame)).startswith("return "))):
+            nearest = at(frame)
         frame = frame.f_back
     return nearest if frame is not None else ""
 

@@ -32,7 +32,7 @@ pair(
     "weight_decay_groups",
     "groups_swapped",
     culprits=("ln_1.weight", "up.bias"),
-    change="torch.optim.AdamW(groups",
+    change="groups = [",
     mentions=("0.05",),
     quick=True,
     faulty=loop(swapped(("keep", "decay"))),

@@ -274,3 +274,30 @@ for name, stride in {"ctc_over_padded_frames": 1, "ctc_over_padded_frames_of_a_s
         fixed=utterances(as_given, stride),
         quick=stride == 1,
     )
+
+
+# Labels that are all of one class.
+
+
+def pixel_labels(scaled):
+    """Masks that went through the scaling of images, and were made whole numbers."""
+
+    def make():
+        x = torch.randn(8, 3, 6, 6)
+        mask = (x[:, 0] > 0).to(torch.uint8) + 2 * (x[:, 1] > 1).to(torch.uint8)
+        labels = (mask / 255).long() if scaled else mask.long()
+        return loop(
+            nn.Conv2d(3, 4, 1), {"image": x, "mask": labels}, lambda m, b: F.cross_entropy(m(b["image"]), b["mask"])
+        )
+
+    return make
+
+
+pair(
+    "masks_scaled_as_images_are",
+    "loss_contract",
+    "head_too_wide",
+    level="advice",
+    faulty=pixel_labels(True),
+    fixed=pixel_labels(False),
+)

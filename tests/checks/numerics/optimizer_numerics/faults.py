@@ -346,7 +346,7 @@ pair(
     "option_without_effect",
     culprits=("weight_decay",),
     mentions=("rounding removes it",),
-    change="p.copy_(",
+    change="return p.mul_(left).float()",
     faulty=in_bfloat16(SignSGD),
     fixed=in_bfloat16(DecaysInFloat32),
 )
