@@ -50,7 +50,8 @@ def _wrapped(node: ast.stmt, call: ast.Call, helper: str, key: str) -> ast.stmt:
             self.generic_visit(other)
             if not mine or not isinstance(other.func, ast.Attribute):
                 return other
-            return ast.Call(name_of(helper), [ast.Constant(key), other.func.value, *other.args], [])
+            method = ast.Constant(other.func.attr)
+            return ast.Call(name_of(helper), [ast.Constant(key), method, other.func.value, *other.args], [])
 
     place = call.lineno, call.end_col_offset, called_name(call)
     made: ast.stmt = Wrap().visit(copy.deepcopy(node))
@@ -64,18 +65,18 @@ class Shapes:
         self.turns: dict[str, tuple[Sizes, Sizes, Sizes, Sizes]] = {}
         """By reshape: the shape it is given and makes, the axes by which both are explained, and their other order."""
 
-    def shaped(self, key: str, given: Any, *sizes: Any) -> Any:
+    def shaped(self, key: str, method: str, given: Any, *sizes: Any) -> Any:
         """Reshape, and note where the axes come in another order."""
-        made = given.reshape(*sizes)
+        made = getattr(given, method)(*sizes)
         if isinstance(given, torch.Tensor) and not isinstance(given, nn.Parameter) and key not in self.turns:
             turn = turned(tuple(given.shape), tuple(made.shape))
             if turn is not None:
                 self.turns[key] = tuple(given.shape), tuple(made.shape), *turn
         return made
 
-    def turned(self, key: str, given: Any, *sizes: Any) -> Any:
+    def turned(self, _key: str, method: str, given: Any, *sizes: Any) -> Any:
         """The permute to the shape that the reshape makes."""
-        made = given.reshape(*sizes)
+        made = getattr(given, method)(*sizes)
         turn = turned(tuple(given.shape), tuple(made.shape)) if isinstance(given, torch.Tensor) else None
         return made if turn is None else given.reshape(turn[0]).permute(turn[1]).reshape(made.shape)
 

@@ -13,7 +13,7 @@ from pytest_trainloop.checks.wiring.no_typos.causes import found
 from pytest_trainloop.checks.wiring.no_typos.edited_source import PREFIX, edited
 from pytest_trainloop.checks.wiring.no_typos.reshapes import SHAPED, TURNED, Shapes
 from pytest_trainloop.checks.wiring.no_typos.slips import CALLED, KEPT, SET, slips
-from pytest_trainloop.core.errors import CannotDecide, OwnMistake
+from pytest_trainloop.core.errors import CannotDecide, OwnMistake, UsageError, UserCodeError
 from pytest_trainloop.instruments.gradients.dependence import difference
 from pytest_trainloop.instruments.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.events import Backward
@@ -98,10 +98,10 @@ def _mark(number: int) -> ast.stmt:
 
 
 def _edited_run(evidence: Evidence, around: Callable[[], AbstractContextManager[None]]) -> Record | None:
-    """A run with edited code; None where the edit is none for a function of torch that is patched."""
+    """A run with edited code; None where the loop cannot be built with it, or a patched function refuses it."""
     try:
         return _run(evidence, around)
-    except OwnMistake:
+    except (OwnMistake, UserCodeError, UsageError):
         return None
 
 
