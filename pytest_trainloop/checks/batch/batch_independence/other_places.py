@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 def by_place(evidence: Evidence, few: FewRows) -> tuple[Op, int, int] | None:
     """The operation that adds a table cut to the rows, the positions of the table and of the input; None where no
     output changes with the place of its row, or where the same table along the positions does not help."""
+    if few.axis:
+        return None
     order = OtherOrder(tuple(reversed(range(few.rows))))
     batches = few.batch, order.apply(few.batch, few.rows, few.axis)
     base, moved = (pass_over(evidence, batch) for batch in batches)
     found = cut_to_rows([op for op, _ in base[1]], few.rows)
-    if few.axis or found is None or not _moved(base[0], moved[0], few.rows):
+    if found is None or not _moved(base[0], moved[0], few.rows):
         return None
     add, table, steps = found
     fixes = {add.number: _along_positions(table.detach())}

@@ -68,7 +68,7 @@ Known limits
     cannot reach (at module level of a library, outside of the process) makes the check skip where it matters. What
     changes nothing within three steps and has no count of its own is not seen: a threshold that is reached later.
     A split of data that are drawn for the test is seen if an order splits it. What is drawn outside of modules is not
-    judged if it may stand for data: one entry for each example, rows that a module is given.
+    judged if it may be data in a test: one entry for each example, rows that a module is given.
 
     A green check makes 9 optimizer steps of the loop. One that fails makes 3 more, and 3 for each component that
     differs. Where ``load`` sets a number that training leaves alone: 2 for each batch of an epoch.

@@ -99,7 +99,7 @@ def _has_same_data(evidence: Evidence) -> bool:
 
 
 def _are_data(b: Resumed, without: Resumed, drawn: Sequence[Difference]) -> bool:
-    """Whether one of these may stand for data or for trained weights in a test: its rows are given to a module, there
+    """Whether one of these may be data or trained weights in a test: its rows are given to a module, there
     is one for each example, or it is what weights begin as."""
     loop = b.a.evidence.fresh_loop()
     batches = [nested.tensors(batch) for batch in first_batches(loop, MOST_BATCHES)]

@@ -36,35 +36,44 @@ class Functions:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
+        self._modules = {getattr(m, "__file__", None): m for m in reversed(list(sys.modules.values()))}
         self._built: dict[str, set[type]] = {}
         """The classes of libraries of which an object is made, by the name that it gets."""
         self._defined: dict[str, list[tuple[Source, Any]]] = {}
         self._unread_in: dict[Any, dict[str, ast.expr]] = {}
-        kinds: dict[str, dict[str, tuple[Source, Any]]] = {}
-        self._kinds = kinds
+        self._kinds: dict[str, dict[str, tuple[Source, Any]]] = {}
         for source in sources:
             for node in ast.walk(source.tree):
                 if isinstance(node, FUNCTIONS):
                     self._defined.setdefault(node.name, []).append((source, node))
                 elif isinstance(node, ast.ClassDef):
                     methods = {m.name: (source, m) for m in node.body if isinstance(m, FUNCTIONS)}
-                    kinds[node.name] = methods
+                    self._kinds[node.name] = methods
                     if "__init__" in methods:
                         self._defined.setdefault(node.name, []).append(methods["__init__"])
         for source in sources:  # criterion = FocalLoss(...); criterion(logits, labels)
             for target, call in _made(source.tree):
-                methods, path = kinds.get(called_name(call), {}), path_of(target)
+                methods, path = self._kinds.get(called_name(call), {}), path_of(target)
                 run = methods.get("forward") or methods.get("__call__")
                 if path and run is not None:
                     self._defined.setdefault(path[-1], []).append(run)
-                elif path and isinstance(built := _resolved(source, call.func), type):
+                elif path and isinstance(built := self._resolved(source, call.func), type):
                     self._built.setdefault(path[-1], set()).add(built)
+
+    def _resolved(self, source: Source, expression: ast.expr) -> Any:
+        """What the globals of a file give for ``a.b.c``; None for another expression."""
+        path = path_of(expression)
+        value = getattr(self._modules.get(source.file), path[0], None) if path else None
+        for name in path[1:] if isinstance(value, types.ModuleType) else ():
+            value = getattr(value, name, None)
+        return value
 
     def _of(self, source: Source, call: ast.Call) -> Any:
         """The only function that a call in a file can be of, one of this file before others."""
         known = [] if unpacks(call) else self._defined.get(called_name(call), [])
-        if known and isinstance(call.func, ast.Attribute) and _resolved(source, call.func) is not None:
-            file = getattr(getattr(_resolved(source, call.func), "__code__", None), "co_filename", "")
+        called = self._resolved(source, call.func) if known and isinstance(call.func, ast.Attribute) else None
+        if called is not None:
+            file = getattr(getattr(called, "__code__", None), "co_filename", "")
             known = [(home, node) for home, node in known if home.file == file]  # F.cross_entropy is no function of its
         function, name = source.function(call), called_name(call)
         own = function is not None and path_of(call.func)[:-1] == parameters_of(function)[:1] != []
@@ -136,7 +145,7 @@ class Functions:
         if (function := self._of(source, call)) is not None:
             return [*_positional(function), *(a.arg for a in function.args.kwonlyargs)]
         kinds = self._built.get(called_name(call), set())
-        called: Any = next(iter(kinds)) if len(kinds) == 1 else _resolved(source, call.func)
+        called: Any = next(iter(kinds)) if len(kinds) == 1 else self._resolved(source, call.func)
         if isinstance(called, type):
             called = getattr(called, "forward", None) if kinds else called.__init__  # type: ignore[misc]
         try:
@@ -196,16 +205,6 @@ def _crossed(one: Sequence[frozenset[str]], other: Sequence[frozenset[str]]) -> 
             named = one[i] != one[j] and all(len("".join(words)) > 1 for words in (one[i], one[j]))
             if named and (one[i], one[j]) == (other[j], other[i]):
                 yield i, j
-
-
-def _resolved(source: Source, expression: ast.expr) -> Any:
-    """What the globals of a file give for ``a.b.c``; None for another expression."""
-    path = path_of(expression)
-    module = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == source.file), None)
-    value = getattr(module, path[0], None) if path else None
-    for name in path[1:] if isinstance(value, types.ModuleType) else ():
-        value = getattr(value, name, None)
-    return value
 
 
 def _turned(source: Source, node: ast.stmt, function: Any) -> bool:

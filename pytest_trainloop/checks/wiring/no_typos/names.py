@@ -181,7 +181,7 @@ def same_twice(source: Source, node: ast.stmt) -> Iterator[Slip]:
         pair = call.args[:2] if isinstance(call, ast.Call) and called_name(call) in _OF_TWO else []
         pair = [call.left, call.right] if isinstance(call, ast.BinOp) and isinstance(call.op, ast.Sub) else pair
         one, other = map(name_in, pair) if len(pair) == 2 else ("", "")
-        fits = [n for n in _locals(source, node) if one and one == other and other_part(n, one)]
+        fits = [n for n in _locals(source, node) if other_part(n, one)] if one and one == other else []
         if len(fits) == 1:
             run = copy.deepcopy(node)
             twin = next(n for n in ast.walk(run) if type(n) is type(call) and ast.dump(n) == ast.dump(call))
